@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -51,9 +52,8 @@ def init_distributed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
     local_device()
-    if dist.is_initialized():
-        return
-    with agreed_port():
+    has_met = dist.is_initialized()
+    with contextlib.nullcontext() if has_met else agreed_port():
         deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
 
 

@@ -116,9 +116,8 @@ def tiny_tree(run_dir: Path, corpus: str, **settings: object) -> dict[str, Any]:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    if "optimizer.warmup_steps" not in settings:
-        optimizer = tree["optimizer"]
-        optimizer["warmup_steps"] = min(optimizer["warmup_steps"], tree["train"]["num_steps"])
+    if not {"optimizer", "optimizer.warmup_steps"} & set(settings):  # a warm-up is not longer than its run
+        tree["optimizer"]["warmup_steps"] = min(tree["optimizer"]["warmup_steps"], tree["train"]["num_steps"])
     return tree
 
 
