@@ -208,9 +208,10 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 def move_records_aside(run_dir: Path) -> list[str]:
     """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0.
 
-    The records are what a start would continue or cut off: metrics, ledger, log, TensorBoard, report, export, the list
-    of skipped steps and the measured micro-batch. Config, identity, tokenizer, cache, checkpoints and the folders of
-    Slurm and of supervisors stay where they are. Nothing is deleted. Only rank 0 calls it.
+    The records are what a start would continue or cut off: metrics, ledger, log, text samples, TensorBoard and other
+    tracking, report, export, the list of skipped steps and the measured micro-batch. Config, identity, tokenizer,
+    cache, checkpoints and the folders of Slurm and of supervisors stay where they are. Nothing is deleted. Only rank 0
+    calls it.
 
     Args:
         run_dir: folder of the run, which need not exist.
@@ -220,6 +221,7 @@ def move_records_aside(run_dir: Path) -> list[str]:
     """
     names = [METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
+    names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
     existing = [name for name in names if (run_dir / name).exists()]
     if not existing:
         return []

@@ -27,6 +27,7 @@ from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
     from electra_dist.corpus.build_corpus import BuildResult
@@ -79,7 +80,7 @@ def build(
     settings = load_config(config, overrides or ())
     _refuse_output_among_inputs(inputs, output)
     files, skipped = search_inputs(inputs, settings.data.endpoint_url)
-    console = Console(highlight=False)
+    console = open_console(soft_wrap=False)
     total_bytes = sum(file.size for file in files)
     size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     left_out = skipped.summary()
@@ -147,7 +148,7 @@ def info(
 
     store = open_store(corpus, endpoint_url)
     manifest = read_manifest(store)
-    console = Console(highlight=False)
+    console = open_console(soft_wrap=False)
     if "documents_in" in manifest.totals:  # an indexed corpus has no counts of documents
         heldout_totals = None
         if manifest.totals["documents_heldout"]:
@@ -175,7 +176,7 @@ def train_vocab(
     vocabulary = _train(find_inputs(inputs, endpoint_url), size, not cased, text_field, "skip")
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
-    Console(highlight=False).print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
+    open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
 
 
 @app.command()
@@ -195,7 +196,7 @@ def index(
     from electra_dist.corpus.index_shards import index_corpus
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
-    Console(highlight=False).print(
+    open_console().print(
         f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
         f"{manifest.num_tokens:,} tokens\nfingerprint {manifest.fingerprint}",
         soft_wrap=True,
@@ -210,7 +211,7 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
     """
     path, num_documents = write_python_docs(output)
     size_mb = path.stat().st_size / 1e6
-    Console(highlight=False).print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
+    open_console().print(f"{path}: {num_documents:,} documents, {size_mb:.1f} MB", soft_wrap=True)
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:

@@ -13,6 +13,7 @@ from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
 from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
+from launcher.cli.console import open_console
 from launcher.cli.finetune import progress_bar
 from launcher.cli.options import RunFolder
 
@@ -60,7 +61,7 @@ def export(
             progress=lambda num_read, num_to_read: report_progress("checkpoints", num_read, num_to_read),
         )
     cards = write_model_cards(run, exported, license_id)
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     steps = ", ".join(f"{step:,}" for step in exported.steps)
     weights = f"at step {steps}" if num_averaged == 1 else f"mean of the steps {steps}"
     out.print(f"\n[bold]{run}[/bold] {weights}")

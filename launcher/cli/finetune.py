@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from electra_dist.errors import UserError
+from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
     from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -136,13 +137,13 @@ def finetune(
     has_one_task_folder = output is not None and len(task_names) == 1
     model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
     device = device_of_choice()
-    out = Console(highlight=False, soft_wrap=True)
+    out = open_console()
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     if device.type == "cpu":
         advice = advice_on_threads(parallel, torch.get_num_threads(), len(os.sched_getaffinity(0)))
         if advice:
             out.print(advice)
-    with progress_bar(out) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         processes = SeedProcesses(
             parallel,
             ModelRequest(spec=model, tower=tower.value, vocab=vocab),
@@ -208,8 +209,8 @@ def minimal_pairs(
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
     encoder = load_pretrained(spec, tower.value, vocab)
     device = device_of_choice()
-    out = Console(highlight=False, soft_wrap=True)
-    with progress_bar(out) as progress:
+    out = open_console()
+    with progress_bar(Console(stderr=True)) as progress:
         if sentence_pairs is None:
             scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
         else:

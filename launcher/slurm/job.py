@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.errors import (
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_STOPPED,
+    EXIT_UNHEALTHY,
+    EXIT_USER_ERROR,
+    UserError,
+    error_line,
+)
 from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger
@@ -306,13 +314,13 @@ def _is_cancelled(received_signal: str, end_time: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m launcher.slurm.job begin|end RUN ...`, as the batch script calls it, and return 0.
+    """Run `python -m launcher.slurm.job begin|end RUN ...`, as the batch script calls it.
 
     Args:
         argv: command-line arguments; None means those of this process.
 
-    Raises:
-        UserError: the run's files or its config cannot be read or written.
+    Returns:
+        0, or 78 if the run's files or its config cannot be read or written; the reason is one line on stderr.
     """
     parser = argparse.ArgumentParser(
         prog="launcher.slurm.job", description="Bookkeeping of a Slurm job; called by the batch script."
@@ -332,7 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_parser.add_argument("--state", type=Path, required=True, help="folder with the nodes' exit codes")
     end_parser.add_argument("--config", required=True, help="the resolved config of the run")
     args = parser.parse_args(argv)
-    args.command(args)
+    try:
+        args.command(args)
+    except UserError as error:
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
     return EXIT_DONE
 
 
