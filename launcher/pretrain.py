@@ -19,6 +19,7 @@ from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.folder import is_run_folder
+from launcher.lasting_output import outlive_the_reader
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,4 +151,5 @@ def _end_process(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    outlive_the_reader()
     _end_process(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from launcher.lasting_output import outlive_the_reader
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
 
@@ -113,4 +114,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_the_reader()
     sys.exit(main())

@@ -1,0 +1,62 @@
+"""Let a process run on when nobody reads its output: its terminal was closed, or the reader of its pipe has ended.
+
+Without this, the next line that a run prints would end it. What a run prints is in its log file, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TextIO, cast
+
+_STANDARD_FILES = (0, 1, 2)  # descriptors of stdin, stdout and stderr
+
+
+class LastingStream:
+    """A text stream that becomes silent at the first failed write; everything else is that of the stream inside."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Wrap a stream, such as sys.stdout."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text if that is possible, and return its length in any case."""
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: the stream was closed in this process
+            self._silence()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if that is possible."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._silence()
+
+    def _silence(self) -> None:
+        """Send all further output to the null device."""
+        self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (kept until the process ends)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream, such as `isatty`."""
+        return getattr(self._stream, name)
+
+
+def outlive_the_reader() -> None:
+    """Make stdout and stderr of this process survive failed writes. Call it first, before anything is opened.
+
+    A standard file that was closed when the process started, as by `>&-`, is opened on the null device. Otherwise the
+    next file that the process opens would get its number, and output meant for stdout would be written into that file.
+    """
+    for descriptor in _STANDARD_FILES:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # Python found the file closed
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (kept until the process ends)
+        if not isinstance(stream, LastingStream):
+            setattr(sys, name, cast(TextIO, LastingStream(stream)))
