@@ -150,7 +150,7 @@ def test_a_damaged_tokenizer_file_of_a_run_is_refused_in_one_line(tmp_path: Path
     if damage is not None:
         (tmp_path / "tokenizer.json").write_bytes(damage)
     config = load_config(CONFIGS / "demo_cpu.yaml", [f"run_dir={tmp_path}"])
-    run = RunWeights(config=config, state=None, weights={}, damaged=[])  # type: ignore[arg-type]
+    run = RunWeights(config=config, state=None, weights={}, damaged=[], steps=(1,))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"tokenizer\.json: .* start the run once more") as caught:
         run.tokenizer  # noqa: B018
     assert "\n" not in str(caught.value)

@@ -139,9 +139,11 @@ def run(case: Case) -> Figures:
     """
     _fill_caches()
     config = case.config()
-    if isinstance(config.objective.mask_prob, float):
-        most_masked = num_slots(config.objective.mask_prob, config.data.seq_len)
-        wanted_counts(config.objective.mask_prob, most_masked, config.data.seq_len, META)  # made once per process
+    mask_prob = config.objective.mask_prob
+    if isinstance(mask_prob, float):  # what a process computes once is not counted
+        most_masked = num_slots(mask_prob, config.data.seq_len)
+        in_float32 = config.objective.masking == "reference"
+        wanted_counts(mask_prob, most_masked, config.data.seq_len, META, in_float32=in_float32)
     module = build(config)
     if case.evaluation:
         module = module.eval()

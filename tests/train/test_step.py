@@ -169,7 +169,7 @@ def test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measure
     evaluator = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
     engine: Any = Scoring(logit, label)
 
-    record = evaluator.run(engine, step=10)
+    record = evaluator.run(engine, step=10).record
 
     replaced, original = logit[is_real & label], logit[is_real & ~label]
     wins = (replaced[:, None] > original).double().mean()
