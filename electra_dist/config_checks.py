@@ -19,8 +19,8 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 def check_new_run(config: Config) -> None:
     """Refuse settings with which a new run is hardly meant to begin.
 
-    They are a warm-up that is longer than the run, for either tower, and an optimizer state in host memory at ZeRO
-    stage 0.
+    They are a warm-up that is longer than the run, for either tower, and `engine.offload_optimizer` at ZeRO stage 0,
+    where DeepSpeed ignores it. A run that has already begun is not refused: its caller does not call this function.
 
     Args:
         config: the resolved config of a run that has not begun yet.
@@ -46,15 +46,16 @@ def check_new_run(config: Config) -> None:
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys that are set to another value than their default and change nothing, each with the reason.
+    """Return the keys of a config that differ from their defaults, but that a run with this config does not use.
 
-    They are keys that the chosen objective or generator does not use, and those of evaluations without data.heldout.
+    They are keys that only other objectives or other generators use, and keys of the evaluation if `data.heldout` is
+    not set. A key with its default value is never returned, even if the config file has it.
 
     Args:
         config: the resolved config of a run.
 
     Returns:
-        For each dotted key why it has no effect, as a phrase such as "objective.name: mlm has no generator".
+        Dotted key -> why it has no effect, a phrase such as "objective.name: mlm has no generator".
     """
     unused = _unused_by_objective(config) | _unused_by_generator(config)
     if not config.objective.draws_at_random:

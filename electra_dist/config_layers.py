@@ -56,19 +56,28 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config_file(path: Path) -> Path:
-    """Return where a config file is: `path` itself or, for configs/NAME, the file that comes with the package.
+    """Find a config file: at `path` or, for a relative path configs/NAME, among the files of this package.
 
-    The files of the package are found from any folder, so that `--config configs/small.yaml` works after an
-    installation without a checkout. A file that exists at `path` always has precedence.
+    A file at `path` always has precedence. Files of the package are found from every working directory, so that
+    `--config configs/small.yaml` works after an installation without a checkout.
 
     Args:
-        path: path as the user gave it. It is returned unchanged if no such file comes with the package either.
+        path: path as the user gave it.
+
+    Returns:
+        The path of the file. If neither place has one, `path` unchanged; reading it then reports the missing file.
     """
-    return path if path.exists() else _shipped_file(path) or path
+    if path.exists():
+        return path
+    shipped = _shipped_file(path)
+    return path if shipped is None else shipped
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the file of the package that a path configs/NAME means; None for any other path or if there is none."""
+    """Return the file of this package for a relative path configs/NAME.
+
+    Return None if the path does not begin with configs/, or if the package has no file of that name.
+    """
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parent
@@ -105,11 +114,14 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if a file of the chain of `extends` is extended a second time, or does not exist.
+    """Raise UserError if the next file of a chain of `extends` is already in the chain, or does not exist.
 
     Args:
-        chain: the files so far, each of which extends the next one.
-        path: the file that the last of them extends.
+        chain: the files read so far, each of which extends the next one.
+        path: the next file, which the last file of `chain` extends; the config file itself if `chain` is empty.
+
+    Raises:
+        UserError: `path` is in `chain`, or does not exist. A missing config file itself is not reported here.
     """
     names = " -> ".join(str(file) for file in (*chain, path))
     if path.resolve() in [file.resolve() for file in chain]:
@@ -121,21 +133,28 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 def _base_of(path: Path, name: object) -> Path | None:
     """Return the path of the file that a config file extends; None if it extends none.
 
-    The path is relative to the config file. configs/NAME is the file of the package if there is none at that path.
+    The value of `extends` is resolved relative to the folder of the config file. If there is no file at that path, a
+    value configs/NAME means the file NAME that comes with this package.
 
     Args:
         path: the config file.
-        name: value of its key `extends`; None if it has no such key.
+        name: value of the key `extends` in the config file; None if the key is missing or null.
+
+    Returns:
+        The path of the extended file. If neither place has one, the resolved path; the caller reports the missing file.
 
     Raises:
-        UserError: the value is not a path.
+        UserError: the value is not a text.
     """
     if name is None:
         return None
     if not isinstance(name, str):
         raise UserError(f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: base.yaml")
     base = path.parent / name
-    return base if base.exists() else _shipped_file(Path(name)) or base
+    if base.exists():
+        return base
+    shipped = _shipped_file(Path(name))
+    return base if shipped is None else shipped
 
 
 def read_yaml(path: Path) -> Tree:
@@ -199,8 +218,9 @@ def parse_override(text: str) -> Tree:
 def merge(below: Tree, above: Tree) -> Tree:
     """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
 
-    Sections that both trees have are merged key by key. Where only one of the two values is a section, that of `above`
-    replaces the other as a whole. So does a whole schedule, whose keys depend on its shape.
+    A section that both trees have is merged key by key. If only one of the two values is a section, the value of
+    `above` is used as a whole. A complete schedule in `above` also replaces the value below as a whole, because the
+    keys of a schedule depend on its shape.
     """
     merged = dict(below)
     for key, value in above.items():

@@ -31,8 +31,8 @@ class TowerConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> TowerConfig:
-        """Raise ValueError if num_heads does not divide hidden_size; each head gets an equal part of it."""
+    def _check_num_heads(self) -> TowerConfig:
+        """Raise ValueError unless num_heads divides hidden_size, because all heads get equal parts of the width."""
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; change one of them"

@@ -13,11 +13,15 @@ from electra_dist.planning.paper_flops import Network, PaperFlops
 
 
 def run_flops_by_paper(config: Config) -> float | None:
-    """Return the training FLOPs of a run as the ELECTRA paper counts them.
+    """Return the training FLOPs of a whole run, forward and backward over all its steps, as the ELECTRA paper counts.
+
+    For the objective `mlm`, the one network counts. For `rtd`, the discriminator counts, and the generator if it is
+    trained; a generator that draws tokens without a network costs nothing.
 
     Returns:
-        The FLOPs; None for what the paper's method does not cover: objectives other than `rtd` and `mlm`, a frozen
-        generator, two-stage training, and joint MLM. Without a generator network, only the discriminator counts.
+        The FLOPs of `train.num_steps` steps of `train.global_batch` full rows. None for runs that the paper's method
+        does not cover: objectives other than `rtd` and `mlm`; and `rtd` with a frozen generator, with two-stage
+        training (`objective.generator_only_steps`) or with joint MLM (`objective.discriminator_mlm_weight`).
     """
     model = config.model
     objective = config.objective
@@ -37,7 +41,7 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
-    """Return the sizes of one tower of a config, with a head over the vocabulary.
+    """Return the sizes of one tower with a head over the vocabulary, for counting its FLOPs.
 
     Args:
         config: gives the row length and the size of the vocabulary.

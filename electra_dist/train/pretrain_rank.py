@@ -93,10 +93,14 @@ def run(
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:
-    """Set aside the checkpoints and the records of a run that begins again at step 0. Rank 0 only.
+    """Rename what an earlier run in this run folder has written, so that the run begins again at step 0.
+
+    The manifest of each committed checkpoint gets another name, so that no load takes the checkpoint. Metrics, ledger,
+    log and the other records that `move_records_aside` lists are moved into a new folder earlier/NNNN of the run
+    folder. Nothing is deleted. Only rank 0 calls it.
 
     Returns:
-        One line for the log for each checkpoint, file or folder that was set aside.
+        One line for the log for each checkpoint, file or folder that was renamed; empty if there was none.
 
     Raises:
         StoreError: a checkpoint store or the run folder cannot be written.

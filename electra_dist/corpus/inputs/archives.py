@@ -54,10 +54,12 @@ class ArchiveReader:
         """Prepare to read an archive.
 
         Args:
-            name: name of the archive, for the names of members that are left out.
-            text_field: field of a JSON line or column that holds the text; also an ending whose members are texts.
-            members_read: counter of the members that are read, by ending; increased.
-            skipped: counter of the members that are left out; increased.
+            name: name of the archive; members that are left out are recorded as `NAME: MEMBER`.
+            text_field: value of --text-field, which has two meanings. In a JSON or table member it names the field or
+                column that holds the text. It is also a file ending: with "caption", each member *.caption is read as
+                one document of plain text.
+            members_read: counter of the members that are read, by ending; updated in place.
+            skipped: counter of the members that are left out; updated in place.
         """
         self._name = name
         self._text_field = text_field
@@ -107,15 +109,15 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of members with one key.
+        """Yield the documents of one sample: the members whose names differ in their endings only.
 
         Args:
             sample: content of the members by ending in lower case, and `__key__`, the common part of their names.
         """
         endings = [ending for ending in sample if not ending.startswith("__")]
-        named_endings = [ending for ending in endings if self._is_named(ending)]
+        text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
-        chosen_endings = named_endings or text_endings
+        chosen_endings = text_field_endings or text_endings
         for ending in endings:
             kind = self._kind_of_member(ending)
             assert kind is not None
@@ -133,7 +135,10 @@ class ArchiveReader:
             self._members_read[ending_of(name)] += 1
 
     def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
-        """Yield the documents of one member; a broken .json gives one document, which is then counted as broken.
+        """Yield the documents of one member.
+
+        A .json member that cannot be parsed gives one document with its whole content. The decoding of that document
+        then fails, and the build counts the document as broken JSON.
 
         Args:
             data: the member as it is in the archive.
@@ -152,12 +157,12 @@ class ArchiveReader:
         yield from values
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
-        """Return the kind of a member by its ending without the first dot; None for one that is left out.
+        """Return the format and the compression of members with an ending; None if such members are left out.
 
         Args:
             ending: everything after the first dot of the file name, in lower case, such as "txt" or "2.json.gz".
         """
-        if self._is_named(ending):
+        if self._is_text_field_ending(ending):
             return _ONE_TEXT
         kind = kind_of(f"member.{ending}")
         if kind is None or kind.format in ARCHIVES:
@@ -167,12 +172,16 @@ class ArchiveReader:
         return kind
 
     def _format_of_member(self, ending: str) -> str | None:
-        """Return the format of a member by its ending without the first dot; None for one that is left out."""
+        """Return the format of members with an ending, as `_kind_of_member` does, without their compression."""
         kind = self._kind_of_member(ending)
         return None if kind is None else kind.format
 
-    def _is_named(self, ending: str) -> bool:
-        """Return whether --text-field names the members with this ending (without the first dot, in lower case)."""
+    def _is_text_field_ending(self, ending: str) -> bool:
+        """Return whether an ending equals --text-field, so that members with this ending are read as plain text.
+
+        Args:
+            ending: everything after the first dot of the member's file name, in lower case, such as "caption".
+        """
         return ending == self._text_field.lower()
 
     def _skip(self, reason: str, member_name: str) -> None:
@@ -185,7 +194,7 @@ class ArchiveReader:
         Raises:
             tarfile.TarError: the archive is damaged or cut off.
             EOFError: the end-of-archive mark is missing, so the archive was cut off.
-            OSError: there is data where the archive ends.
+            OSError: a header is damaged, or there is data behind the end of the archive.
         """
         watched = _WatchedStream(stream)
         # Mode "r|" reads forwards only, and no file is kept: the archive may be larger than memory.
@@ -214,11 +223,11 @@ class ArchiveReader:
 
 
 def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Return the content of a member of a zip archive, whose checksum is verified.
+    """Read a member of a zip archive, verify its checksum and return its content.
 
     Raises:
-        zipfile.BadZipFile: the content is damaged.
-        OSError: it is encrypted, compressed in a way that Python cannot read, or damaged.
+        zipfile.BadZipFile: the checksum or a header of the member is wrong.
+        OSError: the member is encrypted, is compressed in a way that Python cannot read, or cannot be decompressed.
     """
     try:
         return archive.read(info)
@@ -245,7 +254,7 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Check that the archive holds zeros only from its last member to its end, and one block of them at least.
+        """Check that the rest of the file, after the last member, is at least one block of zeros and nothing more.
 
         A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
         end of a file that was cut off between two members.
@@ -254,8 +263,8 @@ class _WatchedStream:
             offset: position after the last member, a multiple of 512.
 
         Raises:
-            EOFError: there is no block of zeros.
-            OSError: there is something else than zeros.
+            EOFError: the file ends before a whole block of zeros.
+            OSError: a byte after the last member is not zero.
         """
         num_bytes = self._position - offset
         rest = self._newest[len(self._newest) - num_bytes :]

@@ -17,11 +17,14 @@ READ_BYTES = 1 << 20
 
 
 def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
-    """Return a stream of the decompressed bytes of a file.
+    """Return a stream of the decompressed bytes of a file. Nothing is read from the file yet.
+
+    Damage shows when the stream is read: reading then raises one of `DAMAGED_FILE_ERRORS` (`formats.py`).
 
     Args:
-        raw: the file as it is on disk, opened to read bytes.
-        compression: one of COMPRESSIONS; for "" the result is `raw`.
+        raw: the file as it is on disk, opened to read bytes. The caller closes it.
+        compression: ".gz", ".bz2", ".xz" or ".zst"; "" for a file that is not compressed, for which `raw` itself is
+            returned.
     """
     if compression == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)

@@ -58,9 +58,9 @@ def kind_of(name: str) -> FileKind | None:
 
 
 def ending_of(name: str) -> str:
-    """Return the ending by which reports count a file: ".txt", ".json.gz", or `NO_ENDING` if there is none.
+    """Return the ending under which reports count a file: ".txt", ".json.gz", or `NO_ENDING` for a name without one.
 
-    An ending of more than ten characters, of others than letters, digits and `_`, or of digits alone counts as none.
+    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all digits.
 
     Args:
         name: name or path of the file, with `/` between the parts.

@@ -27,18 +27,18 @@ from electra_dist.store.open_store import open_store
 
 
 class InputFile(NamedTuple):
-    """One input file of a corpus: its name below the input path, its path, its format and its size in bytes on disk.
+    """One input file of a corpus: its name, its path, its format and its size.
 
-    The name decides the order in which files are read. A corpus records names and sizes, not paths, so the files may
-    be moved together.
+    The name is the path relative to the input folder that the user gave. Names decide the order in which files are
+    read. A corpus records names and sizes only, so the input folder may be moved.
     """
 
-    name: str  # path below the input that was given; it decides the order, and the corpus records no more of the path
+    name: str  # path relative to the given input folder; only the file's own name if the user gave the file
     path: Path  # on a local disk; for a file on S3 its name again, which is the key in `store`
     format: str  # a value of FORMATS
     size: int  # bytes on disk
-    source: str = ""  # the input that was given, with the first folder below it; the report counts tokens by it
-    is_given: bool = False  # the user named the file itself or by a pattern, not a folder with it
+    source: str = ""  # the given input and the first folder below it, such as "texts/wiki"; a key of the report
+    is_given: bool = False  # True: the user gave the file or a brace pattern; False: a folder that contains the file
     store: Store | None = None  # the S3 prefix that holds the file; None for a local file
 
     @property
@@ -57,15 +57,15 @@ class FoundInputs(NamedTuple):
 
 
 def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:
-    """Return the files behind `paths`, in reading order; `search_inputs` also returns what is left out."""
+    """Return the input files that `paths` name, in reading order; `search_inputs` also counts those left out."""
     return search_inputs(paths, endpoint_url).files
 
 
 def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> FoundInputs:
-    """Find the files behind `paths`, and count what is left out of the folders among them.
+    """Find the input files that `paths` name, and count the files of the folders among them that are left out.
 
-    Files are ordered by their name, which is the path below the given folder, then by their path. A file that two
-    paths lead to, for example through a link, is listed once, with the name from the first of them.
+    Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file, for
+    example through a link, the file is listed once, with the name that the first of these paths gives it.
 
     Args:
         paths: files with a known ending, folders, s3:// URLs of both, or brace patterns of files and URLs, such as
@@ -220,11 +220,13 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return the source under which a file's documents are counted: the given input and the first folder below it.
+    """Return the name under which the report counts a file's documents: the input folder and the first folder in it.
+
+    For a file directly in the input folder the result is the input folder alone.
 
     Args:
-        given: the input folder that the user gave.
-        name: path of the file below it.
+        given: the input folder as the user gave it.
+        name: path of the file relative to the input folder.
     """
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given

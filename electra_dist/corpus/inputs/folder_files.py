@@ -38,13 +38,13 @@ def files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str,
 
 
 def _reason_to_skip(path: Path) -> str | None:
-    """Return why something in an input folder is not read, a key of `SKIP_REASONS`; None for a file to read.
+    """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read.
 
     Raises:
-        UserError: it is a link through a folder that may not be entered.
+        UserError: `path` is a link, and a folder on the way to its target may not be entered.
     """
     try:
-        if not path.exists():  # nor does what a link in a circle leads to
+        if not path.exists():  # the target is missing, or links lead to one another in a circle
             return "broken_link"
         if not path.is_file():
             return "not_a_file"

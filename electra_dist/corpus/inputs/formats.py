@@ -53,7 +53,7 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
             `text_decoding.decode` finds its text.
 
     Raises:
-        NoTextColumn: a table has no such column.
+        NoTextColumn: the file is a table without a column of this name.
         Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
     """
     if file_format == "jsonl":
@@ -77,7 +77,11 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
 
 
 def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the whole file as one document, stripped of white space; nothing if it is empty."""
+    """Yield the whole file as one undecoded document, without the white space at its beginning and its end.
+
+    Yield nothing if the file has only white space. The bytes are those of the file, whatever its encoding is: only
+    ASCII white space is removed, and the bytes are decoded as UTF-8 later (`text_decoding.decode_counted`).
+    """
     text = stream.read().strip()
     if text:
         yield RawDocument(text, is_json=False)

@@ -28,7 +28,7 @@ def encodable(name: str) -> str:
 class SkippedInputs:
     """Counter of inputs that are left out: files, links, folders, and members of archives.
 
-    A hidden folder, or one that was read before, counts once, whatever is in it.
+    A folder that is hidden, or that was read before under another path, counts as one input, whatever it contains.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,8 @@ class SkippedInputs:
 
         Args:
             reason: a key of `SKIP_REASONS`.
-            name: name of the file below the input path; for a member of an archive `ARCHIVE: MEMBER`.
+            name: path of the file or folder relative to the given input folder, such as "wiki/a.pdf". For a member of
+                an archive it is `ARCHIVE: MEMBER`, such as "wiki/a.tar: 0001.jpg", and the member's ending is counted.
         """
         assert reason in SKIP_REASONS
         self.counts[reason, ending_of(name)] += 1
@@ -49,7 +50,10 @@ class SkippedInputs:
             self.names[reason].append(encodable(name))
 
     def by_reason(self) -> dict[str, dict[str, int]]:
-        """Return the numbers by reason, then by ending, in the order of `SKIP_REASONS` and of the endings."""
+        """Return reason -> ending -> number of inputs left out.
+
+        Reasons come in the order of `SKIP_REASONS`, endings in alphabetical order. Reasons without inputs are missing.
+        """
         return {
             reason: {ending: number for (key, ending), number in sorted(self.counts.items()) if key == reason}
             for reason in SKIP_REASONS
@@ -65,7 +69,10 @@ class SkippedInputs:
         return "; ".join(parts)
 
     def joined(self, other: SkippedInputs) -> SkippedInputs:
-        """Return a new counter of the inputs of both; the names of this one come first."""
+        """Return a new counter with the sums of this counter and `other`; both stay unchanged.
+
+        For each reason, the names of this counter come first; of all names the first `MAX_NAMES` are taken.
+        """
         both = SkippedInputs()
         both.counts = self.counts + other.counts
         for reason in SKIP_REASONS:

@@ -27,11 +27,11 @@ class NoTextColumn(Exception):
     """Exception for a table without the column that holds the text; its message lists the columns that it has."""
 
     def __init__(self, columns: Sequence[str]) -> None:
-        """Write the message: the names of the first columns, on one line.
+        """Write the message: the names of the first 20 columns on one line, each cut to 40 characters.
 
         Args:
-            columns: names of the columns. Where a CSV file has no row of names, they are its first row of data, of any
-                length.
+            columns: names of the columns, at least as the first row gives them. If a CSV file has no row of names, they
+                are the cells of its first row of data, which may be long.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
@@ -55,7 +55,7 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
 
     Raises:
         NoTextColumn: the first row does not name the column.
-        OSError: a quote is not closed, or stands within a cell without quotes.
+        OSError: a quoted cell is not closed, or there is text between its closing quote and the next comma.
     """
     csv.field_size_limit(_MAX_CELL_CHARS)
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.

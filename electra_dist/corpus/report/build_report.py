@@ -60,7 +60,7 @@ class TokenCounts(Section):
 
 
 class SourceReport(TokenCounts):
-    """Share of one source in a corpus; a source is an input as it was given, with the first folder below it."""
+    """Counts of one source of a corpus: an input that the user gave, or a folder directly in such an input."""
 
     files: int = Field(description="files read")
     bytes: int = Field(description="their size on disk")
@@ -98,8 +98,8 @@ def make_report(
     """Return the report of a build.
 
     Args:
-        skipped: what the search for inputs has left out.
-        stream: counts of the stream of documents, read to its end.
+        skipped: counter of the inputs that the search for input files has left out.
+        stream: counts of the files and documents that were read, after the last one.
         sources: counts of documents by source (`document_counts.py`), over all shards.
         undecodable: `corpus.undecodable` of the build.
     """
@@ -150,7 +150,7 @@ def _token_counts(counts: Counter[str]) -> dict[str, Any]:
 
 
 def _lengths(counts: Counter[str]) -> dict[str, int]:
-    """Return how many documents have N up to 2N - 1 tokens, by N in rising order."""
+    """Return N -> number of documents of N up to 2N - 1 tokens, for powers of two N in rising order."""
     powers = sorted(int(key.removeprefix(LENGTH)) for key in counts if key.startswith(LENGTH))
     return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
 
@@ -159,9 +159,9 @@ def _source_report(source: str, counts: Counter[str], stream: StreamCounts) -> S
     """Return the report of one source.
 
     Args:
-        source: its name.
-        counts: counts of its documents.
-        stream: counts of the files read, by source.
+        source: name of the source.
+        counts: counts of the documents of this source.
+        stream: counts of the files read, for all sources.
     """
     return SourceReport(
         **_token_counts(counts),

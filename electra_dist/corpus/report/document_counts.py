@@ -37,17 +37,22 @@ class DocumentCounts(Counter[str]):
         self[SKIPPED_BYTES + kind] += num_bytes
 
     def add_undecodable(self, num_bytes: int) -> None:
-        """Count the bytes of a document that are not UTF-8, whether it is left out or used without them."""
+        """Count the bytes of a document that are not UTF-8, and the document if there are any.
+
+        Call it for documents that are left out because of these bytes, and for documents that are used without them.
+        """
         if num_bytes:
             self["undecodable_documents"] += 1
             self["undecodable_bytes"] += num_bytes
 
     def add_kept(self, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
-        """Count a document that is used for training or held out, and its tokens.
+        """Count a document of the training or the held-out corpus, its tokens and [UNK] tokens, and its length.
+
+        The length is counted in bins: the key length/N counts documents of N up to 2N - 1 tokens, for powers of two N.
 
         Args:
-            outcome: "used" or "heldout".
-            sentences: token ids of its lines; at least one token.
+            outcome: "used" (training corpus) or "heldout" (held-out corpus).
+            sentences: token ids of each line of the document, which has at least one token.
             unk_id: id of [UNK].
         """
         num_tokens = 0
@@ -56,15 +61,15 @@ class DocumentCounts(Counter[str]):
             self["unk_tokens"] += ids.count(unk_id)
         self[outcome] += 1
         self["tokens"] += num_tokens
-        largest_power = 1 << (num_tokens.bit_length() - 1)  # the largest power of two that is not above num_tokens
-        self[f"{LENGTH}{largest_power}"] += 1
+        length_bin = 1 << (num_tokens.bit_length() - 1)  # the largest power of two that is not above num_tokens
+        self[f"{LENGTH}{length_bin}"] += 1
 
 
 SourceCounts = dict[str, DocumentCounts]  # source -> counts of its documents
 
 
 def add_sources(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Return the counts of several parts of a corpus added up, by source; keys and sources are sorted."""
+    """Return the sums of the counts of several parts of a corpus: source -> key -> number, both sorted."""
     totals: dict[str, Counter[str]] = {}
     for part in parts:
         for source, counts in part.items():

@@ -62,10 +62,10 @@ def source_table(report: BuildReport) -> Table:
 
 
 def length_line(report: BuildReport) -> str:
-    """Return a line with the number of tokens that a tenth, half and nine tenths of the documents stay below.
+    """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
-    The numbers are powers of two, because the report counts documents by powers of two: of all those below which at
-    least that share of the documents stays, each is the least.
+    It gives one number of tokens each for 10, 50 and 90 % of the documents. The numbers are powers of two, because the
+    report counts lengths in such bins. Each is the smallest power of two for which the statement is true.
     """
     limits = []
     for share in (0.1, 0.5, 0.9):
@@ -79,9 +79,10 @@ def length_line(report: BuildReport) -> str:
 
 
 def remarks(report: BuildReport) -> list[str]:
-    """Return one line for each thing in a report that a user may want to change, with the next step.
+    """Return one line for each finding in a report that a user may want to change; empty without findings.
 
-    These are links to nothing, empty files and tables without text, by name, and bytes that are not UTF-8.
+    Findings are broken links, empty files and tables without the text column, each with the first names, and bytes
+    that are not UTF-8, with the config key that decides what happens to them.
     """
     lines = []
     for reason in _NAMED_REASONS:

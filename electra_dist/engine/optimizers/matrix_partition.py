@@ -33,22 +33,25 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def overlap(self, other: Span) -> Span:
-        """Return the elements that are in both spans; an empty span if there are none."""
+        """Return the range of the elements that are in both spans; an empty range if there are none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: Span) -> slice:
-        """Return where this span is in a tensor that holds the elements of `outer`, which contains it."""
+        """Return the slice of this span in a tensor that holds the elements of `outer` and nothing more.
+
+        Every element of this span must be in `outer`.
+        """
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 class WholeMatrix(NamedTuple):
-    """A whole matrix, and the part of it that this rank keeps.
+    """A whole matrix, and the range of its elements that are in this rank's own partition.
 
     Attributes:
-        values: [rows, columns].
-        own: where the elements that this rank keeps are in the flattened matrix.
-        in_partition: where the same elements are in this rank's partition, a 1-D tensor.
+        values: the whole matrix, [rows, columns].
+        own: slice of the flattened matrix with the elements that are in this rank's partition.
+        in_partition: slice of this rank's partition, a 1-D tensor, with the same elements.
     """
 
     values: torch.Tensor
@@ -67,11 +70,11 @@ class MatrixPartition:
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        """Compute which elements each rank keeps, and which it needs to have its matrices whole.
+        """Compute the range of elements in each rank's partition, and the range that makes its matrices whole.
 
         Args:
             shapes: (rows, columns) of the matrices, in the order in which they are in the flat tensor.
-            partition_numel: number of elements of a rank's partition; what exceeds the matrices is padding at the end.
+            partition_numel: number of elements of each rank's partition. Elements behind the last matrix are padding.
             rank: number of this rank, from 0.
             num_ranks: number of ranks that share the flat tensor.
             device: where the matrices are gathered; the process group must be able to communicate on it.
@@ -94,10 +97,14 @@ class MatrixPartition:
                 f"report this"
             )
         self.partitions = [Span(r * partition_numel, (r + 1) * partition_numel) for r in range(num_ranks)]
-        self._needed_spans = [self._cover(partition) for partition in self.partitions]
+        self._needed_spans = [self._span_of_touched_matrices(partition) for partition in self.partitions]
 
-    def _cover(self, partition: Span) -> Span:
-        """Return the span of all matrices that have an element in a partition; empty if it is all padding."""
+    def _span_of_touched_matrices(self, partition: Span) -> Span:
+        """Return the range of the flat tensor that holds all matrices of which a partition has at least one element.
+
+        The range begins with the first element of the first of these matrices, and ends after the last element of the
+        last one. It is empty if the partition has only padding.
+        """
         matrices = [matrix for matrix in self._matrix_spans if matrix.overlap(partition).numel]
         if not matrices:
             return Span(partition.start, partition.start)
@@ -121,13 +128,14 @@ class MatrixPartition:
         return [partition.overlap(needed).numel for partition in self.partitions]
 
     def whole_matrices(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Cut the elements that this rank needs into matrices.
+        """Cut the elements that this rank has received into whole matrices.
 
         Args:
-            values: what all ranks sent to this one, in the order of the ranks, 1-D.
+            values: the elements that all ranks sent to this one, in the order of the ranks, 1-D.
 
         Returns:
-            The matrices of which this rank keeps at least one element, in their order, as views of `values`.
+            The matrices of which at least one element is in this rank's partition, in their order, as views of
+            `values`.
         """
         own = self.partitions[self.rank]
         needed = self._needed_spans[self.rank]
@@ -141,7 +149,7 @@ class MatrixPartition:
         return matrices
 
     def gather(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Return the whole matrices of which this rank keeps at least one element. Collective.
+        """Return the whole matrices of which at least one element is in this rank's partition. Collective.
 
         Args:
             values: this rank's partition, 1-D, of the same dtype on all ranks.

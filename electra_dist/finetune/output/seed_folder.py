@@ -139,10 +139,12 @@ def read_identity(folder: Path) -> str | None:
 
 
 def check_folder(folder: Path, identity: str, task: str) -> None:
-    """Raise an error if a folder has models of another task, encoder, data or settings, which would be mixed up.
+    """Raise an error if a folder contains models of another task, encoder, data or settings than this command's.
+
+    Results of several commands would otherwise be mixed in one folder.
 
     Args:
-        folder: folder of the seeds' folders; it may be missing.
+        folder: folder that contains the folders seed-N and best; it may be missing.
         identity: identity of the results that are going to be written.
         task: name of the task, for the message.
 
@@ -159,13 +161,19 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 
 
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
-    """Copy the folder of the seed with the best score to FOLDER/best, and return its path.
+    """Copy the folder of the seed with the highest score to FOLDER/best, and return the path of the copy.
 
-    Of equally good seeds, the lowest is taken. If no seed has a score, nothing is copied, and the result is None.
+    Of several seeds with the highest score, the one with the lowest number is taken. An existing FOLDER/best is
+    removed once the copy is complete, and the copy takes its name. The two folders share the bytes of the weights by a
+    hard link where the file system has hard links.
 
     Args:
-        folder: folder of the seeds' folders.
-        results: results of the seeds of one task, whose folders exist where they have a score.
+        folder: folder that contains the folders seed-0, seed-1, ... of one task.
+        results: results of the seeds of that task. The folder of every seed with a score must exist. A seed without a
+            score, because its loss diverged, is passed over.
+
+    Returns:
+        FOLDER/best; None if no seed has a score, and then nothing is copied or removed.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -185,7 +193,10 @@ def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy a file; the weights, the only large one, become a second name of the same bytes where that is possible."""
+    """Copy a file and return the path of the copy; make a hard link instead if it is the file of the weights.
+
+    The weights are the only large file. They are copied, too, where the file system has no hard links.
+    """
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)
@@ -196,7 +207,7 @@ def _link_weights(source: str, target: str) -> str:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Give a complete folder its final name; a folder that has the name is removed first."""
+    """Rename the complete folder `temporary` to `folder`; an existing `folder` is removed first."""
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(temporary, folder)

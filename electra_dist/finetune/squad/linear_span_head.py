@@ -75,9 +75,10 @@ class LinearSpanModel(AnswerModel):
         return (start_loss + end_loss) / 2
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the K best starts and the K best ends of each row as candidates, and its logit of "no answer".
+        """Return the K most probable starts and the K most probable ends of each row, and its logit of "no answer".
 
-        The ends are the same for each start. K is the setting `beam`, but at most S, the tokens of a row.
+        The ends do not depend on the start, so each start gets the same K ends. K is the setting `beam`, but at most
+        S, the number of tokens of a row.
 
         Args:
             ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
@@ -101,10 +102,12 @@ class LinearSpanModel(AnswerModel):
 
 
 def _best_span_logp(scores: SpanScores) -> torch.Tensor:
-    """Return log p(start) + log p(end) of the best candidate span of each row, fp32 [B].
+    """Return the log-probability of the most probable answer span of each row, natural logarithm, fp32 [B].
 
-    Spans that start at [CLS], or end before they start, do not count. If a row has no other candidate, its result is
-    the lowest number of fp32, so "no answer" is certain there.
+    A span is a pair of one of the K best starts and one of the K best ends of a row, and its log-probability is
+    log p(start) + log p(end). A pair is no span if it starts at [CLS], which stands for "no answer", or if it ends
+    before it starts. A row without any span gets the lowest finite number of fp32. Subtracted from the logit of "no
+    answer", it makes that logit larger than any other.
     """
     logp_BKK = scores.start_logp_BK[..., None] + scores.end_logp_BKK
     start_BK1 = scores.start_BK[..., None]

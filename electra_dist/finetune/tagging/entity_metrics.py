@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-Span = tuple[str, int, int]  # (type, first word, last word), both included
+Span = tuple[str, int, int]  # (type, index of the first word, index of the last word); the last word is included
 
 _BEGIN = frozenset("BSU")  # prefixes of a word that always begins a span; U is the S of BILOU
 _END = frozenset("ESLU")  # prefixes of a word that always ends a span; L is the E of BILOU
@@ -27,10 +27,18 @@ def are_bio_tags(tags: Sequence[str]) -> bool:
 def spans_of(tags: Sequence[str]) -> list[Span]:
     """Return the spans that the tags of a sentence mark, in their order.
 
-    For B-PER I-PER O B-LOC, for instance, they are ("PER", 0, 1) and ("LOC", 3, 3).
+    A span is (type, index of its first word, index of its last word). Indices begin at 0, and the last word belongs to
+    the span: B-PER I-PER O B-LOC gives ("PER", 0, 1) and ("LOC", 3, 3).
+
+    Tags are in one of the schemes IOB1, BIO and BIOES (or its variant BILOU). A tag I- or E- that continues no span,
+    because the word before is outside of all spans, in a span of another type or at the end of its span, begins a new
+    one. No tag is an error.
+
+    Args:
+        tags: the tag of each word: "O", or a prefix of the scheme, "-" and the type.
     """
     spans: list[Span] = []
-    open_type = ""  # type of the span that the word before belongs to and that may go on; empty if there is none
+    open_type = ""  # type of the span that this word may continue; empty if there is none
     for place, tag in enumerate(tags):
         if tag == "O":
             open_type = ""
@@ -48,11 +56,12 @@ def spans_of(tags: Sequence[str]) -> list[Span]:
 def entity_metrics(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return `f1`, `precision` and `recall` of the predicted spans of all sentences, as fractions.
 
-    The counts of all sentences and types are added up first (micro average). A share of nothing is 0.
+    Spans are counted over all sentences and all types before the fractions are taken (micro average). A fraction with
+    the denominator 0 is returned as 0.
 
     Args:
         true: the correct tags of each sentence.
-        predicted: the predicted tags of each sentence, as many.
+        predicted: the predicted tags of each sentence, as many as in `true`.
     """
     counts: Counter[str] = Counter()
     for true_tags, predicted_tags in zip(true, predicted, strict=True):
