@@ -20,7 +20,7 @@ def check_new_run(config: Config) -> None:
     """Refuse settings with which a new run is hardly meant to begin.
 
     They are a warm-up that is longer than the run, for either tower, and `engine.offload_optimizer` at ZeRO stage 0,
-    where DeepSpeed ignores it. A run that has already begun is not refused: its caller does not call this function.
+    where DeepSpeed ignores it. Call it for new runs only: a run that has begun with these settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.

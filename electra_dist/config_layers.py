@@ -141,7 +141,8 @@ def _base_of(path: Path, name: object) -> Path | None:
         name: value of the key `extends` in the config file; None if the key is missing or null.
 
     Returns:
-        The path of the extended file. If neither place has one, the resolved path; the caller reports the missing file.
+        The path of the extended file. If neither place has one, the resolved path; the caller then reports the missing
+        file.
 
     Raises:
         UserError: the value is not a text.

@@ -19,7 +19,7 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """Estimated energy of the GPUs of a run, and the figures that it is the product of."""
+    """Estimated energy of the GPUs of a run: the product of mean power per node, number of nodes and time."""
 
     mean_power_w: float  # of all GPUs of one node
     num_nodes: int
@@ -32,7 +32,10 @@ class Energy:
 
 
 def energy_of(train: Sequence[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy of a run; None if no record has the power of the GPUs, or the ledger no time.
+    """Return the estimated energy of the GPUs of a run.
+
+    Return None if no record has the power of the GPUs, or if the ledger does not show that the run's processes existed
+    for some time.
 
     Args:
         train: records of training steps in metrics.jsonl, oldest first.

@@ -90,10 +90,13 @@ def read_chosen(
 
 
 def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the best good checkpoint; return its state, its weights, and one line for each damaged one before it.
+    """Read the best undamaged checkpoint that was evaluated on held-out rows.
+
+    Returns:
+        Its run state, its weights, and one line for each better checkpoint, or copy of one, that is damaged.
 
     Raises:
-        UserError: no checkpoint with an evaluation is good, or there is none.
+        UserError: no checkpoint was evaluated, or all that were are damaged.
         StoreError: a checkpoint cannot be read.
     """
     damaged: list[str] = []
@@ -111,7 +114,9 @@ def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tens
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str]
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Yield state and weights of the good checkpoints of some steps, in their order; read each when it is asked for.
+    """Yield run state and weights of the undamaged checkpoints of some steps, in the order of `steps`.
+
+    Each checkpoint is read when the caller asks for it.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.

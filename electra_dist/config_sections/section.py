@@ -39,7 +39,10 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for `true` or `false`, also in a list, where the key does not allow a boolean."""
+        """Return the value of a key unchanged; raise ValueError if it is, or contains, a boolean that is not allowed.
+
+        Without this check pydantic would take `true` for the number 1. Elements of a list are checked, too.
+        """
         assert info.field_name is not None
         if _allows_boolean(cls.model_fields[info.field_name].annotation):
             return value
@@ -50,5 +53,5 @@ class Section(BaseModel):
 
 
 def _allows_boolean(annotation: Any) -> bool:
-    """Return whether a boolean is a value of a type: of bool itself, of Any, or of a type that has one as a part."""
+    """Return whether a type allows a boolean: bool, Any, or a type that contains one of them, such as bool | None."""
     return annotation in (bool, Any) or any(_allows_boolean(part) for part in get_args(annotation))

@@ -22,7 +22,9 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings of this start by name, as text; those of the processor are those of this rank's node.
+    """Return the settings of this start that may change the last bits of a result: name -> value as text.
+
+    The values that describe the processor or the GPU are those of this rank.
 
     Args:
         config: the resolved config of the run.
@@ -52,11 +54,11 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that differ, by name, each as the text "BEFORE to NOW"; "unset" stands for a missing one.
+    """Return the settings that have changed: name -> text "BEFORE to NOW"; "unset" stands for a missing value.
 
     Args:
-        before: settings that a checkpoint records; empty if an older version wrote it, which recorded none. Then
-            nothing is compared.
+        before: settings that a checkpoint records. If they are empty, an older version wrote the checkpoint, and the
+            result is empty, too.
         now: settings of this start.
     """
     if not before:

@@ -34,7 +34,7 @@ _POLL_S = 0.02
 
 @contextlib.contextmanager
 def agreed_port() -> Iterator[None]:
-    """Set MASTER_PORT to a free port on all ranks of the node while the `with` block lets them meet.
+    """Set MASTER_PORT to the same free port on all ranks of the node, before the `with` block joins them to a group.
 
     Does nothing for ranks that run on several nodes or were started in another way than by DeepSpeed's launcher.
 
@@ -66,10 +66,10 @@ def free_port_from(first: int) -> int:
     """Return the first free TCP port of this host that is not below `first`.
 
     Args:
-        first: port to try first; 0 is returned as it is, because the kernel then chooses.
+        first: port to try first, and 63 more after it. 0 is returned as it is: the kernel then chooses a port.
 
     Raises:
-        UserError: none of the next ports is free.
+        UserError: none of these ports is free.
     """
     if first == 0:
         return first
@@ -94,9 +94,10 @@ def is_free(port: int) -> bool:
 
 
 def _port_file() -> Path:
-    """Return the path of the file for the port, named after this process's parent and the time at which that began.
+    """Return the path of the file through which rank 0 passes the port to the other ranks of this node.
 
-    The time tells two processes with the same number apart, of which one has ended long ago.
+    The name has the id of the parent process, the launcher, which all ranks share, and the time at which it began. The
+    time distinguishes the launcher from an earlier process that had the same id.
     """
     parent = psutil.Process(os.getppid())
     name = f"electra-dist-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"

@@ -37,19 +37,20 @@ def predicts_tokens(encoder: Pretrained) -> bool:
     return "layer_norm.weight" in encoder.head_state()
 
 
-# Computes the log-probability of every token of some rows, from the rows' ids and a function that is called after each
-# batch: one fp32 tensor on the host for each row, without [CLS] and the last [SEP].
+# Function that scores every token of rows of ids. It takes the rows and a function to report progress to, which it
+# calls after each batch. It returns one fp32 tensor on the host for each row, without [CLS] and the last [SEP].
 TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
     """Load a model with its pretraining head to a device; return a function that scores every token of rows of ids.
 
-    The score of a token is a log-probability, natural logarithm, whose meaning depends on the model. A discriminator
-    gives log P(this token is the original one). The discriminator of Electric gives minus its energy, which is
-    log p(token | all other tokens) up to a constant. A masked language model gives log p(token | all other tokens). A
-    model that restores replaced tokens gives log P(the token is the original one | the sentence). Scores of different
-    kinds of models are not comparable.
+    The meaning of a token's score depends on the kind of model, and scores of different kinds are not comparable.
+    Logarithms are natural.
+    - discriminator: log P(the token is the original one), given the sentence;
+    - discriminator of Electric: minus the energy, which is log p(token | all other tokens) up to a constant;
+    - masked language model: log p(token | all other tokens);
+    - model that restores replaced tokens: log P(the token is the original one), given the sentence.
 
     Args:
         encoder: a model with its pretraining head.
@@ -60,19 +61,23 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
     """
     if predicts_tokens(encoder):
         if encoder.reads_masks:
+            # Masked language model: one pass for each token, which is masked in it.
             return _build_masked_scorer(encoder, device)
-        original_log_probs = _kept_log_prob_function(encoder, device)
+        # Replace MLM and All-Tokens MLM: log P(original), from a distribution over the vocabulary.
+        token_scores = _kept_log_prob_function(encoder, device)
     else:
-        head_output = _replaced_logit_function(encoder, device)
+        discriminator_outputs = _discriminator_output_function(encoder, device)
 
-        def original_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-            """Return log P(original) of every token of a batch, or minus its energy, fp32 [B, S]."""
-            output_BS = head_output(ids_BS)
-            return -output_BS if encoder.gives_energies else F.logsigmoid(-output_BS)
+        def token_scores(ids_BS: torch.Tensor) -> torch.Tensor:
+            """Return the score of every token of a batch from the outputs of a discriminator, fp32 [B, S]."""
+            output_BS = discriminator_outputs(ids_BS)
+            if encoder.gives_energies:
+                return -output_BS  # Electric: the output is an energy, and a low energy means a probable token
+            return F.logsigmoid(-output_BS)  # RTD: the output is the logit of "replaced"
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Score the tokens of rows that the model reads as they stand, one pass for each row."""
-        return _inner_values(original_log_probs, encoder, ids, device, progress)
+        """Return the scores of the tokens of each row; the model reads each row once, without [MASK]."""
+        return _values_between_ends(token_scores, encoder, ids, device, progress)
 
     return score
 
@@ -114,15 +119,18 @@ def replaced_logits(
     Raises:
         UserError: the model has no discriminator head.
     """
-    replaced_logit = _replaced_logit_function(encoder, device)
+    replaced_logit = _discriminator_output_function(encoder, device)
     return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
 
 
-def _replaced_logit_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _discriminator_output_function(
+    encoder: Pretrained, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Build the discriminator with its head from the weights that `encoder` holds.
 
     Returns:
-        A function from padded token ids [B, S] to the logit of "replaced" of every token, fp32 [B, S].
+        A function from padded token ids [B, S] to the output of the head for every token, fp32 [B, S]. The output is
+        the logit of "replaced" or, for the discriminator of Electric, the energy of the token.
 
     Raises:
         UserError: the model has no discriminator head.
@@ -130,14 +138,14 @@ def _replaced_logit_function(encoder: Pretrained, device: torch.device) -> Calla
     head = _head(encoder, device, "dense.weight", "out.weight")
     backbone = encoder.backbone().to(device).eval()
 
-    def logits(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logit of "replaced" of every token of a batch, fp32 [B, S]."""
+    def outputs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the output of the discriminator's head for every token of a batch, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
         hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head["dense.bias"]))
-        logit_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
-        return logit_BS1.squeeze(-1).float()
+        output_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
+        return output_BS1.squeeze(-1).float()
 
-    return logits
+    return outputs
 
 
 def kept_log_probs(
@@ -307,16 +315,16 @@ def _at_positions(
     return value_N
 
 
-def _inner_values(
+def _values_between_ends(
     function: Callable[[torch.Tensor], torch.Tensor],
     encoder: Pretrained,
     ids: Ids,
     device: torch.device,
     progress: Progress,
 ) -> list[torch.Tensor]:
-    """Compute a value for every token in batches; return those of each row without its ends, fp32 on the host.
+    """Compute a value for every token in batches; return the values between the first and the last token of each row.
 
-    The ends of a row are its first token, [CLS], and its last one, [SEP].
+    The first token, [CLS], and the last one, [SEP], are left out. The result is one fp32 tensor on the host per row.
 
     Args:
         function: maps padded ids [B, S] to one value per token, [B, S].

@@ -39,21 +39,24 @@ _CACHE_DIR = Path("~/.cache/electra-dist")  # for the shards of a corpus on S3
 
 
 class Corpus:
-    """An open corpus, with the order in which a run reads its rows. Close it, or use it in a `with` statement.
+    """Open corpus, which reads batches in the order in which a run reads them.
 
-    Only one thread may use it at a time.
+    Close the object after use, or use it in a `with` statement. Only one thread may use it at a time.
     """
 
     def __init__(
         self, store: Store, manifest: CorpusManifest, seed: int, shuffle_window_shards: int, cache_dir: Path
     ) -> None:
-        """Store the order's parameters; no shard is read until the first batch.
+        """Prepare to read batches in the order in which a run with this seed and this window reads them.
+
+        No shard is read before the first batch.
 
         Args:
-            store: where the corpus is.
-            manifest: its manifest.
-            seed: `seed` of the run whose order it is.
-            shuffle_window_shards: `data.shuffle_window_shards` of that run.
+            store: folder or S3 prefix that holds the corpus.
+            manifest: the content of corpus.json in that store.
+            seed: config key `seed` of the run.
+            shuffle_window_shards: config key `data.shuffle_window_shards` of the run; rows are shuffled within windows
+                of this many shards.
             cache_dir: folder for shards fetched from S3; unused for a local corpus.
         """
         self.manifest = manifest
@@ -64,7 +67,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of the corpus, which a run records."""
+        """Return the digest of corpus.json; a run records it, and is resumed with a corpus of equal digest only."""
         return self.manifest.fingerprint
 
     @property
@@ -155,7 +158,13 @@ class Corpus:
         return ShardCache(self._store, self.manifest, self._cache_dir)
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shard of each row of a step, and its number in that shard, two int64 arrays [global_batch]."""
+        """Return the place of each row of a step: number of the shard, and number of the row in the shard.
+
+        Both are int64 arrays [global_batch], and both numbers begin at 0.
+
+        Raises:
+            ValueError: `step` is below 0 or `global_batch` below 1.
+        """
         if step < 0 or global_batch < 1:
             raise ValueError(f"step {step} of {global_batch} rows: a step is at least 0, and has at least one row")
         first_position = step * global_batch
@@ -174,12 +183,12 @@ def open_corpus(
     """Open a corpus, to read the rows of any step of a run on it.
 
     Args:
-        source: folder or s3:// prefix of a corpus; or the folder of a run, or its config, whose corpus and order are
-            then opened.
-        seed: `seed` of the run; None for that of the config, without one 42.
-        shuffle_window_shards: `data.shuffle_window_shards` of the run; None for that of the config, without one 64.
-        endpoint_url: S3 service other than AWS; None for that of the config.
-        cache_dir: folder for shards fetched from S3; None for that of the config, without one ~/.cache/electra-dist.
+        source: folder or s3:// prefix of a corpus; or a run, as its folder or its config. For a run, its corpus is
+            opened, and arguments that are None are taken from its config.
+        seed: `seed` of the run; None without a run means 42.
+        shuffle_window_shards: `data.shuffle_window_shards` of the run; None without a run means 64.
+        endpoint_url: URL of an S3 service; None without a run means AWS.
+        cache_dir: folder for shards fetched from S3; None without a run means ~/.cache/electra-dist.
 
     Raises:
         UserError: there is no such corpus.
@@ -211,10 +220,17 @@ def open_corpus(
 
 
 def _check_fingerprint(run_dir: Path, url: str, manifest: CorpusManifest) -> None:
-    """Raise if a run was begun in `run_dir` with another corpus than the one that is at its place now.
+    """Raise an error if the run in `run_dir` began with another corpus than the one that is now at `url`.
+
+    Do nothing if no run has begun in `run_dir`.
+
+    Args:
+        run_dir: the run folder; it may be missing.
+        url: location of the corpus, for the message.
+        manifest: manifest of the corpus that is at `url` now.
 
     Raises:
-        ManifestMismatch: the fingerprints differ.
+        ManifestMismatch: the fingerprint that the run has recorded is not that of the manifest.
     """
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():

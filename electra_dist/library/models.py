@@ -55,13 +55,13 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 
 
 def step_input(objective: Objective, ids: torch.Tensor, step: int = 0, seed: int = 42) -> StepInput:
-    """Return the input of an objective for all rows of a step, so that its losses are means over their tokens.
+    """Return the input of an objective for all rows of a step as one batch.
 
-    Masks, samples and dropout are those of the run with this seed at this step. Values with a schedule are those of
-    the first step.
+    The losses that the objective returns for it are means over the tokens of these rows. Masks, samples and dropout
+    are those of a run with this seed at this step. Values with a schedule are those of the first step.
 
     Args:
-        objective: the module that will be called with it.
+        objective: the module that will be called with the result.
         ids: int64 token ids [global_batch, seq_len], on the device of the module.
         step: number of the step, from 0.
         seed: `seed` of the run.
@@ -73,9 +73,9 @@ def step_input(objective: Objective, ids: torch.Tensor, step: int = 0, seed: int
 
 
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: int | None = None) -> int:
-    """Copy the weights of a run into an objective, or into towers, of the same config; return the step they are of.
+    """Copy the weights of a run's checkpoint into a module, and return the number of steps of that checkpoint.
 
-    Every byte is verified against the checkpoint's manifest.
+    The module must be built from the config of the run. Every byte is verified against the checkpoint's manifest.
 
     Args:
         module: what `build_objective` or `build_towers` returned.
@@ -83,7 +83,8 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: i
         step: number of steps after which the checkpoint was taken; None for the newest good one.
 
     Raises:
-        UserError: it is not a run, has no such good checkpoint, or its parameters are not those of the module.
+        UserError: `run_dir` is not a run, the run has no such good checkpoint, or its parameters have other names or
+            shapes than those of the module.
     """
     run = load_run_weights(Path(run_dir), step)
     prefix = "" if isinstance(module, Objective) else "towers."
@@ -138,7 +139,7 @@ def replaced_probability(model: Pretrained, texts: Sequence[str]) -> list[list[t
         texts: plain texts.
 
     Raises:
-        UserError: the model came without its pretraining head, or gives no such probability.
+        UserError: the model came without its pretraining head, or does not detect replaced tokens.
     """
     scorer = TextScorer(model, device_of_choice())
     scorer.check_detects_replaced()

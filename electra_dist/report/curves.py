@@ -60,8 +60,8 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
     """Return a diagram of one run, or of several laid over each other; None if no record has a value to draw.
 
     The <svg> element has no width, no height and no XML header, so that the page decides its size. A value that is not
-    finite is not drawn. Equal arguments give equal text. A diagram of several runs has one color for each run, only
-    the smoothed curves of training steps, and no resumes and baselines.
+    finite is not drawn. Equal arguments give equal text. A diagram of several runs has one color for each run. Of
+    training steps it shows only the smoothed curves. It shows neither resumes nor baselines.
 
     Args:
         panel: what to draw, one of `PANELS`.
@@ -152,11 +152,16 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
 
 
 def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Draw a diagram of several runs, each in a color of its own; its legend explains solid and dashed lines.
+    """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram.
+
+    Curves of training steps are solid, or dashed for the second line of the diagram (`CurveLine.is_second`); they are
+    smoothed where `CurveLine.smooth` is set. Evaluations are thin solid lines with points. The legend explains these
+    styles if there is more than one line. A dashed grey line shows the value of a guess (`Panel.chance`).
 
     Args:
         axes: what to draw on.
-        panel: the diagram; its baselines, which differ from run to run, are left out.
+        panel: the diagram. Its baselines (`CurveLine.is_baseline`), the values that a discriminator without any
+            knowledge would reach, are not drawn, because they differ from run to run.
         runs: the runs, in the order of the colors.
     """
     lines = [line for line in panel.lines if not line.is_baseline]
@@ -180,7 +185,7 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
-    """Draw a dashed line at the value that a guess reaches, if the diagram has one."""
+    """Draw a dashed line at the value that a guess without knowledge reaches, if the diagram has such a value."""
     if panel.chance is not None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 

@@ -18,7 +18,7 @@ _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 
 
 def axis_positions(axes: Axes) -> dict[str, Any]:
-    """Return where the ends of both axes are in the SVG, and their values, from a diagram that is drawn already.
+    """Return the positions of the ends of both axes in the SVG, and the values at these ends, after drawing.
 
     "x" is [left, right, value at the left end, value at the right end] and "y" is the same for the bottom and the top.
     Positions are in the units of the viewBox, whose origin is the upper left corner.
@@ -33,7 +33,7 @@ def axis_positions(axes: Axes) -> dict[str, Any]:
 
 
 def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
-    """Return the values of each line that a page shows under the pointer, at most 300 evenly spaced ones of a line.
+    """Return the values that a page shows under the pointer: of each line, at most 300 evenly spaced ones.
 
     An element has "label", "color" (the name of a CSS variable), "steps" and "values". A line that is also drawn
     smoothed has "smooth", its smoothed values at the same steps.

@@ -46,10 +46,12 @@ _MEASURES = {
 
 
 def check_license(license_id: str) -> None:
-    """Raise unless a text has the form of a licence identifier of the hub, such as apache-2.0.
+    """Raise an error unless a text has the form of a licence identifier of Hugging Face's hub, such as apache-2.0.
+
+    Only the form is checked, not whether the hub has this identifier.
 
     Raises:
-        UserError: it has another form.
+        UserError: `license_id` has another form than lower-case letters, digits, dots and hyphens.
     """
     if not _LICENSE_ID.fullmatch(license_id):
         raise UserError(
@@ -141,7 +143,12 @@ def _front_matter(predicts_tokens: bool, license_id: str) -> str:
 
 
 def _introduction(tower: str, export: Export) -> str:
-    """Return the paragraph that says what the model is, how large, and from which checkpoint."""
+    """Return the first paragraph of a model card: objective, layers, width, vocabulary, and the steps of the weights.
+
+    Args:
+        tower: "discriminator" or "generator"; its shape is described.
+        export: the weights that were exported, of one checkpoint or a mean of several, with the config of their run.
+    """
     model = export.config.model
     shape = model.generator if tower == "generator" else model.discriminator
     if len(export.steps) == 1:
@@ -196,7 +203,10 @@ def _training(export: Export, records: Sequence[Record], versions: Record) -> st
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
-    """Return the number of real tokens in the rows trained on, by the ratio that metrics.jsonl records; or None."""
+    """Return the number of tokens without padding in `rows_seen` rows; None if metrics.jsonl has no training record.
+
+    The number is `rows_seen` times the tokens per row of the newest training record.
+    """
     for record in reversed(records):
         if record["kind"] == "train" and record.get("rows_seen"):
             return float(record["tokens_seen"]) * rows_seen / float(record["rows_seen"])
@@ -204,9 +214,10 @@ def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
 
 
 def _evaluation(export: Export, records: Sequence[Record]) -> str:
-    """Return the section with the evaluation on held-out rows that is nearest before the exported checkpoint.
+    """Return the section with the newest evaluation on held-out rows up to the step of the exported checkpoint.
 
-    It is empty if there is none. The weights of a mean were not evaluated themselves, which the section says.
+    The section is empty if there was no evaluation until then. If the export is a mean of several checkpoints, a note
+    in the section states that the figures belong to the weights of one step and not to the mean.
     """
     evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
     if not evaluations:

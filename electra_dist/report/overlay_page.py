@@ -30,14 +30,17 @@ _NONE = "-"  # in a table, for a value that a run does not have
 
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares several runs, and return its path; an existing file is replaced atomically.
+    """Write one HTML page that compares several runs, and return the path of the page.
+
+    The runs may still be going on. Missing folders are created, and an existing file is replaced atomically.
 
     Args:
-        run_dirs: folders of the runs, in the order of the page; at most eight.
-        path: the page to write.
+        run_dirs: folders of one to eight runs, in the order in which the page shows them.
+        path: the HTML file to write.
 
     Raises:
-        UserError: there are too many runs, a folder holds no run, or the page cannot be written.
+        UserError: there are more than eight runs, a folder holds no run, a file of a run is damaged, or the page
+            cannot be written.
     """
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"report: {len(run_dirs)} runs, but one page shows at most {MAX_RUNS}; name fewer runs")
@@ -48,7 +51,10 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the last part of its path, or more parts if two runs would have the same name."""
+    """Return a different name for each run: as few of the last parts of its path as make all names differ.
+
+    If one folder is given twice, no parts suffice, and the paths are returned as they were given.
+    """
     all_parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
     longest = max(len(parts) for parts in all_parts)
     for num_parts in range(1, longest + 1):

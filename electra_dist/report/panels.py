@@ -162,11 +162,12 @@ PANELS = (
 
 
 def with_baselines(records: Sequence[Record]) -> list[Record]:
-    """Return the records of metrics.jsonl, those of training steps with the two baselines added as fields.
+    """Return the records of metrics.jsonl, and add two baselines as fields to those of training steps.
 
-    `GUESSED_REPLACED` is the share of the replaced tokens that a random guess finds which calls as many tokens
-    replaced as the discriminator did. `CONSTANT_GUESS_LOSS` is the loss in nats of giving every token the same
-    probability, the share of replaced tokens. Both are NaN without replaced tokens.
+    A baseline is a value that a discriminator without any knowledge would reach. `GUESSED_REPLACED` is the share of
+    the replaced tokens that a random guess finds, if the guess calls as many tokens replaced as the discriminator did.
+    `CONSTANT_GUESS_LOSS` is the loss in nats if every token gets the same probability of being replaced, namely the
+    share of replaced tokens. Both are NaN in a step in which no token or every token was replaced.
     """
     extended = []
     for record in records:
@@ -180,13 +181,13 @@ def with_baselines(records: Sequence[Record]) -> list[Record]:
 
 
 def guessed_replaced(record: Record) -> float:
-    """Return the share of all tokens that the discriminator called replaced in a training step; NaN without replaced.
+    """Return the share of all tokens that the discriminator called replaced in a training step.
 
-    It is also the share of the replaced tokens that a guess without any knowledge finds, if it calls as many tokens
-    replaced.
+    A random guess that calls as many tokens replaced finds the same share of the replaced tokens. The result is NaN
+    if no token or every token was replaced.
 
     Args:
-        record: of a training step in metrics.jsonl.
+        record: record of a training step in metrics.jsonl.
     """
     replaced = record["replaced_fraction"]
     if not 0 < replaced < 1:
@@ -197,10 +198,10 @@ def guessed_replaced(record: Record) -> float:
 
 
 def constant_guess_loss(replaced_fraction: float) -> float:
-    """Return the detection loss of giving every token the same probability of being replaced, in nats per token.
+    """Return the lowest loss of a discriminator that knows nothing about the single token, in nats per token.
 
-    It is the entropy of the share of replaced tokens, the least that a guess without any knowledge of the token can
-    reach.
+    This discriminator gives every token the same probability of being replaced, namely the share of replaced tokens.
+    Its loss is the entropy of that share.
 
     Args:
         replaced_fraction: share of replaced tokens; outside of (0, 1) the result is NaN.

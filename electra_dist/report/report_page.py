@@ -210,9 +210,11 @@ def _run_and_environment(run: RunRecord) -> str:
 
 
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
-    """Return names and values of what is trained on what: objective, model, corpus, batch and commit.
+    """Return the rows of the report's table about the model, its data and its code, as (name, value).
 
-    A value that the run folder does not record is left out.
+    The rows are objective, discriminator, generator, parameters, vocabulary, batch, steps, corpus, corpus fingerprint
+    and commit, in this order. A row is left out if the run folder does not record its value; the row of the generator
+    also if the generator has no parameters of its own.
     """
     rows: list[tuple[str, str]] = []
     config = run.config

@@ -31,7 +31,7 @@ from electra_dist.tracking.settings import without_secrets
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Content of the files of a run folder that the reports show; what a missing file holds is empty."""
+    """Content of the files of a run folder that the reports show; the field of a missing file is empty or None."""
 
     name: str  # of the folder
     train: Sequence[Record]  # records of training steps in metrics.jsonl, oldest first

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from electra_dist.run.jsonl import Record
 from electra_dist.run.text_samples import CONTINUATION
 
-Token = tuple[str, str, float]  # of the corpus, as shown to the discriminator, its probability of being replaced
+Token = tuple[str, str, float]  # token of the corpus, token that the discriminator read, its P(replaced)
 
 _MAX_OPACITY_PERCENT = 75  # of the background of a token that is surely replaced; text stays readable on it
 
@@ -40,7 +40,7 @@ def samples_section(samples: Record | None) -> str:
 
 
 def _words(tokens: Sequence[Token]) -> list[list[Token]]:
-    """Return the tokens grouped into the words that the discriminator read; a token with "##" continues a word."""
+    """Return the tokens grouped into words; a token that the discriminator read with "##" continues the word."""
     words: list[list[Token]] = []
     for token in tokens:
         _original, shown, _probability = token
@@ -61,12 +61,12 @@ def _word(tokens: Sequence[Token]) -> str:
 
 
 def _token(original: str, shown: str, probability: float) -> str:
-    """Return one token as HTML: underlined if it was replaced, the darker the more probable that is.
+    """Return one token as HTML: underlined if it was replaced, and darker the higher its `probability` is.
 
     Args:
         original: token of the corpus.
         shown: token that the discriminator read.
-        probability: by the discriminator, that the token was replaced, in [0, 1].
+        probability: the discriminator's probability that the token was replaced, in [0, 1].
     """
     tag = "u" if shown != original else "span"
     opacity_percent = round(_MAX_OPACITY_PERCENT * probability)

@@ -12,10 +12,10 @@ from electra_dist.errors import UserError
 
 
 class TextLine(NamedTuple):
-    """A text with its place in the input."""
+    """Text with the numbers of its line and of its group in the input."""
 
     line: int  # number of the line, from 1
-    group: int  # number of the group of lines between blank lines, from 1
+    group: int  # number of its group, from 1; a group is a run of lines without a blank line between them
     text: str
 
 
@@ -50,9 +50,10 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (index of a text, its rank in its group) in the order of re-ranking: groups in their order, best first.
+    """Return (index in `texts`, rank in the group) for each text, in the order in which ranked texts are printed.
 
-    Of equal scores the earlier line comes first. Ranks begin at 1.
+    Groups keep their order. Within a group, the text with the highest score comes first and has rank 1; of equal
+    scores, the earlier line comes first and has the lower rank.
 
     Args:
         texts: the texts, in the order of their lines.

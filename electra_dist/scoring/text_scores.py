@@ -49,7 +49,11 @@ class TextScore:
 
 
 class _Window(NamedTuple):
-    """Range of a text's tokens [start, end) that a model reads, and the part [first, last) that it scores."""
+    """Range of the tokens of a text that a model reads at once, and the part of it whose scores are used.
+
+    The model reads the tokens from `start` up to, but not including, `end`. The scores from `first` up to, but not
+    including, `last` are used.
+    """
 
     start: int
     end: int
@@ -77,10 +81,10 @@ class TextScorer:
         self._window_tokens = longest_row - _NUM_ENDS
 
     def check_detects_replaced(self) -> None:
-        """Raise unless the model gives the probability that a token was replaced.
+        """Raise an error unless the model gives the probability that a token was replaced.
 
         Raises:
-            UserError: the model predicts masked tokens, or gives energies.
+            UserError: the model predicts masked tokens, or gives energies (Electric).
         """
         if not self._detects_replaced:
             raise UserError(
@@ -162,7 +166,10 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the end of the texts from `begin` on that are scored together: at least one text, and few tokens."""
+    """Return the index after the last text of the next portion: the texts from `begin` on that are scored together.
+
+    A portion is one text, or several texts of at most 16,384 tokens in all.
+    """
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

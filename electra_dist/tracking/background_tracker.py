@@ -61,7 +61,7 @@ class BackgroundTracker:
             self._drop(f"it is {_MAX_WAITING:,} records behind")
 
     def problems(self) -> list[str]:
-        """Return the lines about failures since the last call, for the log of the run; usually none."""
+        """Return one line for each failure since the last call, for the log of the run; usually none."""
         new_problems = []
         while self._problems:
             new_problems.append(self._problems.pop(0))
@@ -97,7 +97,7 @@ class BackgroundTracker:
             self._drop(_one_line(error))
 
     def _drop(self, reason: str) -> None:
-        """Send nothing more, and note one line for the log."""
+        """Stop sending to the service, and add one line with the reason to the problems for the run's log."""
         self._is_dropped = True
         self._problems.append(
             f"{self._name}: no longer sent to, because {reason}; training goes on, and metrics.jsonl has all values"
@@ -105,7 +105,7 @@ class BackgroundTracker:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the kind and the first line of an error's text; an advice instead if a package is missing."""
+    """Return the class of an error and the first line of its text; for a missing package, how to install it."""
     if isinstance(error, ModuleNotFoundError):
         return f"the package {error.name} is not installed (pip install {error.name})"
     text = str(error).strip()

@@ -52,7 +52,8 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
     """Send the finite values of a record to a service, under TensorBoard's tags.
 
-    Values of an evaluation that training has, too, get `heldout/` before their tag.
+    Some values, such as losses, are recorded in training and in evaluations. Tags of those from evaluations begin with
+    `heldout/`.
     """
     fields = dataclasses.asdict(record)
     if isinstance(record, StepRecord):
@@ -64,7 +65,7 @@ def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> N
 
 
 class WandbService:
-    """Run of Weights & Biases, online or offline as its environment variable WANDB_MODE says."""
+    """Run of Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
         """Begin or continue the run of the service; its files go into wandb/ in the run folder.

@@ -4,8 +4,8 @@ Guarantee: a jump of a wall clock, on this node or another, shifts no time by mo
 for the same rank. The Unix times in the heartbeats are used only to tell how old a record was when it was seen first,
 and only as far as that agrees with what was seen before.
 
-How: a heartbeat was sent after the last look at its rank, which found an older one, and not after the look that found
-it. Between these bounds its Unix time decides.
+How: a new heartbeat of a rank was sent after the previous look at this rank, which found an older heartbeat, and
+before the look that found the new one. Within these two bounds the Unix time in the heartbeat decides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from electra_dist.run.heartbeat import Beat
 
 
 class HeartbeatTimes:
-    """Record of the heartbeats seen so far, with times of `time.monotonic` instead of Unix times.
+    """Converter of the Unix times in heartbeats to times of `time.monotonic` on this node.
 
-    Make one for each start of the ranks, when they are started, because heartbeats that are seen first are taken to be
-    younger than this object.
+    It remembers the newest heartbeat of each rank. Create a new object whenever the ranks are started, because the
+    first heartbeat of a rank is taken to be younger than the object.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HeartbeatTimes:
         return [self._translate(beat) for beat in beats]
 
     def _translate(self, beat: Beat) -> Beat:
-        """Return one heartbeat in times of this object's clock; one that was seen before keeps its times."""
+        """Return a heartbeat with times of this object's clock; a heartbeat that was seen before keeps its times."""
         now = self._clock()
         last_look = self._looked.get(beat.rank, self._began)
         self._looked[beat.rank] = now
@@ -63,18 +63,18 @@ class HeartbeatTimes:
         elif earlier is not None and translated is not None and _is_same_phase(earlier, beat):
             phase_since = translated.phase_since
         else:
-            just_before = math.nextafter(sent, -math.inf)  # equal times would say that the phase has just begun
+            just_before = math.nextafter(sent, -math.inf)  # equal times would mean that the phase has just begun
             phase_since = self._when(beat.phase_since, last_look, just_before)
         translated = dataclasses.replace(beat, time=sent, phase_since=phase_since)
         self._seen[beat.rank] = (beat, translated)
         return translated
 
     def _when(self, unix_time: float, earliest: float, latest: float) -> float:
-        """Return a Unix time as a time of this object's clock, which lies between two known bounds."""
+        """Convert a Unix time to a time of this object's clock, limited to the range from `earliest` to `latest`."""
         age_s = self._wall_clock() - unix_time
         return min(latest, max(earliest, self._clock() - age_s))
 
 
 def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
-    """Return whether two heartbeats of a rank belong to the same stay in a phase of the same process."""
+    """Return whether a rank sent two heartbeats from the same process without leaving its phase in between."""
     return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)

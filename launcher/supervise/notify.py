@@ -23,11 +23,12 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event that the end of a supervisor is for `cluster.notify`; None if the command is not to be run.
+    """Return the event that `cluster.notify` reports when a supervisor ends; None if it reports nothing.
 
     Args:
-        code: exit code of the supervisor, of `electra_dist/errors.py`.
-        node: number of the supervisor's node, from 0. Only node 0 notifies of what concerns the whole run.
+        code: exit code of the supervisor, from `electra_dist/errors.py`.
+        node: number of the supervisor's node, from 0. Node 0 reports all events of `EVENTS`; any other node
+            reports only that it is unhealthy.
     """
     if node != 0 and code != EXIT_UNHEALTHY:
         return None

@@ -30,8 +30,8 @@ class NoTextColumn(Exception):
         """Write the message: the names of the first 20 columns on one line, each cut to 40 characters.
 
         Args:
-            columns: names of the columns, at least as the first row gives them. If a CSV file has no row of names, they
-                are the cells of its first row of data, which may be long.
+            columns: names of the columns. The first row of data is taken for them if a CSV file has no row of names,
+                so they may be long.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:

@@ -28,12 +28,15 @@ _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 
 
 def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
-    """Return whether a linear head has more than H / 2 labels, so that it cannot be written in Hugging Face's format.
+    """Return whether a classifier has too many labels to be written in Hugging Face's format.
+
+    This is so if its head is one linear layer (`head: reference`) with more than H / 2 labels. A head of two layers is
+    written as it is, with any number of labels.
 
     Args:
         num_labels: number of the classifier's labels.
         width: hidden size H of the encoder.
-        settings: `head` is used.
+        settings: settings of the fine-tuning, of which `head` is used.
     """
     return settings.head == "reference" and 2 * num_labels > width
 
@@ -41,7 +44,7 @@ def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -
 def classifier_head(
     layers: nn.Sequential, labels: Sequence[str], span: tuple[float, float], dropout: float
 ) -> TaskHead:
-    """Return the head of a `Classifier` as that of an ElectraForSequenceClassification.
+    """Translate the head of a `Classifier` into the head of an ElectraForSequenceClassification.
 
     Args:
         layers: one linear layer, or two with a GELU between them, with dropout before each.
@@ -72,13 +75,13 @@ def classifier_head(
 
 
 def tag_head(linear: nn.Linear, tags: Sequence[str]) -> TaskHead:
-    """Return the head of a tagging model, one linear layer, as that of an ElectraForTokenClassification."""
+    """Translate the head of a tagging model, one linear layer, into that of an ElectraForTokenClassification."""
     weights = {"classifier.weight": _host(linear.weight), "classifier.bias": _host(linear.bias)}
     return TaskHead("ElectraForTokenClassification", weights, {"classifier_dropout": 0.0, **label_names(tags)})
 
 
 def span_head(linear: nn.Linear) -> TaskHead:
-    """Return the linear head for start and end of an answer as that of an ElectraForQuestionAnswering."""
+    """Translate the linear head for start and end of an answer into that of an ElectraForQuestionAnswering."""
     weights = {"qa_outputs.weight": _host(linear.weight), "qa_outputs.bias": _host(linear.bias)}
     return TaskHead("ElectraForQuestionAnswering", weights, {})
 

@@ -70,7 +70,8 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
         text_b: column of the second text of a custom task; None for single texts.
 
     Raises:
-        UserError: a file is not valid, or a line has too few columns: a submission needs all examples.
+        UserError: a file is not valid, or a line has too few columns. No line may be left out, because a submission
+            needs a prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
         for name in ("test.tsv", "test.jsonl"):
@@ -105,6 +106,6 @@ def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
 
 
 def predictions_file(test_set: UnlabelledSet, predictions: Sequence[str]) -> TextFile:
-    """Return the file with the predictions for a test set, given in the order of its examples."""
+    """Return the name and content of the file for the predictions, which are in the order of the test examples."""
     rows = zip(test_set.indices, predictions, strict=True)
     return tsv_file(test_set.output, ("index", "prediction"), rows)

@@ -41,7 +41,7 @@ from electra_dist.pretrained.load_encoder import Pretrained, TowerName, device_o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What names a pretrained encoder: the arguments of `load_pretrained`; hashable, and can be sent to a process."""
+    """Arguments of `load_pretrained` that name a pretrained encoder; hashable, and can be sent to a process."""
 
     spec: str
     tower: TowerName
@@ -49,7 +49,7 @@ class ModelRequest:
 
 
 class SeedProcesses:
-    """Computes jobs in several processes; an instance is a `ComputeJobs` of `run_seeds.run_all`."""
+    """Pool of processes that compute seeds in parallel; pass an instance to `run_seeds.run_all` as `compute_jobs`."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> s
 
 
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
-    """Prepare a new process: its number of threads, its GPU, and its end with the parent's.
+    """Prepare a new process: set its number of threads, select its GPU, and let it end when the parent ends.
 
     Args:
-        numbers: has one number for each process; a process takes one, which selects its GPU.
+        numbers: queue with one number for each process; this process takes one of them, which selects its GPU.
         num_threads: number of threads for operations on a CPU.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
@@ -148,10 +148,10 @@ def _end_with_parent() -> None:
 
 
 def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Result:
-    """Compute one job in this process; the model and the newest task stay in memory for the next one.
+    """Compute the result of one seed in this process. The model and the task stay in memory for the next seed.
 
     Raises:
-        UserError: the model or the data are not those that the parent has read.
+        UserError: the model or the data have changed since the parent process read them.
     """
     encoder = _load(model)
     task = _open(task_request)
@@ -168,5 +168,5 @@ _open = lru_cache(maxsize=1)(open_task)
 
 @lru_cache(maxsize=1)
 def _load(request: ModelRequest) -> Pretrained:
-    """Return the pretrained encoder of a request; the newest one is kept in memory."""
+    """Load the pretrained encoder of a request, or return the one in memory if the last request was the same."""
     return load_pretrained(request.spec, request.tower, request.vocab)

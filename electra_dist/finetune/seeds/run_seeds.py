@@ -137,14 +137,18 @@ def run_all(
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:
-    """Return whether the model of a result is in its folder, or none is wanted: no folder, or a diverged seed."""
+    """Return whether the model of a finished seed need not be computed again.
+
+    This is so if its folder holds the model of this result, if no models are saved (`folder` is None), or if the seed
+    has no model because its loss diverged.
+    """
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
 
 
 def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str], None]) -> None:
-    """Copy the folder of the best seed of one task to MODEL_DIR/best, and report where it is."""
+    """Copy the folder of the best seed of one task to MODEL_DIR/best, and report in one line what the copy holds."""
     best = copy_best(model_dir, results)
     if best is None:
         note(f"{model_dir}: no model, because every seed diverged")

@@ -32,7 +32,7 @@ def spans_of(tags: Sequence[str]) -> list[Span]:
 
     Tags are in one of the schemes IOB1, BIO and BIOES (or its variant BILOU). A tag I- or E- that continues no span,
     because the word before is outside of all spans, in a span of another type or at the end of its span, begins a new
-    one. No tag is an error.
+    one. A sequence that the scheme does not allow is therefore no error.
 
     Args:
         tags: the tag of each word: "O", or a prefix of the scheme, "-" and the type.
