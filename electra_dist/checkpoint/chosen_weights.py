@@ -34,9 +34,9 @@ Choice = int | Literal["newest", "best"]  # a checkpoint: that of a step, the ne
 class ChosenWeights(NamedTuple):
     """Weights of the checkpoint that a user chose, or their mean with the checkpoints before it."""
 
-    state: RunState  # run state of the chosen checkpoint, which is the newest one of a mean
+    state: RunState  # run state of the chosen checkpoint; for a mean, of the newest checkpoint in it
     weights: dict[str, torch.Tensor]  # parameter name -> whole fp32 tensor, on the host
-    steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; of a single one, its step
+    steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; one step if there is no mean
     damaged: list[str]  # one line for each checkpoint that was passed over because it is damaged
 
 
@@ -54,13 +54,14 @@ def read_chosen(
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
-        choice: the checkpoint. The best one has the highest context AUC on held-out rows or, for a run without a
-            discriminator, the lowest loss.
+        choice: step of the checkpoint, "newest" or "best". The best checkpoint has the highest context AUC on held-out
+            rows or, for a run without a discriminator, the lowest loss.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
         progress: called before the first checkpoint is read, and after each one.
 
     Raises:
-        UserError: there is no such good checkpoint, no evaluated one for "best", or too few for the mean.
+        UserError: the chosen checkpoint does not exist or is damaged, no checkpoint was evaluated (for "best"), or the
+            run has too few undamaged checkpoints for the mean.
         StoreError: a checkpoint cannot be read.
     """
     progress(0, num_averaged)

@@ -119,12 +119,13 @@ def load_newest(
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
-    """Set aside every committed checkpoint of all stores, good or not, so that a run begins again at step 0.
+    """Rename the manifest of every committed checkpoint in all stores, so that a run begins again at step 0.
 
-    Nothing is deleted: the manifests are renamed. Only rank 0 calls it, and no save may be under way.
+    Damaged checkpoints are renamed, too. No load takes a checkpoint without its manifest; the tensor files stay. Only
+    rank 0 calls this function, and no save may be under way.
 
     Returns:
-        One line for each checkpoint.
+        One line for each checkpoint; empty if there was none.
     """
     lines = []
     for target in targets:

@@ -114,7 +114,7 @@ def _num_undecodable_bytes(data: bytes) -> int:
 
 
 def _num_half_pairs(text: str) -> int:
-    """Return how many surrogates a text holds; Python keeps whole pairs as one character, so each is half a pair."""
+    """Return how many unpaired surrogates a text contains; Python stores a whole pair as one other character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -123,10 +123,10 @@ def _num_half_pairs(text: str) -> int:
 
 
 def _text_of_json(line: str, text_field: str) -> str:
-    """Return the field `text_field` of a JSON line, which must be a string with something else than white space.
+    """Return the field `text_field` of a JSON line, which must be a string with more than white space.
 
     Raises:
-        SkippedDocument: the line is not a JSON object, the field is missing, not a string or white space.
+        SkippedDocument: the line is not a JSON object, or the field is missing, not a string, empty or white space.
     """
     try:
         record = json.loads(line)

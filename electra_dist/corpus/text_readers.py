@@ -130,10 +130,10 @@ class DocumentStream:
                 yield from read_format(kind.format, stream, self._text_field)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
-        """Count a CSV or TSV file of a folder that lacks the column of the text; refuse every other such table.
+        """Count a table without the text column as left out, or raise an error if the table was meant to be read.
 
-        A folder of texts may also hold tables about them. A parquet file, or one that the user gave by its name, is
-        meant to be read.
+        A CSV or TSV file in an input folder is counted, because a folder of texts may also hold tables about them. A
+        parquet file, or a table that the user gave by its name, is an error.
 
         Raises:
             UserError: the file is parquet, or was given by its name.
@@ -148,7 +148,7 @@ class DocumentStream:
 
 @contextlib.contextmanager
 def _local_path(file: InputFile) -> Iterator[Path]:
-    """Give the path of a file on a local disk; a file on S3 is downloaded for the length of the block.
+    """Provide the path of an input file on a local disk; a file on S3 is downloaded, and deleted after the block.
 
     Raises:
         StoreError: the file cannot be downloaded.

@@ -19,12 +19,12 @@ from electra_dist.version import VERSION
 
 
 class Export(NamedTuple):
-    """Folders that an export has written, and which weights of which run are in them."""
+    """Result of an export: the folders that were written, and the run and the checkpoints of their weights."""
 
-    config: Config  # of the run
-    state: RunState  # at the checkpoint that was exported, of a mean at the newest one
-    steps: tuple[int, ...]  # of the checkpoints in the mean, ascending; of a single one, its step
-    folders: dict[str, Path]  # by the names "discriminator" and, if there is one, "generator"
+    config: Config  # config of the run
+    state: RunState  # run state at the exported checkpoint; for a mean, at the newest checkpoint in it
+    steps: tuple[int, ...]  # steps of the checkpoints in the mean, ascending; one step if there is no mean
+    folders: dict[str, Path]  # "discriminator" and, if it was exported, "generator" -> folder
 
 
 def export_run(
@@ -77,7 +77,7 @@ def export_run(
 
 
 def _check_writable(output: Path) -> None:
-    """Raise if the folder for an export cannot be written; nothing is created.
+    """Raise an error if the folder for an export cannot be written; nothing is created.
 
     Raises:
         UserError: `output`, or its nearest parent that exists, is not a folder that this user may write.

@@ -208,16 +208,16 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 def move_records_aside(run_dir: Path) -> list[str]:
     """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0.
 
-    The records are what a start would continue or cut off: metrics, ledger, log, text samples, TensorBoard and other
-    tracking, report, export, the list of skipped steps and the measured micro-batch. Config, identity, tokenizer,
-    cache, checkpoints and the folders of Slurm and of supervisors stay where they are. Nothing is deleted. Only rank 0
-    calls it.
+    The records are metrics, ledger, log, environment.json, text samples, TensorBoard and other tracking, report,
+    export, the list of skipped steps and the measured micro-batch. The new folder is earlier/0001 or, if that exists,
+    the next free number. Config, identity, tokenizer, cache, checkpoints and the folders of Slurm and of supervisors
+    stay where they are. Nothing is deleted. Only rank 0 calls it.
 
     Args:
         run_dir: folder of the run, which need not exist.
 
     Returns:
-        One line for each file or folder that was moved.
+        One line for each file or folder that was moved; empty if there was none.
     """
     names = [METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]

@@ -27,7 +27,10 @@ def flat_settings(config: Config) -> Settings:
 
 
 def hyperparameters(settings: Settings) -> Settings:
-    """Return the settings of the sections that define what is learnt, without those of logs, checkpoints and so on."""
+    """Return the settings of those sections of the config that decide what a model learns.
+
+    Sections for logs, checkpoints and other operation of a run are left out.
+    """
     return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
 
 

@@ -17,20 +17,20 @@ MAX_TOKENS = 64  # of a row that a text sample shows
 
 @dataclass(frozen=True, eq=False)
 class ScoredRow:
-    """Beginning of one held-out row: what it was, what the discriminator read, and what it thought; S real tokens."""
+    """First S tokens of a held-out row: the original ids, the ids that the discriminator read, and its output."""
 
     original_S: np.ndarray  # int64 ids of the corpus
     shown_S: np.ndarray  # int64 ids with the generator's replacements
-    replaced_probability_S: np.ndarray  # fp32, by the discriminator
+    replaced_probability_S: np.ndarray  # the discriminator's probability that the token was replaced, fp32
 
 
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
-    """Return the beginnings of the first rows of a micro-batch, at most 64 tokens each, without pads.
+    """Return the first tokens, at most 64, of each of the first rows of a micro-batch, without padding.
 
     Args:
         original_BS: int64 ids of the corpus.
-        output: what the objective returned for them.
-        num_rows: number of rows; all of them if the batch has fewer. Rows without a token are left out.
+        output: output of the objective for these rows.
+        num_rows: number of rows to take; all rows if the batch has fewer. Of these, rows of padding only are left out.
     """
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
     scored_rows = []
@@ -49,11 +49,11 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Return a row as text, with probabilities rounded to four decimals.
+    """Convert the ids of a row to tokens, and round its probabilities to four decimals.
 
     Args:
-        row: the row.
-        tokens: the vocabulary, in the order of the ids.
+        row: the row to convert.
+        tokens: tokens of the vocabulary, in the order of their ids.
     """
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],

@@ -67,7 +67,7 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
 
 
 def _json_tree(checkpoint: Found) -> dict[str, Any]:
-    """Return a checkpoint as a JSON object; what only a manifest has is null for a checkpoint without a good one."""
+    """Return a checkpoint as a JSON object; values from its manifest are null if it has no undamaged manifest."""
     manifest = checkpoint.manifest
     state = manifest.state if manifest else None
     return {
@@ -171,7 +171,7 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """Result of reading every byte of one checkpoint; it is good if there are no faults."""
+    """Result of reading every byte of one checkpoint; the checkpoint is good if `faults` is empty."""
 
     url: str
     step: int

@@ -17,8 +17,10 @@ def open_console(*, markup: bool = True, soft_wrap: bool = True) -> Console:
     if the environment asks for colours (FORCE_COLOR), so that other programs can read the lines.
 
     Args:
-        markup: whether `[red]` and the like in a text are instructions; False for texts with names that users choose.
-        soft_wrap: whether the terminal breaks long lines, as for text; False for tables, whose cells rich breaks.
+        markup: whether tags such as `[red]` in a text set its style; False prints them as they are, for texts with
+            names that users choose.
+        soft_wrap: True leaves the breaking of long lines to the terminal, for text. False lets rich break the lines
+            within the cells of a table.
     """
     console = Console(highlight=False, soft_wrap=soft_wrap, markup=markup)
     if console.file.isatty():

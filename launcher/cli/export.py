@@ -95,7 +95,7 @@ def _parse_checkpoint(text: str) -> Choice:
 
 
 def _parse_average(text: str | None) -> int:
-    """Return the number of checkpoints that `--average` asks for; 1, which is no mean, without the option.
+    """Return the number N of checkpoints to average from `--average last:N`; 1, which means no average, without it.
 
     Raises:
         UserError: the text is not of the form last:N with N of at least 1.

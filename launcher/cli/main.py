@@ -43,7 +43,8 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 class _CommandsOnUse(TyperGroup):
     """Command group that imports the module of a subcommand only when that subcommand is used.
 
-    `COMMANDS` lists the subcommands and their modules. Lists of the subcommands are made from their sources.
+    `COMMANDS` lists the subcommands and their modules. `--help` reads the descriptions of the subcommands from the
+    source texts of these modules.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -51,9 +52,9 @@ class _CommandsOnUse(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a subcommand as lists show it, with its name and its description; None for an unknown name.
+        """Return a placeholder for a subcommand with its name and its description; None for an unknown name.
 
-        It cannot be run: `resolve_command` returns the one that can.
+        `--help` lists these placeholders. They cannot be run; `resolve_command` returns the command to run.
         """
         if cmd_name not in COMMANDS:
             return None
