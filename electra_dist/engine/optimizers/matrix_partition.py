@@ -70,7 +70,7 @@ class MatrixPartition:
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        """Compute the range of elements in each rank's partition, and the range that makes its matrices whole.
+        """Compute for each rank the range of elements in its partition, and the range that it must receive.
 
         Args:
             shapes: (rows, columns) of the matrices, in the order in which they are in the flat tensor.
