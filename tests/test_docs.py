@@ -82,3 +82,13 @@ def test_every_file_of_the_repository_that_a_page_names_exists(page: str) -> Non
     text = (DOCS / page).read_text()
     named = set(re.findall(r"\b((?:configs|docker|launcher|benchmarks|tests)/[\w./-]+\.(?:yaml|py|sh|md))\b", text))
     assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+
+
+def test_every_test_that_a_guarantee_names_exists() -> None:
+    text = (DOCS / "guarantees.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
+    guarantees = re.findall(r"^## \d+\. ", text, flags=re.MULTILINE)
+    assert len(guarantees) >= 20 and text.count("Held by:") == len(guarantees)
+    for file, test in named:
+        assert f"def {test}(" in (REPOSITORY / file).read_text(), f"{file}::{test}"
+    assert len(named) >= len(guarantees)

@@ -116,6 +116,20 @@ MUTANTS = (
         mutated='return {"eval_loss": evaluation.rtd_loss}',
         test="tests/train/test_evaluation_scores.py",
     ),
+    Mutant(
+        name="clipping: fine-tuning does not clip gradients",
+        file="electra_dist/finetune/training_loop.py",
+        original="torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm, foreach=True)",
+        mutated="pass",
+        test="tests/finetune/test_gradient_clipping.py",
+    ),
+    Mutant(
+        name="export: the weights are not those of the checkpoint",
+        file="electra_dist/pretrained/run_weights.py",
+        original="weights=chosen.weights,",
+        mutated="weights={name: tensor * 1.001 for name, tensor in chosen.weights.items()},",
+        test="tests/pretrained/test_finished_run.py::test_exported_model_is_the_trained_one",
+    ),
 )
 
 
