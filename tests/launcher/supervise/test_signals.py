@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,14 @@ from support.supervised_runs import FAKE, FAKE_WITHOUT_DEEPSPEED, Supervised, su
 from electra_dist.run.heartbeat import read_heartbeats
 
 pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(autouse=True)
+def sighup_is_not_ignored() -> Iterator[None]:
+    """Programs that the tests start receive SIGHUP, also if the tests themselves were started with nohup."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
 
 
 def to_the_supervisor(run: Supervised) -> None:

@@ -72,6 +72,7 @@ def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
 ) -> None:
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started with nohup
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
         rank_0, rank_1 = StopRequest(tmp_path, True), StopRequest(tmp_path, False)
         rank_0.longest_step_s, rank_0.longest_save_s = 10.0, 30.0
