@@ -48,6 +48,7 @@ SEARCH: dict[str, list[str]] = {
     "tau30": ["objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.3}"],
     "from8": ["objective.temperature={from: 8, to: 1, shape: exponential, tau: 0.15}"],
     "linear50": ["objective.temperature={from: 4, to: 1, shape: linear, over: 0.5}"],
+    "to15": ["objective.temperature={from: 4, to: 1.5, shape: exponential, tau: 0.15}"],
     "uniform": [
         "objective.random_share={from: 1, to: 0, shape: linear, over: 0.3}",
         "objective.temperature={from: 1.5, to: 1, shape: exponential, tau: 0.3}",
@@ -57,6 +58,7 @@ SEARCH: dict[str, list[str]] = {
     "genlr05": ["optimizer.generator={lr: 5.0e-4}"],
     "genlr2": ["optimizer.generator={lr: 2.0e-3}"],
     "lr2": ["optimizer.lr=2.0e-3"],
+    "own_tables": ["model.sharing=none"],
 }
 
 
