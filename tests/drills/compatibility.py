@@ -91,6 +91,7 @@ class Tree:
             "data.heldout": self.corpus / "heldout",
             "data.cache_dir": run_dir.with_name("cache"),
             "train.num_steps": NUM_STEPS,
+            "optimizer.warmup_steps": NUM_STEPS // 4,  # a new run must not be shorter than its warm-up
             "log.every_steps": 1,
             "log.eval_every_steps": NUM_STEPS // 2,
             "checkpoint.every_steps": NUM_STEPS // 4,
