@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
@@ -38,9 +37,7 @@ from electra_dist.store.interface import Store, check_key
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:
-    import boto3
-    import botocore.client
-
+    from electra_dist.store.s3_client import check_endpoint, make_client
     from electra_dist.store.s3_download import Download, Span
     from electra_dist.store.s3_errors import FAILURES, Again, EmptyRange, Taken, classify
 except ModuleNotFoundError as error:
@@ -97,7 +94,7 @@ class S3Store(Store):
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._endpoint_url = endpoint_url
-        self._endpoint_text = _check_endpoint(endpoint_url)
+        self._endpoint_text = check_endpoint(endpoint_url)
         self._policy = policy
         self._account = RetryAccount(policy)
         self._answered = False  # Whether the service has answered any request of this store.
@@ -430,7 +427,7 @@ class S3Store(Store):
         process_id = os.getpid()
         with self._client_lock:
             if self._client_of is None or self._client_of[0] != process_id:
-                self._client_of = (process_id, _make_client(self._endpoint_url, self._policy))
+                self._client_of = (process_id, make_client(self._endpoint_url, self._policy))
             _, client = self._client_of
             return client
 
@@ -470,48 +467,3 @@ def _ceil_div(number: int, divisor: int) -> int:
 def _md5(data: bytes) -> str:
     """Return the MD5 of `data` in base64, the value of the header Content-MD5."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-
-
-def _check_endpoint(endpoint_url: str | None) -> str:
-    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port".
-
-    The text is "" for None, which means AWS.
-
-    Raises:
-        UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it
-            may hold credentials.
-    """
-    if endpoint_url is None:
-        return ""
-    parts = urlsplit(endpoint_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError("endpoint_url is not an http:// or https:// URL; set it to, for example, http://10.0.0.1:9000")
-    if "@" in parts.netloc or parts.query:
-        raise UserError(
-            "endpoint_url holds more than a host and a port; remove the rest, and keep credentials in AWS_* variables"
-        )
-    return f" at {parts.netloc}"
-
-
-def _make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
-    """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
-
-    boto3's own retries are switched off, because this module repeats requests itself.
-
-    Args:
-        endpoint_url: S3-compatible service; None for AWS.
-        policy: Policy whose connect and read time-outs the client uses.
-    """
-    config = botocore.client.Config(
-        retries={"total_max_attempts": 1, "mode": "standard"},
-        connect_timeout=policy.connect_timeout_s,
-        read_timeout=policy.read_timeout_s,
-        max_pool_connections=64,  # boto3's default of 10 may be fewer than the threads that use the store.
-        tcp_keepalive=True,
-        # Older services refuse CRC32 trailers and checks. Content-MD5 and the readers' digests replace them.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        # Services other than AWS often have no host name for each bucket.
-        s3={"addressing_style": "path" if endpoint_url else "auto"},
-    )
-    return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)

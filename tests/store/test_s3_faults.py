@@ -264,8 +264,8 @@ def test_credentials_are_read_again_when_they_expire(
     from electra_dist.store import s3_store
 
     made = itertools.count()
-    make = s3_store._make_client
-    monkeypatch.setattr(s3_store, "_make_client", lambda *a: (next(made), make(*a))[1])
+    make = s3_store.make_client
+    monkeypatch.setattr(s3_store, "make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
