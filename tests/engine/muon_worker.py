@@ -19,18 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from support.real_runs import synthetic_rows, tiny_tree
+from support.real_runs import synthetic_rows
+from support.tiny_engine import SPECIAL, tiny_engine, whole_state
 
-from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
-from electra_dist.model.row_layout import SpecialIds
+from electra_dist.engine.state_fragments import held_fragments, publish
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build_objective import build_objective
 
-SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 NUM_ROWS = 4
 NUM_STEPS = 6
 CUTS = (1, 2, 5)
@@ -39,8 +36,6 @@ DECAY = 0.1
 MUON = {"name": "muon", "clip_norm": 1e9, "weight_decay": DECAY}
 # At a learning rate of 0 its first moment is a sum of gradients, each halved by every later step.
 GRADIENTS = {"name": "adamw", "clip_norm": 1e9, "beta1": 0.5}
-
-State = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("master", "exp_avg", "exp_avg_sq") -> float64, whole
 
 
 def build(place: str, optimizer: dict) -> tuple[Config, Engine]:
@@ -54,12 +49,7 @@ def build(place: str, optimizer: dict) -> tuple[Config, Engine]:
         "engine.offload_optimizer": "offload" in options,
         "optimizer": optimizer,
     }
-    config = Config.model_validate(tiny_tree("unused", "unused", **settings))  # type: ignore[arg-type]
-    module = build_objective(config.model, config.objective, SPECIAL, 3)
-    engine = Engine(module, config.train, config.engine, config.optimizer)
-    if engine.loss_scale is not None:
-        engine.loss_scale.cur_scale = 256.0  # the initial one overflows here
-    return config, engine
+    return tiny_engine(settings)
 
 
 def run_step(config: Config, engine: Engine, step: int, lr: float, accept: bool = True) -> float:
@@ -78,24 +68,6 @@ def run_step(config: Config, engine: Engine, step: int, lr: float, accept: bool 
     assert was_updated == accept
     dist.all_reduce(loss)
     return loss.item()
-
-
-def whole_state(engine: Engine) -> State:
-    """Return masters and moments of whole parameters on every rank. Collective."""
-    own = []
-    for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
-        for kind, view in fragment.views.items():
-            own.append((fragment.name, kind, fragment.start, view.double().numpy().copy()))
-    state: State = {}
-    shapes = parameter_shapes(engine.deepspeed.module)
-    for name, shape in shapes.items():
-        state[name] = {kind: np.full(int(np.prod(shape)), np.nan) for kind in ("master", "exp_avg", "exp_avg_sq")}
-    for fragments in gather(own):
-        for name, kind, start, values in fragments:
-            state[name][kind][start : start + len(values)] = values
-    for name, kinds in state.items():
-        state[name] = {kind: values.reshape(shapes[name]) for kind, values in kinds.items()}
-    return state
 
 
 def newton_schulz(matrix: np.ndarray) -> np.ndarray:

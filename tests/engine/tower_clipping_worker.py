@@ -17,18 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from support.real_runs import synthetic_rows, tiny_tree
+from support.real_runs import synthetic_rows
+from support.tiny_engine import SPECIAL, tiny_engine, whole_state
 
-from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.engine.state_fragments import owned_fragments, parameter_shapes
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
-from electra_dist.objectives.build_objective import build_objective
 
-SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 NUM_ROWS = 4
 EPS = 1e-6
 ONLY_THE_GENERATORS = ("towers.generator.", "towers.generator_head.")
@@ -60,7 +56,6 @@ class Settings(NamedTuple):
 
 DISCRIMINATOR = Settings(2e-3, 0.9, 0.98, 0.01, 0.3)
 GENERATOR = Settings(5e-4, 0.8, 0.95, 0.1, 0.02)
-State = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("master", "exp_avg", "exp_avg_sq") -> float64, 1-D
 
 
 def build(place: Place, sharing: str, optimizer: dict) -> tuple[Config, Engine]:
@@ -74,12 +69,7 @@ def build(place: Place, sharing: str, optimizer: dict) -> tuple[Config, Engine]:
         "engine.offload_optimizer": place.offload,
         "optimizer": optimizer,
     }
-    config = Config.model_validate(tiny_tree("unused", "unused", **settings))  # type: ignore[arg-type]
-    module = build_objective(config.model, config.objective, SPECIAL, 3)
-    engine = Engine(module, config.train, config.engine, config.optimizer)
-    if engine.loss_scale is not None:
-        engine.loss_scale.cur_scale = 256.0  # the initial one overflows here
-    return config, engine
+    return tiny_engine(settings)
 
 
 def run_step(config: Config, engine: Engine, lr: float, generator_lr: float | None) -> None:
@@ -92,22 +82,6 @@ def run_step(config: Config, engine: Engine, lr: float, generator_lr: float | No
     engine.backward(engine.forward(StepInput(ids[rows], rows, 0, 11, *scales)).loss)
     _, was_updated = engine.step(lr, generator_learning_rate=generator_lr)
     assert was_updated
-
-
-def whole_state(engine: Engine) -> State:
-    """Return masters and moments of whole parameters on every rank. Collective."""
-    own = []
-    for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
-        for kind, view in fragment.views.items():
-            own.append((fragment.name, kind, fragment.start, view.double().numpy().copy()))
-    state: State = {}
-    for name, shape in parameter_shapes(engine.deepspeed.module).items():
-        numel = int(np.prod(shape))
-        state[name] = {kind: np.full(numel, np.nan) for kind in ("master", "exp_avg", "exp_avg_sq")}
-    for fragments in gather(own):
-        for name, kind, start, values in fragments:
-            state[name][kind][start : start + len(values)] = values
-    return state
 
 
 def settings_of(name: str, sharing: str) -> Settings:

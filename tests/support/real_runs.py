@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -138,6 +139,14 @@ def step_records(run_dir: Path) -> list[dict[str, Any]]:
 def read_losses(run_dir: Path) -> list[tuple]:
     """Return the fields LOSSES of every step record, which an equal run must reproduce bit for bit."""
     return [tuple(record[name] for name in LOSSES) for record in step_records(run_dir)]
+
+
+def go_back(run_dir: Path, step: int) -> None:
+    """Delete the checkpoints after `step`, so that the next start of the run continues from that step."""
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        _, checkpoint_step, _ = folder.name.split("-")  # of "step-00000004-a0001"
+        if int(checkpoint_step) > step:
+            shutil.rmtree(folder)
 
 
 def free_port() -> int:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_runs import REPOSITORY, quick_command, step_records
+from support.real_runs import REPOSITORY, go_back, quick_command, step_records
 from typer.testing import CliRunner
 
 from launcher.cli.main import app
@@ -49,13 +48,6 @@ def exact_records(run_dir: Path) -> list[dict]:
     return [{k: v for k, v in record.items() if k not in MEASURED} for record in step_records(run_dir)]
 
 
-def go_back_to(run_dir: Path, step: int) -> None:
-    """Delete all checkpoints after `step`, so that the next start continues from it."""
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        if int(folder.name.split("-")[1]) > step:
-            shutil.rmtree(folder)
-
-
 def assert_restarts_are_exact(config: Path, run_dir: Path, cuts: list[int]) -> list[int]:
     """Run without a cut, then continue from each of the `cuts`; return the steps that overflowed.
 
@@ -66,7 +58,7 @@ def assert_restarts_are_exact(config: Path, run_dir: Path, cuts: list[int]) -> l
     uncut = exact_records(run_dir)
     overflows = [record["step"] for record in uncut if record["overflow"]]
     for cut in cuts:
-        go_back_to(run_dir, overflows[-cut - 1] if cut < 0 else cut)
+        go_back(run_dir, overflows[-cut - 1] if cut < 0 else cut)
         again = run_fp16(config, 2, LOSS_SCALE)
         assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
         assert exact_records(run_dir) == uncut

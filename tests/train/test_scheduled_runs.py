@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.real_runs import step_records
+from support.real_runs import go_back, step_records
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
 Losses = Callable[[Path], list[tuple]]
@@ -41,14 +41,6 @@ SETTINGS = {
 def without_gradient_norm(run: list[tuple]) -> list[tuple]:
     """Return the losses of a run without the gradient norm, a sum in an order that depends on the number of ranks."""
     return [record[:4] + record[5:] for record in run]
-
-
-def go_back(run_dir: Path, step: int) -> None:
-    """Delete the checkpoints after `step`, so that the next start of the run continues from that step."""
-    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        _, checkpoint_step, _ = checkpoint.name.split("-")
-        if int(checkpoint_step) > step:
-            shutil.rmtree(checkpoint)
 
 
 def test_scheduled_runs_resume_exactly_and_a_jump_of_a_weight_stops_no_step(
@@ -89,22 +81,3 @@ def test_scheduled_runs_resume_exactly_and_a_jump_of_a_weight_stops_no_step(
     assert f"restored step {JUMP}" in output
     assert "schedules | objective.mask_prob 0.3 to 0.15 (linear, over 1)" in output
     assert without_gradient_norm(losses(cut)) == without_gradient_norm(losses(uncut))
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_scheduled_runs_with_two_optimizer_settings_resume_bit_for_bit_at_every_stage(
-    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, stage: int, num_ranks: int
-) -> None:
-    """The cuts are after the jump, at it and before it; each continues what the one before it has written."""
-    run_dir = tmp_path / "run"
-    config = tiny_config("run", **{**SETTINGS, "engine.zero_stage": stage})
-    pretrain(config, num_ranks)
-    uncut = losses(run_dir)
-    assert len(uncut) == NUM_STEPS
-    for cut in (15, JUMP, 3):
-        go_back(run_dir, cut)
-        output = pretrain(config, num_ranks).stdout
-        assert f"restored step {cut}" in output
-        assert losses(run_dir) == uncut

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_runs import step_records
+from support.real_runs import go_back, step_records
 
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.planning.plan_tables import plan_sections
@@ -28,14 +28,6 @@ DECOUPLED = {
     "optimizer.clip_norm": 0.5,
     "objective.discriminator_mlm_weight": 1.0,
 }
-
-
-def go_back(run_dir: Path, step: int) -> None:
-    """Delete the checkpoints after `step`, so that the next start of the run continues from that step."""
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        number = int(folder.name.split("-")[1])  # of "step-00000004-a0001"
-        if number > step:
-            shutil.rmtree(folder)
 
 
 def without_norm(records: list[tuple]) -> list[tuple]:
