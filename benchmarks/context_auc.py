@@ -34,7 +34,7 @@ from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_tab
 from electra_dist.config_file import load_config
 from electra_dist.model.flops import run_flops
 from electra_dist.report.curves import print_style
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 
 CONFIG = REPOSITORY / "configs" / "tiny_rtd.yaml"
 COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")

@@ -41,7 +41,7 @@ from electra_dist.report.plot_style import (
     svg_style,
 )
 from electra_dist.run.jsonl import Record
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 

@@ -25,8 +25,8 @@ from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.jsonl import Record
-from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.run.number_formats import format_count
+from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"

@@ -24,8 +24,8 @@ from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.metrics_writer import read_metrics
-from electra_dist.run.text_samples import read_newest_samples
+from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.writers.text_samples import read_newest_samples
 from electra_dist.tracking.settings import without_secrets
 
 

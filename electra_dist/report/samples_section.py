@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from electra_dist.run.jsonl import Record
-from electra_dist.run.text_samples import CONTINUATION
+from electra_dist.run.writers.text_samples import CONTINUATION
 
 Token = tuple[str, str, float]  # token of the corpus, token that the discriminator read, its P(replaced)
 

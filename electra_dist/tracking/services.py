@@ -22,7 +22,7 @@ from typing import Any
 from electra_dist.config import LogConfig
 from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
 from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
+from electra_dist.run.writers.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tracking.background_tracker import BackgroundTracker
 from electra_dist.tracking.settings import Settings

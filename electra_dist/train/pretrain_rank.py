@@ -37,8 +37,8 @@ from electra_dist.train.health.error_relay import another_rank_reported, report_
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs
+from electra_dist.train.reporting.time_accounting import seconds_since_process_start
 from electra_dist.train.skip_list_file import SkipList
-from electra_dist.train.time_accounting import seconds_since_process_start
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
 

@@ -32,17 +32,17 @@ from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.node_strikes import node_name
 from electra_dist.schedule import value_at
-from electra_dist.train.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 from electra_dist.train.loss_guard import Guard, first_to_skip
-from electra_dist.train.reporter import Ending, Reporter
-from electra_dist.train.save_schedule import SaveSchedule
+from electra_dist.train.reporting.reporter import Ending, Reporter
+from electra_dist.train.reporting.time_accounting import Clock
+from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
+from electra_dist.train.saving.save_schedule import SaveSchedule
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import RankFlags, StepResult, TrainStep, outlier
-from electra_dist.train.time_accounting import Clock
 
 # Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
 _ENDINGS: dict[int | None, Ending] = {

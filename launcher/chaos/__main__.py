@@ -30,7 +30,7 @@ from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.jsonl import Record, encode
 from electra_dist.run.marked_processes import mark_of, marked_pids
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS, SmallDisk

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from electra_dist.report.plot_style import print_style
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.chaos.drill import Hit
 
 _REFERENCE_COLOR = "#cbd5e1"

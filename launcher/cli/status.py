@@ -26,9 +26,9 @@ from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_D
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
-from electra_dist.run.metrics_writer import read_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
+from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view

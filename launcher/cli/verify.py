@@ -25,7 +25,7 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json

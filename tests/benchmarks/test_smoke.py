@@ -15,7 +15,7 @@ from machines import missing
 
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.planning.multi_node_scaling import bytes_on_wire
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 
 
 def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:

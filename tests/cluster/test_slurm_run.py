@@ -25,7 +25,7 @@ LONG = {
 
 def first_step_after(run: SubmittedRun, moment: float) -> float:
     """Seconds from `moment` (time.time()) to the first step that a later start recorded."""
-    from electra_dist.run.metrics_writer import read_metrics
+    from electra_dist.run.writers.metrics_writer import read_metrics
 
     starts = [datetime.fromisoformat(e["time"]).timestamp() for e in [*run.events("start"), *run.events("resume")]]
     begun = len([s for s in starts if s > moment])

@@ -35,7 +35,7 @@ from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE
 from electra_dist.report.model_card import CARD_FILE, CURVES_FILE
 from electra_dist.run.folder import IDENTITY_FILE, RUN_VOCAB_FILE, STOP_FILE, TOKENIZER_FILE, recorded_numerics
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.metrics_writer import read_metrics
+from electra_dist.run.writers.metrics_writer import read_metrics
 
 NUM_STEPS = 40
 ACCEPT = "--accept-new-numerics"

@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         name="keep_best: mlm is judged by the discriminator's loss",
-        file="electra_dist/train/checkpointer.py",
+        file="electra_dist/train/saving/checkpointer.py",
         original='return {"eval_loss": evaluation.mlm_loss}',
         mutated='return {"eval_loss": evaluation.rtd_loss}',
         test="tests/train/test_evaluation_scores.py",

@@ -29,9 +29,9 @@ from electra_dist.report.panels import PANELS, with_baselines
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
-from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.text_samples import TextSample
+from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
+from electra_dist.run.writers.text_samples import TextSample
 from launcher.pretrain import _write_report
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.run.log_console import (
+from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.writers.log_console import (
     LEGEND,
     LINES_PER_HEADER,
     Console,
@@ -18,7 +19,6 @@ from electra_dist.run.log_console import (
     format_header,
     format_line,
 )
-from electra_dist.run.step_records import EvalRecord, StepRecord
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"
 TOTAL_STEPS = 400_000

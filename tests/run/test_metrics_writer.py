@@ -17,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
-from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.text_samples import TextSample, read_newest_samples
+from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
+from electra_dist.run.writers.text_samples import TextSample, read_newest_samples
 
 
 def test_records_are_read_back_with_all_fields_and_their_kind(

@@ -20,8 +20,8 @@ from pathlib import Path
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
-from electra_dist.run.tensorboard_writer import TensorBoardWriter
-from electra_dist.run.text_samples import SampleFile, TextSample, has_samples
+from electra_dist.run.writers.tensorboard_writer import TensorBoardWriter
+from electra_dist.run.writers.text_samples import SampleFile, TextSample, has_samples
 
 
 class MetricsWriter:

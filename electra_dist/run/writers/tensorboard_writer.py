@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from electra_dist.run.jsonl import Record
-from electra_dist.run.text_samples import TextSample, replaced_words_table
+from electra_dist.run.writers.text_samples import TextSample, replaced_words_table
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -35,16 +35,16 @@ from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
-from electra_dist.run.log_console import Console
-from electra_dist.run.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.writers.log_console import Console
+from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.schedule import describe, schedules_of, value_at
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
 from electra_dist.tracking.settings import flat_settings, hyperparameters
 from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
-from electra_dist.train.scored_rows import ScoredRow, read_tokens, text_sample
+from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.step import StepResult
 
 Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]

@@ -1,0 +1,1 @@
+"""What a run reports: records of steps and evaluations, times, scored rows."""

@@ -1,0 +1,1 @@
+"""When and how a run saves checkpoints."""
