@@ -102,7 +102,7 @@ def build(text: Text, folder: Path, num_workers: int) -> int:
         num_workers=num_workers,
     )
     with open(os.devnull, "w") as null_device:
-        console = BuildConsole(text.num_bytes, Console(file=null_device))
+        console = BuildConsole(Console(file=null_device))
         built = build_corpus(request, console)
     return sum(manifest.totals["text_tokens"] for manifest in (built.manifest, built.heldout) if manifest)
 

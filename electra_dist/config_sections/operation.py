@@ -123,6 +123,19 @@ class CorpusConfig(Section):
         description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
         "hash of each document's text decides. 0: none.",
     )
+    source_epochs: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={},
+        description="How often the documents of a source are used. 2.5: each twice, and half of them a third time, "
+        "always at another place of the corpus. 0: the source is left out. Sources that are not named are used once. "
+        "A source is an input of the build with the first folder below it, such as texts/wiki; `electra-dist corpus "
+        "info` lists them.",
+    )
+    source_shares: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={},
+        description="Share of each source in the bytes of the corpus, such as {texts/wiki: 1, texts/web: 3}; only the "
+        "ratios count. No document is used twice: the source that is smallest for its share decides the size of the "
+        "corpus. Empty: source_epochs decides.",
+    )
     undecodable: Literal["skip", "replace"] = Field(
         default="skip",
         description="What happens to a document with bytes that are not UTF-8. skip: the whole document is left out. "

@@ -18,38 +18,32 @@ _LINE_EVERY_S = 10.0
 class BuildConsole:
     """Display of the progress of a corpus build: a bar on a terminal, otherwise a line of text every ten seconds.
 
-    Use it as a context manager, which starts and stops the bar.
+    A build has two stages: it reads the inputs, then it makes rows of the documents. Use an instance as a context
+    manager, which starts and stops the bar.
     """
 
-    def __init__(self, total_bytes: int, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         """Prepare the display; nothing is printed yet.
 
         Args:
-            total_bytes: size of all input files, as they are on disk; bytes read divided by this size is the progress.
             console: where to print; the default is stdout.
         """
         self._console = console or Console()
-        self._total_bytes = max(total_bytes, 1)
-        self._resumed_bytes = 0  # input bytes of the shards that an earlier build finished
-        self._documents = 0  # of this build
-        self._tokens = 0
-        self._started = time.monotonic()
-        self._last_line = self._started  # when the last line of progress was printed
         self._bar: Progress | None = None  # None if the console is no terminal
+        self._begin("", 0, 0)
 
     def __enter__(self) -> BuildConsole:
         """Start the progress bar if the console is a terminal."""
         if self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("corpus"),
+                TextColumn("{task.description}"),
                 BarColumn(),
                 DownloadColumn(),
-                TextColumn("{task.fields[counts]}"),  # the text that `update` passes as `counts`
+                TextColumn("{task.fields[counts]}"),  # the text that `_advance` passes as `counts`
                 TimeRemainingColumn(),
                 console=self._console,
             )
             self._bar.start()
-            self._task = self._bar.add_task("corpus", total=self._total_bytes, counts="")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
@@ -61,44 +55,80 @@ class BuildConsole:
         """Print a line; on a terminal it appears above the progress bar."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def resume_at(self, bytes_done: int) -> None:
-        """Begin to measure the speed at this position of the input. Called at most once, and only in a resumed build.
-
-        A resumed build first reads the input of the shards that an earlier build finished. It makes no rows from it,
-        which is faster than building. The caller calls this when that input has been read, so that the speed and the
-        remaining time are computed from the bytes that follow.
+    def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
+        """Begin to show how much of the inputs is read.
 
         Args:
-            bytes_done: input bytes read so far, all of which belong to finished shards.
+            total_bytes: size of all input files, on disk.
+            done_bytes: size of those that were read before this call.
         """
-        self._resumed_bytes = bytes_done
-        self._started = time.monotonic()
+        self._begin("reading", total_bytes, done_bytes)
 
-    def update(self, bytes_done: int, num_documents: int, num_tokens: int) -> None:
-        """Show the progress after the rows of another chunk (a group of consecutive documents) have been built.
-
-        On a terminal the bar is updated; otherwise a line is printed, at most every ten seconds.
+    def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
+        """Begin to show how much of the documents has become rows.
 
         Args:
-            bytes_done: input bytes read since the first file, those of finished shards included.
-            num_documents: documents of this chunk; they are added to the count.
-            num_tokens: text tokens of this chunk; they are added to the count.
+            total_bytes: size of all documents of which this call makes rows, undecoded.
+            done_bytes: size of those that became rows before this call.
+        """
+        self._begin("rows", total_bytes, done_bytes)
+
+    def read(self, num_bytes: int, num_documents: int) -> None:
+        """Show that a group of input files was read; the arguments are added to the counts.
+
+        Args:
+            num_bytes: size of its files, on disk.
+            num_documents: its documents.
+        """
+        self._documents += num_documents
+        self._advance(num_bytes, f"{self._documents:,} documents")
+
+    def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
+        """Show that rows were made of some documents; the arguments are added to the counts.
+
+        Args:
+            num_bytes: size of the documents, undecoded.
+            num_documents: their number.
+            num_tokens: their tokens of text.
         """
         self._documents += num_documents
         self._tokens += num_tokens
-        now = time.monotonic()
-        elapsed_s = max(now - self._started, 1e-9)  # not 0, because it is a divisor
+        elapsed_s = max(time.monotonic() - self._started, 1e-9)  # not 0, because it is a divisor
         k_tokens_per_s = self._tokens / elapsed_s / 1e3
         counts = f"{self._documents:,} documents, {self._tokens / 1e6:,.1f} M tokens, {k_tokens_per_s:,.0f} k tokens/s"
+        self._advance(num_bytes, counts)
+
+    def _begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
+        """Begin a stage with counts of 0; its speed is measured from now on."""
+        self._stage = stage
+        self._total_bytes = max(total_bytes, 1)
+        self._resumed_bytes = done_bytes
+        self._done_bytes = done_bytes
+        self._documents = 0  # of this stage, without those of an earlier call
+        self._tokens = 0
+        self._started = time.monotonic()
+        self._last_line = self._started  # when the last line of progress was printed
         if self._bar is not None:
-            self._bar.update(self._task, completed=bytes_done, counts=counts)
+            self._task = self._bar.add_task(stage, total=self._total_bytes, completed=done_bytes, counts="")
+
+    def _advance(self, num_bytes: int, counts: str) -> None:
+        """Show the progress: on a terminal in the bar, otherwise as a line, at most every ten seconds.
+
+        Args:
+            num_bytes: bytes of the stage that are finished since the last call.
+            counts: what was counted so far, for people.
+        """
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done_bytes, counts=counts)
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            # The time that is left is estimated from the speed since the build began or resumed.
-            bytes_since_start = max(bytes_done - self._resumed_bytes, 1)
-            remaining_s = elapsed_s * (self._total_bytes - bytes_done) / bytes_since_start
-            percent = 100 * bytes_done / self._total_bytes
-            self.say(f"corpus: {percent:.0f} % of the input read, {counts}, {remaining_s:.0f} s left")
+            # The time that is left is estimated from the speed since this stage began.
+            new_bytes = max(self._done_bytes - self._resumed_bytes, 1)
+            remaining_s = (now - self._started) * (self._total_bytes - self._done_bytes) / new_bytes
+            percent = 100 * self._done_bytes / self._total_bytes
+            self.say(f"corpus, {self._stage}: {percent:.0f} %, {counts}, {remaining_s:.0f} s left")
 
 
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:

@@ -1,74 +1,91 @@
 """Build a training corpus from text files: shards of token rows, vocab.txt and the manifest corpus.json.
 
 Guarantee: the inputs (contents and names), the vocabulary, the parameters and the seed determine every byte of the
-corpus. The number of workers and interruptions of the build change nothing. corpus.json is written last: a folder
-without it holds no finished corpus. Every document that was read is counted once: as used, held out or skipped. A
-corpus that is already finished is not changed.
+corpus. The number of workers, the number of parts and interruptions of the build change nothing. corpus.json is
+written last: a folder without it holds no finished corpus. Every document that was read is counted: as used, held out
+or skipped. A corpus that is already finished is not changed.
 
-How: the main process reads the documents and cuts their stream into chunks, which are groups of consecutive documents;
-worker processes turn chunks into rows of token ids (`chunk_processor.py`). The rows of the chunks, taken in order,
-fill a shard until it reaches its size. The shard is written first, then a record that it is finished
-(`finished_shards.py`). A build that resumes reads the inputs again, but does not tokenize what is in finished shards.
-Held-out documents become a corpus of their own in OUTPUT/heldout. build.json, the report of what was read and what
-was left out, is written before corpus.json (`report/build_report.py`).
+How: the build has three stages (package `stages/`).
+1. Workers read groups of input files and write their documents to spill files, sorted by a key (`read_group.py`).
+2. Workers take buckets, which are ranges of keys: they collect the documents of a bucket from all spill files, turn
+   them into rows and write shards (`bucket_rows.py`). The documents of all sources are thereby shuffled.
+3. One process joins the records: held-out corpus, build.json, corpus.json (`join_parts.py`). No shard is rewritten.
+A part i of n does the stages 1 and 2, each for its share of the groups and buckets; it also reads groups of other
+parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
+(`build_records.py`), and a build or part that is started again goes on after these steps.
 
-Cost: 0.6 to 1 million tokens per second and worker; 250 MB of memory per worker, 400 MB in the main process.
+Cost: 0.5 to 0.8 million tokens per second and core. Memory of a worker: 400 MB at a shard size of 16 MB. The spill
+files take a third to a half of the text's bytes while the build goes on.
+
+Limits: a resumed build notices a change of an input by its name, its size or its time of modification; of files on S3
+by name and size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
-from collections import Counter
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-from electra_kernels.keyed_random import Purpose, derive_seed
+from functools import partial
 
 from electra_dist.corpus.build_console import BuildConsole
-from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT, BuildRequest, tokenizer_entry
-from electra_dist.corpus.chunk_processor import Chunk, ChunkRows
-from electra_dist.corpus.finished_shards import BuildProgress, FinishedShard
-from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
-from electra_dist.corpus.report.document_counts import add_sources
-from electra_dist.corpus.row_packing import row_dtype
+from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.report.read_counts import of_skipped
 from electra_dist.corpus.sentence_pairs import MIN_SEQ_LEN
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument
-from electra_dist.corpus.text_readers import DocumentStream
-from electra_dist.corpus.worker_processes import process_in_order
-from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
-from electra_dist.data.shard import write_shard
+from electra_dist.corpus.stages.bucket_rows import RowSettings, start_making_rows
+from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, ReadGroup
+from electra_dist.corpus.stages.document_order import NUM_CELLS
+from electra_dist.corpus.stages.input_groups import InputGroup, group_inputs
+from electra_dist.corpus.stages.join_parts import JoinedCorpus, join_parts, read_joined
+from electra_dist.corpus.stages.read_group import ReadSettings, ReadTask, start_reading
+from electra_dist.corpus.stages.row_sample import row_bytes_per_document_byte
+from electra_dist.corpus.stages.source_epochs import source_epochs
+from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.corpus.stages.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE
 
-_BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
-_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
-_COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
-_TRAIN_STREAM = 0  # numbers of the two random streams of a chunk, from which its seeds are derived
-_HELDOUT_STREAM = 1
+_MANY_BUCKETS = 1024  # buckets above which a bucket is made larger than the text of one shard
+_LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in memory
 
 
 @dataclass(frozen=True)
-class BuildResult:
-    """Result of `build_corpus`: manifests and report of a finished corpus, and what of it existed before the call."""
+class Part:
+    """One of several parts of a build, which may run on several machines at once."""
 
-    manifest: CorpusManifest
-    heldout: CorpusManifest | None  # None if no document was held out
-    was_there: bool  # True if the corpus was finished before this call, which then built nothing
-    resumed_shards: int  # shards that were finished before this call
-    report: BuildReport | None  # None if an earlier version built the corpus
+    number: int  # from 1
+    count: int
+
+    @property
+    def label(self) -> str:
+        """Return the part as the user names it, such as "2/4"."""
+        return f"{self.number}/{self.count}"
+
+    def owns(self, number: int) -> bool:
+        """Return whether a group or bucket, numbered from 0, belongs to this part."""
+        return number % self.count == self.number - 1
 
 
-def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> BuildResult:
+WHOLE = Part(1, 1)
+
+
+def parse_part(text: str) -> Part:
+    """Return the part that a user named, such as "2/4".
+
+    Raises:
+        UserError: the text is not a number, a slash and a number that is not smaller; parts count from 1.
+    """
+    number, slash, count = text.partition("/")
+    if slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
+        return Part(int(number), int(count))
+    raise UserError(f"--part {text}: give the number of the part and the number of parts, such as 2/4")
+
+
+def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> JoinedCorpus:
     """Build the corpus that `request` describes, or resume its build, or return it if it is finished.
 
-    The call may be killed at any time; a later call with an equal request resumes after the last finished shard. One
-    build at a time may write to `request.output`.
+    The call may be killed at any time; a later call with an equal request goes on after the steps that are finished.
+    One build, or the parts of one build, may write to `request.output` at a time.
 
     Args:
         request: inputs, vocabulary, parameters and output.
@@ -77,408 +94,226 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
     Raises:
         UserError: `seq_len` is too short, no document is usable, an input cannot be read to its end, or a worker was
             killed.
-        ManifestMismatch: the output holds a corpus of other inputs or parameters, or the text that finished shards
-            were built from has changed since.
+        ManifestMismatch: the output holds a corpus of other inputs or parameters, or the inputs have changed since
+            they were read.
         StoreError: the output cannot be read or written.
+    """
+    resumed_shards = build_part(request, WHOLE, console)
+    if resumed_shards is None:
+        return read_joined(request.output, request.endpoint_url)
+    return join_parts(request.output, request.endpoint_url, resumed_shards)
+
+
+def build_part(request: BuildRequest, part: Part, console: BuildConsole | None = None) -> int | None:
+    """Do one part of a build: read inputs, and write the shards of the part's buckets. `join_parts` does the rest.
+
+    Args:
+        request: inputs, vocabulary, parameters and output, the same for all parts.
+        part: which part.
+        console: receives the progress; the default prints to stdout.
+
+    Returns:
+        The number of the part's shards that were finished before this call; None if the corpus is finished.
+
+    Raises:
+        UserError, ManifestMismatch, StoreError: as `build_corpus`.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
-    if console is None:
-        console = BuildConsole(total_bytes=sum(file.size for file in request.inputs))
-    return _Build(request, console).run()
+    build = _PartOfBuild(request, part, console or BuildConsole())
+    if build.is_finished():
+        return None
+    return build.run()
 
 
-class _Build:
-    """State of one call of `build_corpus`, with one method for each stage of the build.
+class _PartOfBuild:
+    """State of one call of `build_part`, with one method for each stage."""
 
-    It holds the request, the stores of the training and the held-out corpus, and the records of the shards that are
-    finished, from which a killed build resumes.
-    """
-
-    def __init__(self, request: BuildRequest, console: BuildConsole) -> None:
-        """Open the stores of the corpus and of its held-out part; nothing is written yet."""
+    def __init__(self, request: BuildRequest, part: Part, console: BuildConsole) -> None:
+        """Open the store of the corpus; nothing is written yet."""
         self._request = request
+        self._part = part
         self._console = console
         self._store = open_store(request.output, request.endpoint_url)
-        self._heldout_store = open_store(request.output.rstrip("/") + "/heldout", request.endpoint_url)
-        parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
-        self._progress = BuildProgress(self._store, parameters, request.input_names(), PARAMETERS_LEFT_OUT)
-        self._stream = DocumentStream(request.inputs, request.text_field)
+        self._records = BuildRecords(self._store)
+        self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
+        self._groups = group_inputs(request.inputs, request.group_bytes)
 
-    def run(self) -> BuildResult:
-        """Build every shard that is not finished, then write corpus.json of the held-out and the training corpus.
+    def is_finished(self) -> bool:
+        """Return whether the output holds the finished corpus already; raises if it holds another one."""
+        return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
-        The training corpus gets its corpus.json last, because that file marks the whole build as finished. A corpus
-        that is finished already is returned unchanged. `build_corpus` lists the errors.
-        """
-        manifest = self._progress.finished_corpus()
-        if manifest is not None:
-            return BuildResult(
-                manifest=manifest,
-                heldout=self._read_heldout(manifest),
-                was_there=True,
-                resumed_shards=len(manifest.shards),
-                report=read_report(self._store),
-            )
-
-        resumed = self._progress.finished_shards()
+    def run(self) -> int:
+        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before."""
+        self._records.begin(self._parameters, self._request.vocabulary.text)
         with self._console:
-            if resumed:
-                self._console.say(f"{self._store.url}: resuming the build after {len(resumed)} finished shards")
-            shards = resumed + self._build_remaining_shards(resumed)
+            order = self._records.order()
+            if order is not None and order.inputs_sha256 != self._request.input_names()["inputs_sha256"]:
+                raise self._inputs_changed()
+            changed = self._changed_groups()
+            if order is None:
+                self._read_inputs(changed)
+                order = self._find_order()
+                self._records.record_order(order)
+            elif changed:
+                raise self._inputs_changed()
+            resumed_shards = self._make_rows(order)
+        self._records.record_part(self._part.label)
+        return resumed_shards
 
-        # A shard has no entry if all of its documents were held out or skipped.
-        entries = [shard.entry for shard in shards if shard.entry is not None]
-        if not entries:
-            self._release_folder()
-            raise self._nothing_usable(shards)
-        heldout = self._commit_heldout(shards)
-        report = self._report(shards)
-        write_report(self._store, report)
-        manifest = self._commit(self._store, entries, _totals(shards, "train"))
-        self._progress.clear()
-        return BuildResult(
-            manifest=manifest, heldout=heldout, was_there=False, resumed_shards=len(resumed), report=report
-        )
+    def _changed_groups(self) -> set[int]:
+        """Return the numbers of the groups of inputs whose documents are not those that were recorded.
 
-    def _report(self, shards: Sequence[FinishedShard]) -> BuildReport:
-        """Return the report of the build: what was read, what was left out, and what became of the documents.
-
-        A resumed build reads all inputs again, so that its own counts of files are complete. The counts of documents
-        and tokens are those that were recorded with the shards.
-
-        Args:
-            shards: records of all shards of the build.
+        Files of other names or sizes are other documents. Files that only have another time of modification are read
+        again, to compare their documents.
         """
-        request = self._request
-        documents = add_sources(shard.sources for shard in shards if shard.sources is not None)
-        return make_report(request.skipped_inputs, self._stream.counts, documents, request.corpus.undecodable)
-
-    def _build_remaining_shards(self, finished: Sequence[FinishedShard]) -> list[FinishedShard]:
-        """Build the shards that are not finished; return the records of these new shards, in order.
-
-        Args:
-            finished: records of the shards that earlier calls have built, in order from shard 0; empty for a new
-                build.
-        """
-        chunks = self._unfinished_chunks(finished)
-        results = process_in_order(chunks, self._request.rules(), self._request.num_workers)
-        with contextlib.closing(results):  # stops the workers if this process fails
-            shards = enumerate(self._group_into_shards(results), start=len(finished))
-            return [self._finish_shard(number, shard_chunks) for number, shard_chunks in shards]
-
-    def _unfinished_chunks(self, finished: Sequence[FinishedShard]) -> Iterator[Chunk]:
-        """Yield the chunks of documents that follow the last finished shard, each with its random seeds.
-
-        A chunk is a group of consecutive documents of the inputs, the unit of work of a worker process. A new build
-        writes its parameters and vocab.txt to the output before it yields the first chunk.
-
-        Args:
-            finished: records of the finished shards, in order; empty for a new build.
-
-        Raises:
-            ManifestMismatch: the text from which finished shards were built has changed.
-        """
-        request = self._request
-        stream = self._stream
-        numbered_chunks = enumerate(cut_chunks(stream, request.chunk_bytes))
-        if finished:
-            self._skip_finished_chunks(numbered_chunks, finished[-1], stream)
-        for number, (documents, stream_digest) in numbered_chunks:
-            if number == 0:
-                self._claim_folder()
-            yield Chunk(
-                number=number,
-                documents=documents,
-                seed=derive_seed(request.seed, Purpose.CORPUS, number, _TRAIN_STREAM),
-                heldout_seed=derive_seed(request.seed, Purpose.CORPUS, number, _HELDOUT_STREAM),
-                bytes_done=stream.bytes_done,
-                stream_digest=stream_digest,
-            )
-
-    def _skip_finished_chunks(
-        self,
-        numbered_chunks: Iterator[tuple[int, tuple[list[RawDocument], str]]],
-        last_shard: FinishedShard,
-        stream: DocumentStream,
-    ) -> None:
-        """Read the chunks from which the finished shards were built, to find where a resumed build continues.
-
-        A chunk is a group of consecutive documents. The chunks are not tokenized: only the digest of all documents up
-        to the end of the last finished shard is compared with the one in the record of that shard.
-
-        Args:
-            numbered_chunks: chunks as `cut_chunks` yields them, with their numbers from 0; advanced to the first chunk
-                that is in no finished shard.
-            last_shard: record of the last finished shard.
-            stream: the documents from which the chunks are cut.
-
-        Raises:
-            ManifestMismatch: the inputs hold other text than the shards were built from, or end earlier.
-        """
-        last_chunk = last_shard.end_chunk - 1
-        for number, (_, stream_digest) in numbered_chunks:
-            if number == last_chunk:
-                if stream_digest != last_shard.stream_digest:
-                    raise self._inputs_changed()
-                self._console.resume_at(stream.bytes_done)
-                return
-        raise self._inputs_changed()  # the inputs end before the last finished shard does
-
-    def _group_into_shards(
-        self, results: Iterable[tuple[Chunk, ChunkRows]]
-    ) -> Iterator[list[tuple[Chunk, ChunkRows]]]:
-        """Yield groups of consecutive chunks whose training rows together fill a shard; the last group may be smaller.
-
-        A chunk is a group of consecutive documents. A shard is full when its rows have at least `shard_bytes` bytes,
-        so it may be larger by the rows of one chunk. The progress on the console is updated after every chunk.
-
-        Args:
-            results: chunks and their rows, in the order of the inputs.
-        """
-        group: list[tuple[Chunk, ChunkRows]] = []
-        group_bytes = 0
-        for chunk, rows in results:
-            num_tokens = rows.train.counts["text_tokens"] + rows.heldout.counts["text_tokens"]
-            self._console.update(chunk.bytes_done, num_documents=rows.documents["in"], num_tokens=num_tokens)
-            group.append((chunk, rows))
-            group_bytes += rows.train.block.nbytes
-            if group_bytes >= self._request.shard_bytes:
-                yield group
-                group = []
-                group_bytes = 0
-        if group:
-            yield group
-
-    def _finish_shard(self, number: int, chunks: Sequence[tuple[Chunk, ChunkRows]]) -> FinishedShard:
-        """Write the training rows of `chunks` as shard `number`, then record in the store that it is finished.
-
-        If all documents of the chunks were held out or skipped, there is no training row: no shard is written, and the
-        record has no entry for corpus.json.
-
-        Args:
-            number: position of the shard in the corpus, from 0.
-            chunks: consecutive chunks (groups of documents) and their rows, in order; at least one.
-
-        Returns:
-            The record of the shard, which also counts its documents and held-out rows.
-        """
-        last_chunk, _ = chunks[-1]
-        results = [rows for _, rows in chunks]
-        train_rows = np.concatenate([rows.train.block for rows in results])
-        heldout_rows = np.concatenate([rows.heldout.block for rows in results])
-        train_counts = _sum_counts(rows.train.counts for rows in results)
-        entry = None
-        if len(train_rows):
-            entry = _put_shard(self._store, number, train_rows, train_counts["tokens"])
-        shard = FinishedShard(
-            number=number,
-            entry=entry,
-            end_chunk=last_chunk.number + 1,
-            stream_digest=last_chunk.stream_digest,
-            heldout_rows=len(heldout_rows),
-            documents=_sum_counts(rows.documents for rows in results),
-            train=train_counts,
-            heldout=_sum_counts(rows.heldout.counts for rows in results),
-            sources=add_sources(rows.sources for rows in results),
-        )
-        self._progress.record(shard, heldout_rows)
-        return shard
-
-    def _commit_heldout(self, finished: Sequence[FinishedShard]) -> CorpusManifest | None:
-        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out.
-
-        Args:
-            finished: records of all shards of the build, in order.
-        """
-        pad_id = self._request.vocabulary.special["[PAD]"]
-        entries: list[ShardEntry] = []
-        for rows in self._heldout_shards(finished):
-            num_tokens = int(np.count_nonzero(rows != pad_id))
-            entries.append(_put_shard(self._heldout_store, len(entries), rows, num_tokens))
-        if not entries:
-            return None
-        self._heldout_store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
-        return self._commit(self._heldout_store, entries, _totals(finished, "heldout"))
-
-    def _heldout_shards(self, finished: Sequence[FinishedShard]) -> Iterator[np.ndarray]:
-        """Yield the rows of each shard of the held-out corpus, [rows, seq_len].
-
-        For every training shard, the build stored the held-out rows of the same documents in a file of their own,
-        which is much smaller than a shard. Consecutive files are joined until they reach the size of a shard; only the
-        last shard may be smaller.
-
-        Args:
-            finished: records of all shards of the training corpus, in order.
-        """
-        blocks: list[np.ndarray] = []
-        blocks_bytes = 0
-        for shard in finished:
-            if not shard.heldout_rows:
+        recorded = self._records.groups()
+        changed: set[int] = set()
+        touched: list[InputGroup] = []
+        for group in self._groups:
+            record = recorded.get(group.number)
+            if record is None:
                 continue
-            block = self._progress.heldout_rows(shard)
-            blocks.append(block)
-            blocks_bytes += block.nbytes
-            if blocks_bytes >= self._request.shard_bytes:
-                yield np.concatenate(blocks)
-                blocks = []
-                blocks_bytes = 0
-        if blocks:
-            yield np.concatenate(blocks)
+            if record.files_digest != group.digest:
+                changed.add(group.number)
+            elif record.modified != group.modified:
+                touched.append(group)
+        for found in self._read(touched, (ReadTask(group, is_check=True) for group in touched)):
+            record = recorded[found.number]
+            if found.documents_digest != record.documents_digest:
+                changed.add(found.number)
+            else:
+                self._records.record_group(record.model_copy(update={"modified": found.modified}))
+        return changed
 
-    def _commit(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Write corpus.json, which marks the corpus in `store` as finished, and return its content.
+    def _read_inputs(self, changed: set[int]) -> None:
+        """Read every group of inputs that no part has read, those of this part first.
 
         Args:
-            store: the training or the held-out corpus; its shards and vocab.txt must have been written.
-            entries: entries of its shards (name, size, digest, counts), in order.
-            totals: counts of its documents, tokens and rows.
+            changed: groups that have changed since they were read, for example because a damaged file was replaced.
         """
+        recorded = self._records.groups()
+        missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
+        if recorded:
+            self._console.say(f"{self._store.url}: resuming the build; {len(recorded)} groups of inputs are read")
+        for _ in self._read(missing, self._groups_to_read(missing, changed)):
+            pass
+
+    def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
+        """Yield the records of groups that workers read, as they come, and show the progress.
+
+        Args:
+            groups: all groups that may be read.
+            tasks: those to read, taken when a worker is free.
+        """
+        if not groups:
+            return
         request = self._request
-        ids_are_uint16 = row_dtype(request.vocabulary.size) is np.uint16
-        manifest = CorpusManifest(
-            seq_len=request.seq_len,
-            dtype="uint16" if ids_are_uint16 else "uint32",
-            tokenizer=tokenizer_entry(request.vocabulary, request.corpus.lowercase),
-            builder={**request.parameters(), **request.input_names()},
-            totals=totals,
-            shards=tuple(entries),
+        total_bytes = sum(group.size for group in self._groups)
+        sizes = {group.number: group.size for group in groups}
+        self._console.begin_reading(total_bytes, total_bytes - sum(sizes.values()))
+        settings = ReadSettings(
+            output=request.output,
+            endpoint_url=request.endpoint_url,
+            files=list(request.inputs),
+            text_field=request.text_field,
+            seed=request.seed,
+            spill_bytes=request.spill_bytes,
         )
-        write_manifest(store, manifest)
-        return manifest
+        with WorkerPool(partial(start_reading, settings), min(request.num_workers, len(groups))) as pool:
+            for record in pool.results(tasks):
+                self._console.read(sizes[record.number], record.documents)
+                yield record
 
-    def _read_heldout(self, manifest: CorpusManifest) -> CorpusManifest | None:
-        """Read corpus.json of the held-out corpus from OUTPUT/heldout; return None if no document was held out.
+    def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
+        """Yield the groups of this part, then those of the parts after it, without those that were read meanwhile.
 
         Args:
-            manifest: manifest of the finished training corpus, which counts the documents held out.
+            missing: groups without a good record when this call began.
+            changed: numbers of those among them that have a record, of other documents.
         """
-        if not manifest.totals["documents_heldout"]:
-            return None
-        return read_manifest(self._heldout_store)
+        for distance in range(self._part.count):
+            owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
+            for group in missing:
+                if owner.owns(group.number) and (group.number in changed or not self._records.has_group(group.number)):
+                    yield ReadTask(group, is_check=False)
 
-    def _claim_folder(self) -> None:
-        """Write this build's parameters and vocab.txt to the output, before its first shard.
+    def _find_order(self) -> CorpusOrder:
+        """Return the record of the order of the corpus, which follows from the records of all groups."""
+        request = self._request
+        records = self._group_records()
+        source_bytes: dict[str, int] = {}
+        for record in records:
+            for source, num_bytes in record.source_bytes.items():
+                source_bytes[source] = source_bytes.get(source, 0) + num_bytes
+        epochs = source_epochs(source_bytes, request.corpus.source_epochs, request.corpus.source_shares)
+        total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
+        spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
+        row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.seed)
+        num_buckets, shards_per_bucket = _divide(total_bytes, row_bytes / request.shard_bytes)
+        return CorpusOrder(
+            **request.input_names(),
+            num_groups=len(self._groups),
+            num_buckets=num_buckets,
+            shards_per_bucket=shards_per_bucket,
+            epochs=dict(sorted(epochs.items())),
+            search=of_skipped(request.skipped_inputs),
+        )
 
-        From then on, a build with other parameters is refused in the same folder.
-        """
-        self._progress.begin()
-        self._store.write(VOCAB_FILE, self._request.vocabulary.text.encode())
+    def _group_records(self) -> list[ReadGroup]:
+        """Return the records of all groups, in order."""
+        records = self._records.groups()
+        return [records[group.number] for group in self._groups]
 
-    def _release_folder(self) -> None:
-        """Delete what a build without any training row has written: its parameters, records of shards and vocab.txt.
-
-        A later build with other parameters may then use the folder.
-        """
-        self._progress.clear()
-        self._store.delete(VOCAB_FILE)
+    def _make_rows(self, order: CorpusOrder) -> int:
+        """Write the shards of this part's buckets that are missing; return the number of shards that were there."""
+        request = self._request
+        finished = self._records.buckets()
+        own = [bucket for bucket in range(order.num_buckets) if self._part.owns(bucket)]
+        missing = [bucket for bucket in own if bucket not in finished]
+        records = self._group_records()
+        resumed_shards = sum(len(finished[bucket].entries) for bucket in own if bucket in finished)
+        if resumed_shards:
+            self._console.say(f"{self._store.url}: resuming the build after {resumed_shards} finished shards")
+        document_bytes = sum(sum(record.source_bytes.values()) for record in records)
+        own_bytes = document_bytes * len(own) // order.num_buckets
+        self._console.begin_rows(own_bytes, document_bytes * (len(own) - len(missing)) // order.num_buckets)
+        settings = RowSettings(
+            output=request.output,
+            endpoint_url=request.endpoint_url,
+            sources=[file.source for file in request.inputs],
+            spills=[spill for record in records for spill in record.spills],
+            order=order,
+            rules=request.rules(),
+            seed=request.seed,
+            chunk_bytes=request.chunk_bytes,
+        )
+        with WorkerPool(partial(start_making_rows, settings), min(request.num_workers, max(len(missing), 1))) as pool:
+            for bucket in pool.results(missing):
+                num_bytes = sum(counts["bytes"] for counts in bucket.sources.values())
+                num_tokens = bucket.train.get("text_tokens", 0) + bucket.heldout.get("text_tokens", 0)
+                self._console.made_rows(num_bytes, bucket.documents.get("in", 0), num_tokens)
+        return resumed_shards
 
     def _inputs_changed(self) -> ManifestMismatch:
-        """Return the error for a resumed build whose inputs have changed since its finished shards were written."""
+        """Return the error for inputs of other names or sizes than those that were read."""
         return ManifestMismatch(
-            f"{self._store.url}: holds a corpus half built from inputs that have changed since (the digest of their "
-            "text differs from the recorded one); restore the inputs, delete this folder, or choose another --output"
-        )
-
-    def _nothing_usable(self, finished: Sequence[FinishedShard]) -> UserError:
-        """Return the error for a build in which no document gave a training row.
-
-        Its message counts the documents that were skipped, for each reason, those that were held out, and the inputs
-        that were left out.
-
-        Args:
-            finished: records of all shards of the build; empty if the inputs hold no document.
-        """
-        totals = _totals(finished, "train")
-        reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
-        if totals["documents_heldout"]:
-            reasons.append(f"held out {totals['documents_heldout']}")
-        if not reasons:
-            reasons.append("the inputs are empty")
-        left_out = self._request.skipped_inputs.joined(self._stream.counts.skipped).summary()
-        if left_out:
-            reasons.append(f"left out: {left_out}")
-        return UserError(
-            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
-            "correct --input, --text-field or corpus.heldout_fraction"
+            f"{self._store.url}: holds a corpus half built from inputs that have changed since (other names or sizes "
+            "of files); restore the inputs, delete this folder, or choose another --output"
         )
 
 
-def cut_chunks(stream: Iterable[RawDocument], chunk_bytes: int) -> Iterator[tuple[list[RawDocument], str]]:
-    """Cut a stream of documents into chunks (groups of consecutive documents), and yield them in order.
+def _divide(total_bytes: float, num_shards: float) -> tuple[int, int]:
+    """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
-    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
-    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
-
-    Args:
-        stream: undecoded documents.
-        chunk_bytes: size at which a chunk ends.
-
-    Yields:
-        The documents of a chunk, and the BLAKE2b digest (hex) of all documents of the stream up to the end of the
-        chunk. Equal digests mean that the stream has been the same from its start to this point.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    documents: list[RawDocument] = []
-    chunk_size = 0
-    for document in stream:
-        data = document.data or b""
-        # The length before the data makes the digest depend on where a document ends; -1 stands for a null cell.
-        length = -1 if document.data is None else len(data)
-        digest.update(b"%d%d:" % (document.is_json, length))
-        digest.update(data)
-        documents.append(document)
-        chunk_size += len(data) + _DOCUMENT_BYTES
-        if chunk_size >= chunk_bytes:
-            yield documents, digest.hexdigest()
-            documents = []
-            chunk_size = 0
-    if documents:
-        yield documents, digest.hexdigest()
-
-
-def _put_shard(store: Store, number: int, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write rows as a shard (a tar file) of a corpus, and return the entry of the shard for corpus.json.
+    Up to 1,024 buckets have one shard each. A larger corpus has several shards in a bucket, because each bucket reads
+    a piece of each spill file; but the documents of a bucket must fit in the memory of a worker.
 
     Args:
-        store: the training or the held-out corpus.
-        number: position of the shard in the corpus, from 0; number 7 is written as shard-000007.tar.
-        rows: ids, [rows, seq_len]; at least one row.
-        num_tokens: number of ids in `rows` that are not [PAD].
+        total_bytes: bytes of all documents, those that are used several times counted so often.
+        num_shards: number of shards that the rows of the corpus fill.
     """
-    row_bytes = rows[0].nbytes
-    tar = io.BytesIO()
-    write_shard(tar, rows, max(1, _BLOCK_BYTES // row_bytes))
-    data = tar.getvalue()
-    name = f"shard-{number:06d}.tar"
-    store.write(name, data)
-    return ShardEntry(
-        name=name, rows=len(rows), tokens=num_tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
-    )
-
-
-def _totals(finished: Sequence[FinishedShard], part: Literal["train", "heldout"]) -> dict[str, Any]:
-    """Return the `totals` of corpus.json, added up over all shards of a build.
-
-    Args:
-        finished: records of all shards of the build.
-        part: the corpus (training or held-out) whose bytes, tokens, examples and rows are counted. Documents are
-            counted over both corpora, whichever part is given.
-    """
-    documents = _sum_counts(Counter(shard.documents) for shard in finished)
-    if part == "train":
-        counts = _sum_counts(Counter(shard.train) for shard in finished)
-    else:
-        counts = _sum_counts(Counter(shard.heldout) for shard in finished)
-    return {
-        "documents_in": documents["in"],
-        "documents_used": documents["used"],
-        "documents_heldout": documents["heldout"],
-        "documents_skipped": {kind: documents[kind] for kind in SKIPPED_KINDS},
-        **{key: counts[key] for key in _COUNTS},
-    }
-
-
-def _sum_counts(counters: Iterable[Counter[str]]) -> Counter[str]:
-    """Return the sum of several counters, key by key; keys whose sum is 0 are left out."""
-    return sum(counters, Counter[str]())
+    shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
+    for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)
+    num_buckets = max(math.ceil(num_shards / shards_per_bucket), for_memory, 1)
+    return min(num_buckets, NUM_CELLS), shards_per_bucket

@@ -20,9 +20,10 @@ from electra_dist.corpus.text_readers import InputFile
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
+BUILDER_VERSION = 2  # increase it when the same input begins to give other rows
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
-PARAMETERS_LEFT_OUT = {"undecodable": "skip"}
+PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
+_GROUP_SHARDS = 4  # input files on disk are read in groups of this many shards' bytes, of documents of twice that
 _MIN_CHUNK_BYTES = 1 << 16  # 64 KiB
 _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 
@@ -48,23 +49,28 @@ class BuildRequest:
 
     @property
     def shard_bytes(self) -> int:
-        """Return the bytes of rows at which a shard is complete: `corpus.shard_size_mb` in bytes.
-
-        Whole chunks (groups of consecutive documents) are added until that size is reached, so a shard may be larger
-        by the rows of one chunk.
-        """
+        """Return the size of a shard: `corpus.shard_size_mb` in bytes. Shards differ from it by some per cent."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
         """Return the size of a chunk, in bytes of undecoded documents.
 
-        A chunk is a group of consecutive documents, the unit of work of a worker process. Its size is a quarter of the
-        size of a shard, but at least 64 KiB and at most 4 MiB. Rows take about half as many bytes as their text, so a
-        shard holds the rows of about eight chunks, or of more where the 4 MiB apply.
+        A chunk is a group of consecutive documents in the order of the corpus, which become rows together. Its size is
+        a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB.
         """
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+
+    @property
+    def group_bytes(self) -> int:
+        """Return the size of a group of input files, in bytes on disk; one worker reads a group. 64 MB by default."""
+        return max(_GROUP_SHARDS * self.shard_bytes, _MIN_CHUNK_BYTES)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Return the size at which a spill file is complete, in bytes of documents; 128 MB by default."""
+        return 2 * self.group_bytes
 
     def parameters(self) -> dict[str, Any]:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.

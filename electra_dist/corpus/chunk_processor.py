@@ -1,14 +1,13 @@
 """Turn a chunk of documents into rows of token ids; any process may process any chunk, in any order.
 
-A chunk is a group of consecutive documents of the inputs. The documents become examples, [CLS] A [SEP] B [SEP], and
-one or more examples fill a row of seq_len ids.
+A chunk is a group of consecutive documents of the corpus's order. The documents become examples,
+[CLS] A [SEP] B [SEP], and one or more examples fill a row of seq_len ids.
 
 Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
 out or one kind of skipped. Every token of a used document is in exactly one row.
 
-How: the main process cuts the stream of documents into chunks of about `chunk_bytes` and derives a chunk's seeds from
-its number (`keyed_random`, purpose CORPUS), so the number of workers cannot change the rows. Examples of different
-chunks never share a row.
+How: a chunk's seeds follow from its place in the corpus (`build/bucket_rows.py`), so the number of workers cannot
+change the rows. Examples of different chunks never share a row.
 
 Cost: tokenization takes most of the time. A worker process imports this module, which does not import torch.
 """
@@ -54,18 +53,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive documents of the input stream, with their random seeds: the unit of work of a worker process.
+    """Consecutive documents of the corpus's order, with their random seeds: the unit that is turned into rows."""
 
-    `stream_digest` is over all documents from the first of the stream to the last of this chunk. A resumed build
-    compares it, to make sure that the inputs are unchanged up to this point.
-    """
-
-    number: int  # position in the stream, from 0
     documents: list[RawDocument]
     seed: int  # of the random draws for the examples of its training documents
     heldout_seed: int  # of the random draws for the examples of its held-out documents
-    bytes_done: int  # input bytes read when this chunk was complete, for the progress bar
-    stream_digest: str  # of all documents of the stream up to the end of this chunk
 
 
 @dataclass

@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from electra_dist.corpus.inputs.archives import ARCHIVES, ArchiveReader
 from electra_dist.corpus.inputs.decompression import decompressed
@@ -59,7 +58,7 @@ class StreamCounts:
 
 
 class DocumentStream:
-    """Iterable over the undecoded documents of input files, in order, which also counts the bytes read.
+    """Iterable over the undecoded documents of input files, in order, which also counts what is read and left out.
 
     Iterate over an instance once, in one thread.
     """
@@ -75,28 +74,24 @@ class DocumentStream:
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
-        self._closed_bytes = 0  # size of the files that were read to their end
-        self._open_file: BinaryIO | None = None
-
-    @property
-    def bytes_done(self) -> int:
-        """Return the bytes of the input files read so far; of a compressed file the compressed bytes count."""
-        if self._open_file is None:
-            return self._closed_bytes
-        return self._closed_bytes + self._open_file.tell()
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Yield every document of every file, undecoded, in the order of the files.
+        """Yield every document of every file, undecoded, in the order of the files; `numbered` lists the errors."""
+        for _, _, document in self.numbered():
+            yield document
+
+    def numbered(self) -> Iterator[tuple[int, int, RawDocument]]:
+        """Yield every document, undecoded, with the position of its file in `files` and its own in the file, from 0.
 
         Raises:
             UserError: a file cannot be read to its end, or a table that the user gave, or a parquet file, has no
                 column of text of the given name.
             StoreError: a file cannot be downloaded.
         """
-        for file in self._files:
+        for position, file in enumerate(self._files):
             try:
-                for document in self._documents_of_file(file):
-                    yield RawDocument(document.data, document.is_json, file.source)
+                for number, document in enumerate(self._documents_of_file(file)):
+                    yield position, number, RawDocument(document.data, document.is_json, file.source)
                 if file.size == 0:
                     self.counts.skipped.add("empty_file", file.name)
                 else:
@@ -107,9 +102,6 @@ class DocumentStream:
                 raise UserError(
                     f"{file.location}: cannot be read to its end ({error}); replace the file or leave it out"
                 ) from None
-            finally:
-                self._open_file = None
-            self._closed_bytes += file.size
 
     def _documents_of_file(self, file: InputFile) -> Iterator[RawDocument]:
         """Yield the documents of one file, decompressed but not decoded.
@@ -121,7 +113,6 @@ class DocumentStream:
         kind = kind_of(file.name)
         assert kind is not None
         with _local_path(file) as path, open(path, "rb") as raw:
-            self._open_file = raw  # `bytes_done` asks it for its position
             stream = decompressed(raw, kind.compression)
             if kind.format in ARCHIVES:
                 archive = ArchiveReader(file.name, self._text_field, self.counts.members, self.counts.skipped)

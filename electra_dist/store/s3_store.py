@@ -101,6 +101,10 @@ class S3Store(Store):
         self._client_lock = threading.Lock()
         self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
 
+    def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
+        """Return how a process that receives this store makes one of its own, with counters at 0."""
+        return S3Store, (self.url, self._endpoint_url, self._policy)
+
     @property
     def retries(self) -> int:  # type: ignore[override]
         """Return how many times this store has repeated a failed request since it was opened."""

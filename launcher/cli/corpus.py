@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `info`, `vocab`, `index` and `python-docs`.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `vocab`, `index` and `python-docs`.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
 torch are imported only in the command that uses them, because every worker process of a build imports this file.
@@ -30,7 +30,7 @@ from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
-    from electra_dist.corpus.build_corpus import BuildResult
+    from electra_dist.corpus.stages.join_parts import JoinedCorpus
 
 app = typer.Typer(
     help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
@@ -69,13 +69,22 @@ def build(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes; default: one per usable core")] = None,
     text_field: TextField = "text",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="build one of several parts, such as 2/4, on any machine that shares OUTPUT; all parts have the same "
+            "other options. `corpus merge OUTPUT` joins them"
+        ),
+    ] = None,
 ) -> None:
     """Build a corpus (rows of token ids in WebDataset shards) from text files.
 
     A build that was interrupted is resumed; a finished corpus is left unchanged.
     """
-    from electra_dist.corpus.build_corpus import build_corpus
+    from electra_dist.corpus.build_corpus import build_corpus, build_part, parse_part
     from electra_dist.corpus.build_request import BuildRequest
+
+    chosen_part = parse_part(part) if part else None
 
     settings = load_config(config, overrides or ())
     _refuse_output_among_inputs(inputs, output)
@@ -85,6 +94,11 @@ def build(
     size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     left_out = skipped.summary()
     console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
+    if part and vocab is None and not open_store(output, settings.data.endpoint_url).exists(VOCAB_FILE):
+        raise UserError(
+            f"--part {part}: {output} has no vocab.txt, and each part would train one; train it once with "
+            "`electra-dist corpus vocab`, and give it to every part with --vocab"
+        )
     vocabulary = _find_vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
         raise UserError(
@@ -103,16 +117,47 @@ def build(
         endpoint_url=settings.data.endpoint_url,
         skipped_inputs=skipped,
     )
-    result = build_corpus(request, BuildConsole(total_bytes, console))
+    if chosen_part is None:
+        _print_result(output, build_corpus(request, BuildConsole(console)), console)
+        return
+    resumed_shards = build_part(request, chosen_part, BuildConsole(console))
+    if resumed_shards is None:
+        console.print(f"{output}: already built, nothing to do", soft_wrap=True)
+    else:
+        console.print(
+            f"{output}: part {chosen_part.label} is finished; when all parts are, run `electra-dist corpus merge "
+            f"{output}`",
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def merge(
+    corpus: Annotated[str, typer.Argument(help="the --output of the parts")], endpoint_url: EndpointUrl = None
+) -> None:
+    """Join the parts of a corpus that `corpus build --part` has built; no shard is rewritten.
+
+    The corpus, with its fingerprint, is the same for any number of parts. A part that is missing is reported.
+    """
+    from electra_dist.corpus.stages.join_parts import join_parts, read_joined
+    from electra_dist.data.corpus_manifest import MANIFEST_KEY
+
+    is_merged = open_store(corpus, endpoint_url).exists(MANIFEST_KEY)
+    result = read_joined(corpus, endpoint_url) if is_merged else join_parts(corpus, endpoint_url)
+    _print_result(corpus, result, open_console(soft_wrap=False))
+
+
+def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
+    """Print the counts, the report and the fingerprint of a finished corpus, and what the call has done for it."""
     manifest = result.manifest
     heldout_totals = result.heldout.totals if result.heldout else None
-    console.print(summary(manifest.totals, heldout_totals, request.seq_len))
+    console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
     _print_report(result.report, console)
     console.print(f"{output}: {_outcome(result)}; {len(manifest.shards)} shards", soft_wrap=True)
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
 
-def _outcome(result: BuildResult) -> str:
+def _outcome(result: JoinedCorpus) -> str:
     """Return what a build has done: "built", "already built, nothing to do", or "built (...)" for a resumed build."""
     if result.was_there:
         return "already built, nothing to do"

@@ -38,7 +38,7 @@ def file_contents(folder: Path) -> dict[Path, bytes]:
 
 def finished_shards(folder: Path) -> list[str]:
     """Return the numbers of the shards that a build has recorded as finished."""
-    return sorted(path.stem for path in folder.glob("progress/0*.json"))
+    return sorted(path.stem for path in folder.glob("progress/buckets/*.json"))
 
 
 def shard_times(folder: Path) -> dict[str, int]:

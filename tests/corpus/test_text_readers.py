@@ -236,17 +236,3 @@ def test_inputs_that_cannot_be_read_are_refused_by_an_error_of_one_line_with_the
             find_inputs([path])
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)
-
-
-def test_progress_rises_to_the_number_of_bytes_of_all_files(tmp_path: Path) -> None:
-    """Progress counts compressed bytes, so that it ends at the sum of the file sizes."""
-    content = json_lines([str(number) for number in range(3000)])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    (tmp_path / "b.jsonl").write_bytes(content)
-    files = find_inputs([tmp_path])
-    stream = DocumentStream(files)
-
-    bytes_done = [stream.bytes_done for _ in stream]
-
-    assert bytes_done == sorted(bytes_done)
-    assert stream.bytes_done == sum(file.size for file in files)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 from collections.abc import Iterator
 
 from electra_dist.corpus.inputs.decompression import READ_BYTES
 
+_REST_OF_NUMBER = re.compile(r"[0-9.eE+-]*")
 _MAX_VALUE_CHARS = 1 << 30
 _WHITE_SPACE = " \t\r\n"
 # Control characters within strings are left to the reader of the record, which skips that record alone.
@@ -130,8 +132,9 @@ class _Window:
                 continue
             except RecursionError:
                 raise OSError("a JSON value is nested too deeply") from None
-            may_go_on = end == len(self._text) and self._text[end - 1] not in '}]"'  # a number at the window's end
-            if may_go_on and self._read_more():
+            # A number may go on after the end of the window, which may be within it, as in "0." for 0.
+            is_closed = self._text[end - 1] in '}]"'
+            if not is_closed and _REST_OF_NUMBER.fullmatch(self._text, end) and self._read_more():
                 continue
             value = self._text[self._position : end]
             self._position = end

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from electra_dist.corpus.inputs import json_values
@@ -60,6 +60,7 @@ VALUES = st.lists(
 )
 
 
+@example(values=[0.0, -1e-7, 12, 1e300], indent=1, ascii_only=False)
 @given(values=VALUES, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_the_elements_of_an_array_are_found_whatever_the_size_of_the_blocks_read(

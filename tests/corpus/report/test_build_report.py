@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from electra_dist.corpus.build_corpus import _Build, build_corpus
+from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.report.build_report import read_report
 from electra_dist.corpus.report.report_tables import length_line, remarks
+from electra_dist.corpus.stages import bucket_rows, join_parts
+from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -136,17 +138,17 @@ def test_the_report_is_equal_for_two_workers_and_for_a_build_that_was_cut_twice(
     cut = request_of(mixed, "cut")
     build_corpus(whole)
     build_corpus(of_two_workers)
-    finish_shard = _Build._finish_shard
+    make = bucket_rows._RowMaker.make
 
     for number_of_cut in (1, 2):
 
-        def stop(self: _Build, number: int, chunks: Any, last: int = number_of_cut) -> Any:
-            if number == last:
+        def stop(self: bucket_rows._RowMaker, bucket: int, last: int = number_of_cut) -> Any:
+            if bucket == last:
                 raise BuildStopped
-            return finish_shard(self, number, chunks)
+            return make(self, bucket)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_Build, "_finish_shard", stop)
+            patch.setattr(bucket_rows._RowMaker, "make", stop)
             with pytest.raises(BuildStopped):
                 build_corpus(cut)
     result = build_corpus(cut)
@@ -163,15 +165,15 @@ def test_a_build_that_was_killed_before_corpus_json_writes_the_same_report_again
     """All shards are finished then, so that the resumed build makes none."""
     request = request_of(mixed)
 
-    commit = _Build._commit
+    write_manifest = join_parts.write_manifest
 
-    def stop_at_the_training_corpus(self: _Build, store: Store, *arguments: Any) -> Any:
-        if store is self._store:
+    def stop_at_the_training_corpus(store: Store, manifest: CorpusManifest) -> None:
+        if store.url == request.output:
             raise BuildStopped
-        return commit(self, store, *arguments)
+        write_manifest(store, manifest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Build, "_commit", stop_at_the_training_corpus)
+        patch.setattr(join_parts, "write_manifest", stop_at_the_training_corpus)
         with pytest.raises(BuildStopped):
             build_corpus(request)
     first_report = report_of(request)
@@ -181,35 +183,6 @@ def test_a_build_that_was_killed_before_corpus_json_writes_the_same_report_again
 
     assert report_of(request) == first_report
     assert build_corpus(request).report == result.report, "a finished corpus keeps its report"
-
-
-def test_shards_that_an_earlier_version_finished_without_these_counts_are_built_again(
-    request_of: RequestFactory, mixed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = request_of(mixed, "whole")
-    half = request_of(mixed, "half")
-    build_corpus(whole)
-    finish_shard = _Build._finish_shard
-
-    def stop_at_two(self: _Build, number: int, chunks: Any) -> Any:
-        if number == 2:
-            raise BuildStopped
-        return finish_shard(self, number, chunks)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Build, "_finish_shard", stop_at_two)
-        with pytest.raises(BuildStopped):
-            build_corpus(half)
-    for record in (Path(half.output) / "progress").glob("0*.json"):
-        content = json.loads(record.read_text())
-        del content["sources"]
-        record.write_text(json.dumps(content))
-
-    result = build_corpus(half)
-
-    assert result.resumed_shards == 0
-    assert report_of(half) == report_of(whole)
-    assert (Path(half.output) / "corpus.json").read_bytes() == (Path(whole.output) / "corpus.json").read_bytes()
 
 
 UNDECODABLE = [  # a line of the input, and the text that `replace` makes of it

@@ -1,0 +1,203 @@
+"""Stage 2 of a corpus build: turn the documents of a bucket into rows, and write them as shards.
+
+Guarantee: the shards of a bucket depend on the documents, the parameters and the bucket's number alone. Their numbers
+follow from that number, so parts of a build never write to one name. The record of the bucket is written after its
+shards.
+
+How: a bucket is a range of cells of the order of documents (`document_order.py`). Its documents are collected from all
+spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows. The rows of a bucket are divided
+evenly among its shards.
+
+Cost: tokenization takes most of the time. Memory: the documents of a bucket and their rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from electra_kernels.keyed_random import Purpose, derive_seed
+
+from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rules
+from electra_dist.corpus.report.document_counts import add_sources
+from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.stages.document_order import cell_of_original, cells_of_bucket, copy_key, num_copies
+from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.shard import write_shard
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+_BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
+_DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
+_TRAIN_STREAM = 0  # numbers of the two random streams of a chunk, from which its seeds are derived
+_HELDOUT_STREAM = 1
+_MAX_CHUNKS = 1 << 20  # chunks of a bucket, so that bucket and chunk number together fit in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """What a worker needs to turn buckets into shards."""
+
+    output: str  # folder or s3:// prefix of the corpus
+    endpoint_url: str | None  # S3 endpoint of the output
+    sources: list[str]  # source of each input file of the build
+    spills: list[str]  # keys of all spill files
+    order: CorpusOrder
+    rules: Rules
+    seed: int  # of the build
+    chunk_bytes: int  # bytes of documents at which a chunk is complete
+
+
+def start_making_rows(settings: RowSettings) -> Callable[[int], FinishedBucket]:
+    """Return the function that writes the shards of a bucket and records them."""
+    return _RowMaker(settings).make
+
+
+class _RowMaker:
+    """Maker of the shards of buckets, which keeps the tokenizer and the tables of all spill files in memory."""
+
+    def __init__(self, settings: RowSettings) -> None:
+        """Build the tokenizer, and read the tables of all spill files."""
+        self._settings = settings
+        self._store = open_store(settings.output, settings.endpoint_url)
+        self._records = BuildRecords(self._store)
+        self._spills = [SpillFile(self._store, name) for name in settings.spills]
+        self._processor = ChunkProcessor(settings.rules)
+        self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
+
+    def make(self, bucket: int) -> FinishedBucket:
+        """Write the shards of a bucket, and return the record, which is written, too.
+
+        Raises:
+            StoreError: the output cannot be read or written.
+            ManifestMismatch: a spill file is damaged.
+        """
+        chunks = list(self._rows_of_chunks(bucket))
+        heldout_rows = self._join_rows(chunk.heldout.block for chunk in chunks)
+        record = FinishedBucket(
+            number=bucket,
+            entries=self._write_shards(bucket, self._join_rows(chunk.train.block for chunk in chunks)),
+            heldout_rows=len(heldout_rows),
+            documents=sum_counts(chunk.documents for chunk in chunks),
+            train=sum_counts(chunk.train.counts for chunk in chunks),
+            heldout=sum_counts(chunk.heldout.counts for chunk in chunks),
+            sources=add_sources(chunk.sources for chunk in chunks),
+        )
+        self._records.record_bucket(record, heldout_rows)
+        return record
+
+    def _write_shards(self, bucket: int, rows: np.ndarray) -> list[ShardEntry]:
+        """Write the rows of a bucket, divided evenly among its shards; return the entries of the shards.
+
+        A bucket with fewer rows than shards writes fewer shards; their numbers are then missing in the corpus.
+        """
+        num_shards = self._settings.order.shards_per_bucket
+        entries = []
+        for place, shard_rows in enumerate(np.array_split(rows, num_shards)):
+            if len(shard_rows):
+                name = f"shard-{bucket * num_shards + place:06d}.tar"
+                num_tokens = int(np.count_nonzero(shard_rows != self._pad_id))
+                entries.append(put_shard(self._store, name, shard_rows, num_tokens))
+        return entries
+
+    def _join_rows(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
+        """Return the rows of several blocks, [rows, seq_len]; the array may have no row."""
+        filled = [block for block in blocks if len(block)]
+        return np.concatenate(filled) if filled else np.empty((0, self._settings.rules.seq_len), np.uint16)
+
+    def _rows_of_chunks(self, bucket: int) -> Iterator[ChunkRows]:
+        """Yield the rows of each chunk of a bucket, in order."""
+        settings = self._settings
+        for number, documents in enumerate(cut_chunks(self._documents(bucket), settings.chunk_bytes)):
+            assert number < _MAX_CHUNKS, "a bucket has too many chunks"
+            chunk_key = bucket * _MAX_CHUNKS + number
+            yield self._processor.process(
+                Chunk(
+                    documents=documents,
+                    seed=derive_seed(settings.seed, Purpose.CORPUS, chunk_key, _TRAIN_STREAM),
+                    heldout_seed=derive_seed(settings.seed, Purpose.CORPUS, chunk_key, _HELDOUT_STREAM),
+                )
+            )
+
+    def _documents(self, bucket: int) -> list[RawDocument]:
+        """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat."""
+        settings = self._settings
+        cells = cells_of_bucket(bucket, settings.order.num_buckets)
+        most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
+        found: list[tuple[int, int, int, RawDocument]] = []  # key of the copy, file, number, document
+        for copy in range(most_copies):
+            for original_cells in _consecutive(cell_of_original(cell, copy) for cell in cells):
+                for spill in self._spills:
+                    for entry in spill.documents(original_cells):
+                        source = settings.sources[entry.file]
+                        if copy < num_copies(entry.key, settings.order.epochs[source]):
+                            document = RawDocument(entry.document.data, entry.document.is_json, source)
+                            found.append((copy_key(entry.key, copy), entry.file, entry.number, document))
+        found.sort(key=lambda entry: entry[:3])
+        return [document for _, _, _, document in found]
+
+
+def _consecutive(cells: Iterable[int]) -> Iterator[range]:
+    """Yield the ranges of consecutive numbers in a sequence, such as [4094, 4095, 0, 1] -> 4094-4095 and 0-1."""
+    start: int | None = None
+    end = 0
+    for cell in cells:
+        if start is not None and cell == end:
+            end += 1
+            continue
+        if start is not None:
+            yield range(start, end)
+        start = cell
+        end = cell + 1
+    if start is not None:
+        yield range(start, end)
+
+
+def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
+    """Cut documents into chunks (groups of consecutive documents), and yield them in order.
+
+    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
+    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
+    """
+    chunk: list[RawDocument] = []
+    chunk_size = 0
+    for document in documents:
+        chunk.append(document)
+        chunk_size += len(document.data or b"") + _DOCUMENT_BYTES
+        if chunk_size >= chunk_bytes:
+            yield chunk
+            chunk = []
+            chunk_size = 0
+    if chunk:
+        yield chunk
+
+
+def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> ShardEntry:
+    """Write rows as a shard (a tar file) of a corpus, and return the entry of the shard for corpus.json.
+
+    Args:
+        store: the training or the held-out corpus.
+        name: name of the shard in the store.
+        rows: ids, [rows, seq_len]; at least one row.
+        num_tokens: number of ids in `rows` that are not [PAD].
+    """
+    tar = io.BytesIO()
+    write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
+    data = tar.getvalue()
+    store.write(name, data)
+    return ShardEntry(
+        name=name, rows=len(rows), tokens=num_tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+def sum_counts(counters: Iterable[Counter[str]]) -> Counter[str]:
+    """Return the sum of several counters, key by key; keys whose sum is 0 are left out."""
+    return sum(counters, Counter[str]())

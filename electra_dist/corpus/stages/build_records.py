@@ -1,0 +1,288 @@
+"""Record which steps of a corpus build are finished, so that a build can be killed, resumed and divided into parts.
+
+Guarantee: a step is finished if its record exists. A record is written after everything that it names, so it never
+names a file that is missing. Records and files depend on the parameters and the inputs alone: parts of a build that
+do the same step at once write the same bytes. A folder with an unfinished build of other parameters refuses the build,
+so that a corpus is never a mixture of two builds.
+
+| file in progress/ | what it records |
+| --- | --- |
+| build.json | the parameters of the build |
+| groups/NNNNNN.json, spills/NNNNNN-NNNNNN | an input group was read: its counts, and its documents |
+| order.json | all groups were read: the number of buckets, and how often each source is used |
+| buckets/NNNNNN.json, buckets/NNNNNN.heldout.npy | a bucket's shards were written: counts, held-out rows |
+| parts/I-of-N | part I of N has written its buckets |
+
+The folder is deleted after corpus.json has been written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from electra_dist.config import Section, canonical_json
+from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT
+from electra_dist.corpus.report.read_counts import ReadCounts
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.interface import Store
+from electra_dist.tokenizer import VOCAB_FILE
+
+_FOLDER = "progress/"
+_BUILD_KEY = _FOLDER + "build.json"
+_ORDER_KEY = _FOLDER + "order.json"
+_GROUPS = _FOLDER + "groups/"
+_BUCKETS = _FOLDER + "buckets/"
+_PARTS = _FOLDER + "parts/"
+_Record = TypeVar("_Record", bound=Section)
+
+
+class ReadGroup(Section):
+    """Record of an input group whose documents are in spill files."""
+
+    number: int = Field(description="position of the group, from 0")
+    files_digest: str = Field(description="SHA-256 of the names and sizes of its files, in hexadecimal")
+    modified: str = Field(description="SHA-256 of the times of modification of its local files, in hexadecimal")
+    documents_digest: str = Field(description="BLAKE2b digest of its documents, undecoded, in hexadecimal")
+    spills: list[str] = Field(description="keys of its spill files")
+    documents: int = Field(description="documents read")
+    source_bytes: dict[str, int] = Field(description="bytes of the documents, undecoded, by source")
+    counts: ReadCounts = Field(description="files read and inputs left out, for build.json")
+
+
+class CorpusOrder(Section):
+    """Record that all inputs were read, with what the stages after that depend on."""
+
+    num_inputs: int = Field(description="number of input files")
+    inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
+    num_groups: int = Field(description="number of input groups")
+    num_buckets: int = Field(description="number of buckets, in each of which a worker makes shards")
+    shards_per_bucket: int = Field(description="shards among which the rows of a bucket are divided")
+    epochs: dict[str, float] = Field(description="how often the documents of each source are used, on average")
+    search: ReadCounts = Field(description="what the search for input files left out, for build.json")
+
+
+class FinishedBucket(Section):
+    """Record of a bucket (a range of the order of documents) whose shards are written."""
+
+    number: int = Field(description="position of the bucket in the corpus, from 0")
+    entries: list[ShardEntry] = Field(description="entries of its shards for corpus.json, in order")
+    heldout_rows: int = Field(description="rows in buckets/NNNNNN.heldout.npy; 0: the file does not exist")
+    documents: dict[str, int] = Field(
+        description="documents read (in), used, held out (heldout), and skipped, by kind"
+    )
+    train: dict[str, int] = Field(description="counts of its shards: text_bytes, text_tokens, examples, rows, tokens")
+    heldout: dict[str, int] = Field(description="the same counts of the held-out rows")
+    sources: dict[str, dict[str, int]] = Field(
+        description="counts of the documents of each source for build.json (document_counts.py)"
+    )
+
+
+class BuildRecords:
+    """Reader and writer of the folder progress/ in the output of a corpus build."""
+
+    def __init__(self, store: Store) -> None:
+        """Prepare to read and write the records of a build; the store is not touched yet."""
+        self._store = store
+
+    def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
+        """Return the manifest of the corpus if it is finished, otherwise None.
+
+        If it is finished, all files in progress/ are deleted: a build may have been killed after it wrote corpus.json
+        and before it deleted them.
+
+        Args:
+            parameters: JSON values that, with the text, determine the corpus.
+            inputs: JSON values that identify the inputs of a finished corpus without reading them.
+
+        Raises:
+            ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
+        """
+        if not self._store.exists(MANIFEST_KEY):
+            return None
+        manifest = read_manifest(self._store)
+        stored = {**manifest.builder, "tokenizer": manifest.tokenizer.sha256}
+        self._refuse_other_parameters(stored, parameters, "a finished corpus")
+        same_inputs = all(stored.get(key) == value for key, value in inputs.items())
+        if not same_inputs:
+            raise ManifestMismatch(
+                f"{self._store.url}: holds a finished corpus that was built from other inputs ({MANIFEST_KEY} records "
+                "other names or sizes of files; versions without build.json read fewer kinds of files); delete that "
+                "corpus or choose another --output"
+            )
+        self.clear()
+        return manifest
+
+    def begin(self, parameters: dict[str, Any], vocabulary_text: str) -> None:
+        """Write the parameters and vocab.txt of a build, or compare the parameters with those in the store.
+
+        From then on, a build with other parameters is refused in the same folder.
+
+        Args:
+            parameters: JSON values that, with the text, determine the corpus.
+            vocabulary_text: content of vocab.txt.
+
+        Raises:
+            ManifestMismatch: the store holds an unfinished build with other parameters.
+            UserError: the store holds shards, but neither records of a build nor a corpus.json.
+        """
+        if self._store.exists(_BUILD_KEY):
+            self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
+            return
+        self._refuse_foreign_shards()
+        self._store.write(VOCAB_FILE, vocabulary_text.encode())
+        self._store.write(_BUILD_KEY, (canonical_json(parameters) + "\n").encode())
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of the unfinished build in the store.
+
+        Raises:
+            UserError: there is no unfinished build.
+        """
+        if not self._store.exists(_BUILD_KEY):
+            raise UserError(
+                f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
+            )
+        parameters: dict[str, Any] = json.loads(self._store.read(_BUILD_KEY))
+        return parameters
+
+    def record_group(self, group: ReadGroup) -> None:
+        """Record that an input group was read. The caller must have written its spill files before."""
+        self._write(f"{_GROUPS}{group.number:06d}.json", group)
+
+    def groups(self) -> dict[int, ReadGroup]:
+        """Return the records of all groups that were read: number -> record."""
+        groups = (self._read(key, ReadGroup) for key in self._store.list(_GROUPS))
+        return {group.number: group for group in groups}
+
+    def has_group(self, number: int) -> bool:
+        """Return whether a group was read, by this process or by another part of the build."""
+        return self._store.exists(f"{_GROUPS}{number:06d}.json")
+
+    def record_order(self, order: CorpusOrder) -> None:
+        """Record that all groups were read. Several parts may write the record; it is the same."""
+        self._write(_ORDER_KEY, order)
+
+    def order(self) -> CorpusOrder | None:
+        """Return the record that all groups were read; None if they were not."""
+        return self._read(_ORDER_KEY, CorpusOrder) if self._store.exists(_ORDER_KEY) else None
+
+    def record_bucket(self, bucket: FinishedBucket, heldout_rows: np.ndarray) -> None:
+        """Record that the shards of a bucket are written. The caller must have written the shards before.
+
+        Args:
+            bucket: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
+            heldout_rows: rows of its held-out documents, [rows, seq_len]; may be empty.
+        """
+        if len(heldout_rows):
+            buffer = io.BytesIO()
+            np.save(buffer, heldout_rows, allow_pickle=False)
+            self._store.write(_heldout_key(bucket.number), buffer.getvalue())
+        # The record is written last: its existence marks the shards and the held-out rows as finished.
+        self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
+
+    def buckets(self) -> dict[int, FinishedBucket]:
+        """Return the records of the finished buckets, number -> record, without those that lack a shard.
+
+        A bucket lacks a shard if the file is missing or has another size than its entry; its shards must be written
+        again.
+        """
+        keys = [key for key in self._store.list(_BUCKETS) if key.endswith(".json")]
+        buckets = (self._read(key, FinishedBucket) for key in keys)
+        return {bucket.number: bucket for bucket in buckets if all(map(self._has_shard, bucket.entries))}
+
+    def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
+        """Return the held-out rows of a finished bucket, [rows, seq_len] uint16 or uint32.
+
+        Args:
+            bucket: its record; `heldout_rows` must not be 0, because no file exists for an empty array.
+
+        Raises:
+            StoreError: the file is missing or cannot be read.
+        """
+        return np.load(io.BytesIO(self._store.read(_heldout_key(bucket.number))), allow_pickle=False)
+
+    def record_part(self, label: str) -> None:
+        """Record that a part has written all of its buckets.
+
+        Args:
+            label: the part, as the user names it: "2/4".
+        """
+        self._store.write(_PARTS + label.replace("/", "-of-"), b"")
+
+    def parts(self) -> list[str]:
+        """Return the labels of the parts that have written all of their buckets, such as "2/4"."""
+        return [key.removeprefix(_PARTS).replace("-of-", "/") for key in self._store.list(_PARTS)]
+
+    def clear(self) -> None:
+        """Delete all files in progress/; shards, vocab.txt and corpus.json stay.
+
+        The parameters are deleted last, so that a folder without them never holds records of an earlier build.
+        """
+        for key in self._store.list(_FOLDER):
+            if key != _BUILD_KEY:
+                self._store.delete(key)
+        self._store.delete(_BUILD_KEY)
+
+    def _write(self, key: str, record: Section) -> None:
+        """Write a record as a line of JSON."""
+        self._store.write(key, (record.model_dump_json() + "\n").encode())
+
+    def _read(self, key: str, kind: type[_Record]) -> _Record:
+        """Return a record.
+
+        Raises:
+            ManifestMismatch: the record is damaged, or of another version.
+        """
+        try:
+            return kind.model_validate_json(self._store.read(key))
+        except ValidationError as error:
+            raise ManifestMismatch(
+                f"{self._store.url}/{key}: not a record of this version's builds ({error.errors()[0]['msg']}); delete "
+                "progress/ in this folder and start the build again"
+            ) from None
+
+    def _has_shard(self, entry: ShardEntry) -> bool:
+        """Return whether the store has the file of a shard, with the recorded size; its digest is not checked."""
+        return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
+
+    def _refuse_foreign_shards(self) -> None:
+        """Raise UserError if the store holds shards, although no build has written its parameters to it.
+
+        Another program then wrote the shards, and a build would overwrite them.
+        """
+        if any(key.endswith(".tar") for key in self._store.list("shard-")):
+            raise UserError(
+                f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write one, "
+                "or choose another --output"
+            )
+
+    def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
+        """Raise an error if the parameters in the store differ from those of this build.
+
+        Args:
+            stored: parameters in the store; those that only the store has are ignored.
+            given: parameters of this build.
+            description: what the store holds, for the error: "a finished corpus" or "a half-built corpus".
+
+        Raises:
+            ManifestMismatch: a parameter differs; the message names the first one.
+        """
+        all_stored = {**PARAMETERS_LEFT_OUT, **stored}
+        for key, value in json.loads(canonical_json({**PARAMETERS_LEFT_OUT, **given})).items():
+            stored_value = all_stored.get(key)
+            if stored_value != value:
+                raise ManifestMismatch(
+                    f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
+                    f"{key} = {value}; delete that corpus or choose another --output"
+                )
+
+
+def _heldout_key(number: int) -> str:
+    """Return the key of the file with the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy."""
+    return f"{_BUCKETS}{number:06d}.heldout.npy"

@@ -1,0 +1,83 @@
+"""Give every document of a corpus its place in a keyed shuffle of all documents of all sources.
+
+Guarantee: the order depends on the seed, the position of a document's file among the inputs, and the document's number
+in its file. It is a uniformly random order for the purposes of training: every stretch of the corpus has each source's
+share up to sampling error.
+
+How: a document's key is a 64-bit hash; documents are ordered by it. The range of keys is divided into `NUM_CELLS`
+cells. A bucket is a range of cells; one worker turns it into shards. A document that is read several times, as
+`corpus.source_epochs` asks, has another key for each copy, in a cell that follows from the first key's cell. All
+copies that belong to a bucket can therefore be found by cells, without a second sort.
+
+Cost: 1 microsecond per document and copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+NUM_CELLS = 4096
+_CELL_SHIFT = 52  # the cell of a 64-bit key is its upper 12 bits
+_LOW_BITS = (1 << _CELL_SHIFT) - 1
+_CELLS_PER_COPY = 2531  # odd, so that the first 4,096 copies of a document lie in different cells
+_PAIR = struct.Struct("<QQ")
+
+
+def document_key(order_seed: int, file: int, number: int) -> int:
+    """Return the key of a document, in [0, 2**64); documents are used in the order of their keys.
+
+    Args:
+        order_seed: 63-bit seed of the order.
+        file: position of its file among the inputs of the build, from 0.
+        number: position of the document in its file, from 0.
+    """
+    digest = blake2b(_PAIR.pack(file, number), digest_size=8, key=order_seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little")
+
+
+def cell_of(key: int) -> int:
+    """Return the cell of a key, in [0, NUM_CELLS); cells are ordered as keys are."""
+    return key >> _CELL_SHIFT
+
+
+def copy_key(key: int, copy: int) -> int:
+    """Return the key of one copy of a document; copy 0 has the document's own key.
+
+    Args:
+        key: key of the document.
+        copy: number of the copy, from 0.
+    """
+    if copy == 0:
+        return key
+    cell = (cell_of(key) + copy * _CELLS_PER_COPY) % NUM_CELLS
+    low = int.from_bytes(blake2b(_PAIR.pack(key, copy), digest_size=8).digest(), "little") & _LOW_BITS
+    return (cell << _CELL_SHIFT) | low
+
+
+def cell_of_original(cell: int, copy: int) -> int:
+    """Return the cell of the documents whose copies of this number lie in `cell`: `copy_key` inverted, for cells."""
+    return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
+
+
+def num_copies(key: int, epochs: float) -> int:
+    """Return how often a document is used: `epochs` rounded down or up, such that the mean over documents is `epochs`.
+
+    Args:
+        key: key of the document, whose hash decides between rounding down and up.
+        epochs: how often the documents of its source are used on average, 0 or more.
+    """
+    whole = int(epochs)
+    threshold = int((epochs - whole) * 2**64)
+    draw = int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"copies").digest(), "little")
+    return whole + 1 if draw < threshold else whole
+
+
+def cells_of_bucket(bucket: int, num_buckets: int) -> range:
+    """Return the cells of a bucket; all buckets together divide the cells, in order, as evenly as possible.
+
+    Args:
+        bucket: number of the bucket, from 0.
+        num_buckets: number of buckets, at most NUM_CELLS.
+    """
+    return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)

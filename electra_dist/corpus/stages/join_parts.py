@@ -1,0 +1,258 @@
+"""Stage 3 of a corpus build: join the records of all parts to a finished corpus.
+
+Guarantee: no byte of a shard is rewritten. The result is the same for any number of parts. If a part is missing,
+nothing is written. corpus.json of the training corpus is written last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT, tokenizer_entry
+from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
+from electra_dist.corpus.report.document_counts import add_sources
+from electra_dist.corpus.report.read_counts import add_counts
+from electra_dist.corpus.row_packing import row_dtype
+from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
+from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+
+_COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
+_MAX_NAMED = 5  # missing buckets that an error names
+
+
+@dataclass(frozen=True)
+class JoinedCorpus:
+    """A finished corpus: its manifests and report, and what of it existed before the call that returned it."""
+
+    manifest: CorpusManifest
+    heldout: CorpusManifest | None  # None if no document was held out
+    was_there: bool  # True if the corpus was finished before the call, which then built nothing
+    resumed_shards: int  # shards that were finished before the call
+    report: BuildReport | None  # None if an earlier version built the corpus
+
+
+def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
+    """Return a corpus that is finished already.
+
+    Args:
+        output: folder or s3:// prefix of the corpus.
+        endpoint_url: S3 endpoint; None for AWS.
+    """
+    store = open_store(output, endpoint_url)
+    manifest = read_manifest(store)
+    heldout = None
+    if manifest.totals.get("documents_heldout"):
+        heldout = read_manifest(_heldout_store(output, endpoint_url))
+    return JoinedCorpus(
+        manifest=manifest,
+        heldout=heldout,
+        was_there=True,
+        resumed_shards=len(manifest.shards),
+        report=read_report(store),
+    )
+
+
+def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -> JoinedCorpus:
+    """Write the held-out corpus, build.json and corpus.json of a corpus whose parts are all finished.
+
+    Args:
+        output: folder or s3:// prefix of the corpus.
+        endpoint_url: S3 endpoint; None for AWS.
+        resumed_shards: shards that were finished before this build began; only passed on in the result.
+
+    Raises:
+        UserError: a part is missing, there is no build in the folder, or no document gave a row.
+        ManifestMismatch: vocab.txt is not that of the build.
+        StoreError: the output cannot be read or written.
+    """
+    return _Join(output, endpoint_url).run(resumed_shards)
+
+
+class _Join:
+    """State of one call of `join_parts`."""
+
+    def __init__(self, output: str, endpoint_url: str | None) -> None:
+        """Read all records of the build.
+
+        Raises:
+            UserError: a part is missing, or there is no build in the folder.
+            ManifestMismatch: vocab.txt is not that of the build.
+        """
+        self._store = open_store(output, endpoint_url)
+        self._heldout_store = _heldout_store(output, endpoint_url)
+        self._records = BuildRecords(self._store)
+        self._parameters = {**PARAMETERS_LEFT_OUT, **self._records.parameters()}
+        self._order = self._find_order()
+        self._buckets = self._find_buckets()
+        text = self._store.read(VOCAB_FILE).decode()
+        self._vocabulary = Vocabulary(text, f"{self._store.url}/{VOCAB_FILE}")
+        if self._vocabulary.sha256 != self._parameters["tokenizer"]:
+            raise ManifestMismatch(
+                f"{self._store.url}/{VOCAB_FILE}: is not the vocabulary that the parts were built with (sha256 "
+                f"{self._vocabulary.sha256}, not {self._parameters['tokenizer']}); restore it"
+            )
+
+    def run(self, resumed_shards: int) -> JoinedCorpus:
+        """Write the files that are missing, corpus.json last, then delete the records."""
+        entries = [entry for bucket in self._buckets for entry in bucket.entries]
+        stream = add_counts(group.counts for _, group in sorted(self._records.groups().items()))
+        search = add_counts([self._order.search]).skipped
+        if not entries:
+            self._records.clear()
+            self._store.delete(VOCAB_FILE)
+            raise self._nothing_usable(search.joined(stream.skipped).summary())
+        heldout = self._write_heldout()
+        documents = add_sources(bucket.sources for bucket in self._buckets)
+        report = make_report(search, stream, documents, self._parameters["undecodable"])
+        write_report(self._store, report)
+        manifest = self._write_manifest(self._store, entries, self._totals("train"))
+        self._records.clear()
+        return JoinedCorpus(
+            manifest=manifest, heldout=heldout, was_there=False, resumed_shards=resumed_shards, report=report
+        )
+
+    def _find_order(self) -> CorpusOrder:
+        """Return the record of the order of the corpus.
+
+        Raises:
+            UserError: not all inputs were read.
+        """
+        order = self._records.order()
+        if order is None:
+            raise UserError(
+                f"{self._store.url}: no part has read all inputs; run `electra-dist corpus build --part` until every "
+                "part is finished"
+            )
+        return order
+
+    def _find_buckets(self) -> list[FinishedBucket]:
+        """Return the records of all buckets, in order.
+
+        Raises:
+            UserError: a bucket is missing.
+        """
+        finished = self._records.buckets()
+        missing = [number for number in range(self._order.num_buckets) if number not in finished]
+        if missing:
+            labels = ", ".join(self._records.parts()) or "none"
+            some = ", ".join(str(number) for number in missing[:_MAX_NAMED])
+            if len(missing) > _MAX_NAMED:
+                some += ", ..."
+            raise UserError(
+                f"{self._store.url}: {len(missing)} of {self._order.num_buckets} buckets have no shards yet (bucket "
+                f"{some}; finished parts: {labels}); run the other parts of `electra-dist corpus build --part`, then "
+                "merge again"
+            )
+        return [finished[number] for number in range(self._order.num_buckets)]
+
+    def _write_heldout(self) -> CorpusManifest | None:
+        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out."""
+        pad_id = self._vocabulary.special["[PAD]"]
+        entries: list[ShardEntry] = []
+        for rows in self._heldout_shards():
+            num_tokens = int(np.count_nonzero(rows != pad_id))
+            entries.append(put_shard(self._heldout_store, f"shard-{len(entries):06d}.tar", rows, num_tokens))
+        if not entries:
+            return None
+        self._heldout_store.write(VOCAB_FILE, self._vocabulary.text.encode())
+        return self._write_manifest(self._heldout_store, entries, self._totals("heldout"))
+
+    def _heldout_shards(self) -> Iterator[np.ndarray]:
+        """Yield the rows of each shard of the held-out corpus, [rows, seq_len].
+
+        The held-out rows of each bucket are in a file of their own, which is much smaller than a shard. Consecutive
+        files are joined until they reach the size of a shard; only the last shard may be smaller.
+        """
+        shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
+        blocks: list[np.ndarray] = []
+        blocks_bytes = 0
+        for bucket in self._buckets:
+            if not bucket.heldout_rows:
+                continue
+            block = self._records.heldout_rows(bucket)
+            blocks.append(block)
+            blocks_bytes += block.nbytes
+            if blocks_bytes >= shard_bytes:
+                yield np.concatenate(blocks)
+                blocks = []
+                blocks_bytes = 0
+        if blocks:
+            yield np.concatenate(blocks)
+
+    def _write_manifest(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
+        """Write corpus.json, which marks the corpus in `store` as finished, and return its content.
+
+        Args:
+            store: the training or the held-out corpus; its shards and vocab.txt must have been written.
+            entries: entries of its shards (name, size, digest, counts), in order.
+            totals: counts of its documents, tokens and rows.
+        """
+        builder = {key: value for key, value in self._records.parameters().items() if key != "tokenizer"}
+        ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16
+        manifest = CorpusManifest(
+            seq_len=self._parameters["seq_len"],
+            dtype="uint16" if ids_are_uint16 else "uint32",
+            tokenizer=tokenizer_entry(self._vocabulary, self._parameters["lowercase"]),
+            builder={**builder, "num_inputs": self._order.num_inputs, "inputs_sha256": self._order.inputs_sha256},
+            totals=totals,
+            shards=tuple(entries),
+        )
+        write_manifest(store, manifest)
+        return manifest
+
+    def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
+        """Return the `totals` of corpus.json, added up over all buckets.
+
+        Args:
+            corpus: the corpus (training or held-out) whose bytes, tokens, examples and rows are counted. Documents are
+                counted over both corpora, whichever is given.
+        """
+        documents = sum_counts(Counter(bucket.documents) for bucket in self._buckets)
+        if corpus == "train":
+            counts = sum_counts(Counter(bucket.train) for bucket in self._buckets)
+        else:
+            counts = sum_counts(Counter(bucket.heldout) for bucket in self._buckets)
+        return {
+            "documents_in": documents["in"],
+            "documents_used": documents["used"],
+            "documents_heldout": documents["heldout"],
+            "documents_skipped": {kind: documents[kind] for kind in SKIPPED_KINDS},
+            **{key: counts[key] for key in _COUNTS},
+        }
+
+    def _nothing_usable(self, left_out: str) -> UserError:
+        """Return the error for a build in which no document gave a training row.
+
+        Its message counts the documents that were skipped, for each reason, and those that were held out.
+
+        Args:
+            left_out: the inputs that were left out, on one line; "" if there are none.
+        """
+        totals = self._totals("train")
+        reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
+        if totals["documents_heldout"]:
+            reasons.append(f"held out {totals['documents_heldout']}")
+        if not reasons:
+            reasons.append("the inputs are empty")
+        if left_out:
+            reasons.append(f"left out: {left_out}")
+        return UserError(
+            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); "
+            "correct --input, --text-field or corpus.heldout_fraction"
+        )
+
+
+def _heldout_store(output: str, endpoint_url: str | None) -> Store:
+    """Return the store of the held-out corpus, in OUTPUT/heldout."""
+    return open_store(output.rstrip("/") + "/heldout", endpoint_url)

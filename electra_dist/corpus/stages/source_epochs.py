@@ -1,0 +1,41 @@
+"""Decide how often the documents of each source are used, from `corpus.source_epochs` or `corpus.source_shares`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from electra_dist.errors import UserError
+
+
+def source_epochs(
+    source_bytes: Mapping[str, int], given_epochs: Mapping[str, float], given_shares: Mapping[str, float]
+) -> dict[str, float]:
+    """Return how often the documents of each source are used, on average: source -> epochs.
+
+    Args:
+        source_bytes: bytes of the documents of each source, undecoded.
+        given_epochs: `corpus.source_epochs`; sources that it does not name are used once.
+        given_shares: `corpus.source_shares`, shares of the bytes of the corpus, of which only the ratios count. Empty,
+            or a share for each source. The source with the largest ratio of share to bytes is then used once, and
+            every other source less often, so that no document repeats.
+
+    Raises:
+        UserError: a name is not a source, or a source has no share.
+    """
+    for key, given in (("corpus.source_epochs", given_epochs), ("corpus.source_shares", given_shares)):
+        unknown = sorted(set(given) - set(source_bytes))
+        if unknown:
+            sources = ", ".join(sorted(source_bytes))
+            raise UserError(f"{key}: {unknown[0]} is no source of these inputs; the sources are {sources}")
+    if not given_shares:
+        return {source: float(given_epochs.get(source, 1.0)) for source in source_bytes}
+    missing = sorted(set(source_bytes) - set(given_shares))
+    if missing:
+        raise UserError(
+            f"corpus.source_shares: no share for the source {missing[0]}; add one (0 leaves the source out)"
+        )
+    ratios = {source: given_shares[source] / max(num_bytes, 1) for source, num_bytes in source_bytes.items()}
+    largest = max(ratios.values())
+    if largest == 0:
+        raise UserError("corpus.source_shares: all shares are 0; give at least one source a share")
+    return {source: ratio / largest for source, ratio in ratios.items()}

@@ -1,0 +1,160 @@
+"""The shuffle of documents: spill files lose nothing, copies are found, and every stretch has each source's share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.stages import document_order
+from electra_dist.corpus.stages.document_order import NUM_CELLS, cell_of, cell_of_original, cells_of_bucket, copy_key
+from electra_dist.corpus.stages.source_epochs import source_epochs
+from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile, write_spill
+from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.shard import Shard
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.local_store import LocalStore
+from electra_dist.tokenizer import Vocabulary
+
+KEYS = st.integers(0, 2**64 - 1)
+DOCUMENTS = st.lists(
+    st.builds(
+        OrderedDocument,
+        KEYS,
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**40),
+        st.builds(RawDocument, st.none() | st.binary(max_size=50), st.booleans(), st.just("")),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=DOCUMENTS, num_buckets=st.integers(1, 40))
+def test_a_spill_file_returns_every_document_in_the_order_of_keys(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[OrderedDocument], num_buckets: int
+) -> None:
+    """The buckets, read one by one, hold together what was written."""
+    store = LocalStore(tmp_path_factory.mktemp("spill"))
+    expected = sorted(documents, key=lambda entry: entry[:3])
+    write_spill(store, "spill", list(documents))
+
+    spill = SpillFile(store, "spill")
+    found = [entry for bucket in range(num_buckets) for entry in spill.documents(cells_of_bucket(bucket, num_buckets))]
+
+    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    assert [entry.key for entry in found] == [entry.key for entry in expected]
+
+
+def test_a_damaged_spill_file_is_an_error(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write_spill(store, "spill", [OrderedDocument(7, 0, 0, RawDocument(b"some text " * 20, False))])
+    path = tmp_path / "spill"
+    data = bytearray(path.read_bytes())
+
+    data[-8] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ManifestMismatch, match="damaged"):
+        list(SpillFile(store, "spill").documents(range(NUM_CELLS)))
+    path.write_bytes(data[:100])
+    with pytest.raises(ManifestMismatch, match="damaged"):
+        SpillFile(store, "spill")
+
+
+@given(key=KEYS, copy=st.integers(0, 300))
+def test_a_copy_is_found_through_the_cell_of_its_original(key: int, copy: int) -> None:
+    assert cell_of_original(cell_of(copy_key(key, copy)), copy) == cell_of(key)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 3, 1000, NUM_CELLS])
+def test_the_buckets_divide_all_cells(num_buckets: int) -> None:
+    cells = [cell for bucket in range(num_buckets) for cell in cells_of_bucket(bucket, num_buckets)]
+    assert cells == list(range(NUM_CELLS))
+
+
+def test_every_stretch_of_the_order_has_each_sources_share_within_three_standard_errors() -> None:
+    """Two files, of 2,000 and 98,000 documents: 100 windows of 1,000 documents; the share is 0.02."""
+    sizes = (2_000, 98_000)
+    documents = [(file, number) for file, size in enumerate(sizes) for number in range(size)]
+    keys = sorted((document_order.document_key(5, file, number), file) for file, number in documents)
+    files = np.array([file for _, file in keys]).reshape(100, 1000)
+    shares = (files == 0).mean(axis=1)
+
+    standard_error = math.sqrt(0.02 * 0.98 / 1000)
+    distance = np.abs(shares - 0.02) / standard_error
+    assert (distance > 3).sum() <= 2  # 0.3 of 100 windows are expected
+    assert np.sqrt((distance**2).mean()) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("epochs", [0.0, 0.3, 1.0, 2.5])
+def test_documents_are_used_as_often_as_asked_on_average(epochs: float) -> None:
+    keys = [document_order.document_key(1, 0, number) for number in range(20_000)]
+    copies = [document_order.num_copies(key, epochs) for key in keys]
+    assert set(copies) <= {math.floor(epochs), math.ceil(epochs)}
+    assert np.mean(copies) == pytest.approx(epochs, abs=0.015)
+
+
+def _words_of_rows(folder: Path, vocabulary: Vocabulary) -> list[list[str]]:
+    """Return the tokens of each row of the corpus in a folder, as text."""
+    manifest = read_manifest(LocalStore(folder))
+    tokens = vocabulary.text.splitlines()
+    rows = []
+    for entry in manifest.shards:
+        shard = Shard(folder / entry.name, manifest.seq_len, manifest.numpy_dtype)
+        rows += [[tokens[token] for token in row] for row in shard.rows(np.arange(shard.num_rows))]
+        shard.close()
+    return rows
+
+
+def test_sources_are_mixed_and_used_as_often_as_their_epochs(
+    build_request: Callable[..., BuildRequest], vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """Source a is used two and a half times, source b once, source c never."""
+    for source, count in (("a", 200), ("b", 300), ("c", 50)):
+        folder = tmp_path / "in" / source
+        folder.mkdir(parents=True)
+        word = {"a": "sep", "b": "mask", "c": "that"}[source]
+        lines = [json.dumps({"text": f"{word} and it was"}) for _ in range(count)]
+        (folder / "x.jsonl").write_text("\n".join(lines))
+    folder = tmp_path / "in"
+    epochs = {f"{folder}/a": 2.5, f"{folder}/c": 0}
+
+    request = build_request(folder, source_epochs=epochs, packing="none", single_segment_prob=0.999)
+    result = build_corpus(request)
+
+    words = Counter(word for row in _words_of_rows(Path(request.output), vocabulary) for word in row)
+    assert words["mask"] == 300
+    assert words["that"] == 0
+    assert words["sep"] == pytest.approx(500, abs=25)
+    assert result.report is not None
+    assert result.report.sources[f"{folder}/a"].documents == words["sep"]
+
+
+def test_shares_are_those_of_the_bytes() -> None:
+    epochs = source_epochs({"a": 1000, "b": 8000}, {}, {"a": 1, "b": 3})
+    assert epochs == {"a": 1.0, "b": 0.375}  # 1,000 and 3,000 bytes
+
+
+@pytest.mark.parametrize(
+    ("epochs", "shares", "message"),
+    [
+        ({"x": 2.0}, {}, r"corpus\.source_epochs: x is no source of these inputs; the sources are a, b"),
+        ({}, {"a": 1.0}, r"corpus\.source_shares: no share for the source b"),
+        ({}, {"a": 0.0, "b": 0.0}, "all shares are 0"),
+    ],
+)
+def test_a_source_that_does_not_exist_or_has_no_share_is_refused(
+    epochs: dict[str, float], shares: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        source_epochs({"a": 1, "b": 1}, epochs, shares)
