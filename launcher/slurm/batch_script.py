@@ -26,7 +26,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from electra_dist.errors import UserError
+from launcher.slurm.sbatch import directive, user_options
 
 SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save after the first one has ended
 
@@ -125,55 +125,15 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
         ("chdir", request.work_dir),
         ("output", log_file),
         ("exclude", ",".join(excluded_nodes) or None),
-        *_user_options(request.sbatch_options),
+        *user_options(request.sbatch_options, _RESERVED_OPTIONS),
     ]
     directives = []
     for name, value in options:
         if value is None:
             continue
-        option = f"--{_directive(name)}"
-        directives.append(option if value == "" else f"{option}={_directive(value)}")
+        option = f"--{directive(name)}"
+        directives.append(option if value == "" else f"{option}={directive(value)}")
     return directives
-
-
-def _user_options(sbatch_options: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
-
-    Args:
-        sbatch_options: each is `name=value` or `name`, with or without dashes in front, for example account=vision.
-
-    Raises:
-        UserError: an option has no name, or the script sets it itself.
-    """
-    options = []
-    for option in sbatch_options:
-        name, _, value = option.lstrip("-").partition("=")
-        if not name:
-            raise UserError(f"--sbatch {option}: the name of an sbatch option is missing; write NAME=VALUE or NAME")
-        if name in _RESERVED_OPTIONS:
-            raise UserError(
-                f"--sbatch {option}: the script sets `{name}` itself; leave it out, or use the option of "
-                f"`electra-dist submit` for it"
-            )
-        options.append((name, value))
-    return options
-
-
-def _directive(value: object) -> str:
-    """Return an option's value, quoted for Slurm's own parser of #SBATCH lines.
-
-    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
-    value with a backslash is therefore refused.
-
-    Raises:
-        UserError: the value has a backslash or a control character.
-    """
-    text = str(value)
-    if "\\" in text or not text.isprintable():
-        raise UserError(
-            f"{text!r}: an #SBATCH line can hold no backslash and no control character; choose a value without them"
-        )
-    return shlex.quote(text)
 
 
 def _settings(request: SubmitRequest) -> str:

@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.job import note
+from launcher.slurm.sbatch import run_sbatch
 
 # As `man sbatch` lists the forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and the words for no limit.
 _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -120,7 +120,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
     jobs: list[str] = []
     try:
         for _ in range(num_jobs):
-            jobs.append(_sbatch(script))
+            jobs.append(run_sbatch(script))
     finally:
         if jobs:
             note(Path(request.run_dir), "submit", jobs=jobs, script=script.name, nodes=request.num_nodes)
@@ -176,25 +176,6 @@ def _check_time_limit(time_limit: str | None) -> None:
         f"--time {time_limit}: not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, for "
         f"example --time 24:00:00"
     )
-
-
-def _sbatch(script: Path) -> str:
-    """Submit a batch script to Slurm and return the job id.
-
-    Raises:
-        UserError: sbatch is missing or refuses the script.
-    """
-    try:
-        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError(
-            f"sbatch is not installed on this machine; run it on a login node: sbatch {shlex.quote(str(script))}"
-        ) from None
-    if done.returncode != 0:
-        reason = " ".join(done.stderr.replace("sbatch: error:", " ").split())
-        raise UserError(f"sbatch refused {script}: {reason}; change the option that it names and submit again")
-    # With --parsable, sbatch prints `JOBID` or, in a federation, `JOBID;CLUSTER`.
-    return done.stdout.strip().partition(";")[0]
 
 
 def _next_number(run_dir: Path) -> int:

@@ -1,0 +1,113 @@
+"""Submit the build of a corpus to Slurm: an array of parts, and a job that joins them when all have succeeded.
+
+Guarantee: the scripts hold the whole command with absolute paths, so a person can read them and submit them again.
+Every part can be requeued at any time; it goes on after its finished steps. If a part fails, the joining job does not
+run, and Slurm removes it from the queue.
+
+How: the jobs depend on one another. If the output has no vocab.txt and the user names none, a first job trains the
+vocabulary. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from electra_dist.store.atomic_files import writable
+from launcher.slurm.sbatch import directive, run_sbatch, user_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusJobs:
+    """Description of the jobs that build a corpus."""
+
+    output: str  # of the corpus: an absolute path, or an s3:// URL
+    folder: Path  # absolute; for scripts and logs
+    build: tuple[str, ...]  # options of `corpus build`, without --part and --workers; paths are absolute
+    vocabulary: tuple[str, ...]  # options of `corpus vocab` that train the vocabulary; empty: there is one
+    merge: tuple[str, ...]  # further options of `corpus merge`
+    num_parts: int
+    cpus: int  # cores and worker processes of a part
+    memory_gb: int | None  # memory of a part; None: the partition's default
+    partition: str | None  # None: the cluster's default
+    time_limit: str | None  # of a part, in the format of sbatch's --time; None: the partition's default
+    sbatch: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`
+
+
+class CorpusScript(NamedTuple):
+    """A batch script of a corpus build."""
+
+    name: str  # vocabulary, parts or merge
+    text: str
+
+
+def corpus_scripts(jobs: CorpusJobs) -> list[CorpusScript]:
+    """Return the batch scripts of a corpus build in the order in which they run; each needs the success of the last.
+
+    Raises:
+        UserError: a value cannot be written into a script.
+    """
+    scripts = []
+    if jobs.vocabulary:
+        scripts.append(_script(jobs, "vocabulary", _command("vocab", *jobs.vocabulary)))
+    build = _command("build", *jobs.build, "--output", jobs.output, "--workers", str(jobs.cpus))
+    parts = f'{build} --part "$SLURM_ARRAY_TASK_ID/{jobs.num_parts}"'
+    scripts.append(_script(jobs, "parts", parts))
+    scripts.append(_script(jobs, "merge", _command("merge", jobs.output, *jobs.merge)))
+    return scripts
+
+
+def submit_corpus(jobs: CorpusJobs) -> list[str]:
+    """Write the batch scripts, submit them, and return Slurm's job ids in the order of the scripts.
+
+    Raises:
+        UserError: sbatch is missing or refuses a script, or a value cannot be written into one.
+        StoreError: the folder of the scripts cannot be written.
+    """
+    scripts = corpus_scripts(jobs)
+    with writable(jobs.folder):
+        jobs.folder.mkdir(parents=True, exist_ok=True)
+        for script in scripts:
+            (jobs.folder / f"{script.name}.sh").write_text(script.text, encoding="utf-8")
+    job_ids: list[str] = []
+    for script in scripts:
+        dependency = [f"--dependency=afterok:{job_ids[-1]}", "--kill-on-invalid-dep=yes"] if job_ids else []
+        job_ids.append(run_sbatch(jobs.folder / f"{script.name}.sh", dependency))
+    return job_ids
+
+
+def _command(*arguments: str) -> str:
+    """Return the shell command of a subcommand of `electra-dist corpus`, quoted."""
+    program = f"{sys.executable} -c 'from launcher.cli.main import main; main()'"
+    return f"{program} corpus {shlex.join(arguments)}"
+
+
+def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
+    """Return a batch script that runs one command.
+
+    Args:
+        jobs: the description of all jobs.
+        name: name of the script, and part of the job's name.
+        command: the command, quoted for the shell.
+    """
+    own = {
+        "job-name": f"corpus-{name}",
+        "nodes": 1,
+        "ntasks": 1,
+        "cpus-per-task": jobs.cpus if name != "merge" else 1,
+        "mem": f"{jobs.memory_gb}G" if jobs.memory_gb else None,
+        "partition": jobs.partition,
+        "time": jobs.time_limit,
+        "array": f"1-{jobs.num_parts}" if name == "parts" else None,
+        "output": f"{jobs.folder}/{'%x-%A_%a' if name == 'parts' else '%x-%j'}.log",
+        "requeue": "",
+        "open-mode": "append",
+    }
+    given = [(key, value) for key, value in own.items() if value is not None]
+    options = [*given, *user_options(jobs.sbatch, own)]
+    lines = [f"#SBATCH --{directive(key)}" + (f"={directive(value)}" if value else "") for key, value in options]
+    text = "\n".join(["#!/bin/bash", *lines, "export PYTHONUNBUFFERED=1", f"exec {command}", ""])
+    return CorpusScript(name, text)

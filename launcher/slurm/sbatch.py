@@ -1,0 +1,76 @@
+"""Write the values of #SBATCH lines, and submit scripts with sbatch."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
+
+from electra_dist.errors import UserError
+
+
+def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
+    """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
+
+    Args:
+        sbatch_options: each is `name=value` or `name`, with or without dashes in front, for example account=vision.
+        reserved: names of the options that the script sets itself.
+
+    Raises:
+        UserError: an option has no name, or the script sets it itself.
+    """
+    options = []
+    for option in sbatch_options:
+        name, _, value = option.lstrip("-").partition("=")
+        if not name:
+            raise UserError(f"--sbatch {option}: the name of an sbatch option is missing; write NAME=VALUE or NAME")
+        if name in reserved:
+            raise UserError(
+                f"--sbatch {option}: the script sets `{name}` itself; leave it out, or use the option of "
+                f"`electra-dist submit` for it"
+            )
+        options.append((name, value))
+    return options
+
+
+def directive(value: object) -> str:
+    """Return an option's value, quoted for Slurm's own parser of #SBATCH lines.
+
+    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
+    value with a backslash is therefore refused.
+
+    Raises:
+        UserError: the value has a backslash or a control character.
+    """
+    text = str(value)
+    if "\\" in text or not text.isprintable():
+        raise UserError(
+            f"{text!r}: an #SBATCH line can hold no backslash and no control character; choose a value without them"
+        )
+    return shlex.quote(text)
+
+
+def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
+    """Submit a batch script to Slurm and return the job id.
+
+    Args:
+        script: the script.
+        options: options of sbatch, besides those in the script.
+
+    Raises:
+        UserError: sbatch is missing or refuses the script.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(script)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"sbatch is not installed on this machine; run it on a login node: sbatch {shlex.quote(str(script))}"
+        ) from None
+    if done.returncode != 0:
+        reason = " ".join(done.stderr.replace("sbatch: error:", " ").split())
+        raise UserError(f"sbatch refused {script}: {reason}; change the option that it names and submit again")
+    # With --parsable, sbatch prints `JOBID` or, in a federation, `JOBID;CLUSTER`.
+    return done.stdout.strip().partition(";")[0]
