@@ -5,8 +5,8 @@ How: a vocabulary contains each character c and its continuation, the token `##c
 equally frequent pairs by those numbers, so two trainings on one text differ. This module counts the characters first
 and passes characters and continuations to the trainer in a fixed order, so that nothing depends on the hash map.
 
-Cost: about 2 MB of text a second; two passes over the texts. For a corpus of many GB train on a part of it: some
-hundred MB decide the first 30,000 entries.
+Cost: about 2 MB of text a second; two passes over the texts. Of a corpus of many GB a sample is enough
+(`vocabulary_sample.py`): some hundred MB decide the first 30,000 entries.
 """
 
 from __future__ import annotations

@@ -7,28 +7,24 @@ torch are imported only in the command that uses them, because every worker proc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
 from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
-from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
-from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs, search_inputs
-from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
 from launcher.cli.corpus_submit import submit
+from launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
 if TYPE_CHECKING:  # This module imports torch, which only the command `build` needs.
     from electra_dist.corpus.stages.join_parts import JoinedCorpus
@@ -38,6 +34,7 @@ app = typer.Typer(
 )
 
 app.command("submit")(submit)
+app.command("vocab")(train_vocab)
 
 Inputs = Annotated[
     list[str],
@@ -102,7 +99,7 @@ def build(
             f"--part {part}: {output} has no vocab.txt, and each part would train one; train it once with "
             "`electra-dist corpus vocab`, and give it to every part with --vocab"
         )
-    vocabulary = _find_vocabulary(vocab, files, settings, output, text_field, console)
+    vocabulary = find_vocabulary(vocab, files, settings, output, text_field, console)
     if vocabulary.size != settings.model.vocab_size:
         raise UserError(
             f"{vocab or output}: the vocabulary has {vocabulary.size} entries but model.vocab_size is "
@@ -211,22 +208,6 @@ def info(
     )
 
 
-@app.command("vocab")
-def train_vocab(
-    inputs: Inputs,
-    output: Annotated[Path, typer.Option(help="vocab.txt to write; an existing file is replaced")],
-    size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
-    cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
-    text_field: TextField = "text",
-    endpoint_url: EndpointUrl = None,
-) -> None:
-    """Train a WordPiece vocabulary on text files; the same input always gives the same vocabulary."""
-    vocabulary = _train(find_inputs(inputs, endpoint_url), size, not cased, text_field, "skip")
-    with replacing(output) as out:
-        out.write(vocabulary.text.encode())
-    open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
-
-
 @app.command()
 def index(
     corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix with *.tar of *.rows.npy members")],
@@ -281,59 +262,3 @@ def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
             is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
         if is_inside:
             raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
-
-
-def _find_vocabulary(
-    path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
-) -> Vocabulary:
-    """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
-
-    Without `path`, the vocab.txt in the output is used, which an earlier build has written there. If there is none, a
-    vocabulary is trained on `files`.
-
-    Args:
-        path: vocab.txt that the user gave with --vocab; None if there is none.
-        files: text on which a new vocabulary is trained.
-        settings: config with the size of the vocabulary and the S3 endpoint.
-        output: local path or s3:// URL of the corpus.
-        text_field: field of a JSON line, or parquet column, that holds the text.
-        console: where to announce that a vocabulary is trained, which takes a while.
-
-    Raises:
-        UserError: the vocabulary cannot be read or trained.
-    """
-    if path is not None:
-        return Vocabulary.read(path)
-    store = open_store(output, settings.data.endpoint_url)
-    if store.exists(VOCAB_FILE):
-        return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
-    console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
-    corpus = settings.corpus
-    return _train(files, settings.model.vocab_size, corpus.lowercase, text_field, corpus.undecodable)
-
-
-def _train(
-    files: list[InputFile], size: int, lowercase: bool, text_field: str, undecodable: Undecodable
-) -> Vocabulary:
-    """Train a WordPiece vocabulary on text files; the same text and the same arguments give the same vocabulary.
-
-    Args:
-        files: text files; documents that a build would skip, such as empty ones, are left out.
-        size: number of entries wanted; a small text may give fewer.
-        lowercase: convert the text to lower case and remove accents first.
-        text_field: field of a JSON line, or parquet column, that holds the text.
-        undecodable: whether a document with bytes that are not UTF-8 is left out ("skip") or used without them.
-    """
-
-    def texts() -> Iterator[str]:
-        """Yield the text of each document in `files`; skip documents that cannot be used, such as empty ones.
-
-        Each call reads the files from the start, because the training goes through the text twice.
-        """
-        for document in DocumentStream(files, text_field):
-            try:
-                yield decode(document, text_field, undecodable)
-            except SkippedDocument:
-                continue
-
-    return train_vocabulary(texts, size, lowercase)

@@ -1,0 +1,149 @@
+"""`electra-dist corpus vocab`, and the vocabulary of `corpus build`: train a WordPiece vocabulary on input files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from electra_dist.config import Config, canonical_json
+from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
+from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
+from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.corpus.vocabulary_sample import VocabularySample
+from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from launcher.cli.console import open_console
+
+SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
+_SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
+_ASSUMED_COMPRESSION = 10  # inputs of a tenth of the limit on disk are read as a whole
+
+
+def train_vocab(
+    inputs: Annotated[list[str], typer.Option("--input", help="as for `corpus build`; may be repeated")],
+    output: Annotated[Path, typer.Option(help="vocab.txt to write; an existing file is replaced")],
+    size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
+    cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
+    text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
+    sample_gb: Annotated[
+        float, typer.Option(min=0.001, help="most text to train on, in GB; of larger inputs a sample is taken")
+    ] = SAMPLE_GB,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+) -> None:
+    """Train a WordPiece vocabulary on text files; the same input always gives the same vocabulary.
+
+    A sample that an interrupted call has taken is used again.
+    """
+    training = _Training(text_field, "skip", sample_gb, open_console(soft_wrap=False))
+    folder = Path(f"{output}.sample")
+    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, lowercase=not cased, folder=folder)
+    with replacing(output) as out:
+        out.write(vocabulary.text.encode())
+    open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
+
+
+def find_vocabulary(
+    path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
+) -> Vocabulary:
+    """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
+
+    Without `path`, the vocab.txt in the output is used, which an earlier build has written there. If there is none, a
+    vocabulary is trained on `files`.
+
+    Args:
+        path: vocab.txt that the user gave with --vocab; None if there is none.
+        files: text on which a new vocabulary is trained.
+        settings: config with the size of the vocabulary and the S3 endpoint.
+        output: local path or s3:// URL of the corpus.
+        text_field: field of a JSON line, or parquet column, that holds the text.
+        console: where to announce that a vocabulary is trained, which takes a while.
+
+    Raises:
+        UserError: the vocabulary cannot be read or trained.
+    """
+    if path is not None:
+        return Vocabulary.read(path)
+    store = open_store(output, settings.data.endpoint_url)
+    if store.exists(VOCAB_FILE):
+        return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
+    console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
+    corpus = settings.corpus
+    training = _Training(text_field, corpus.undecodable, SAMPLE_GB, console)
+    with contextlib.ExitStack() as stack:
+        local_path = store.local_path("progress/vocabulary-sample")
+        if local_path is None:
+            local_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="electra-sample-"))) / "sample"
+        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path)
+
+
+class _Training:
+    """Training of a vocabulary on input files, or on a sample of them, with a progress bar."""
+
+    def __init__(self, text_field: str, undecodable: Undecodable, sample_gb: float, console: Console) -> None:
+        """Prepare a training.
+
+        Args:
+            text_field: field of a JSON line, or parquet column, that holds the text.
+            undecodable: whether a document with bytes that are not UTF-8 is left out ("skip") or used without them.
+            sample_gb: most text to train on, in units of 1e9 bytes.
+            console: where to show the progress.
+        """
+        self._text_field = text_field
+        self._undecodable = undecodable
+        self._limit_bytes = int(sample_gb * 1e9)
+        self._console = console
+
+    def train(self, files: list[InputFile], size: int, lowercase: bool, folder: Path) -> Vocabulary:
+        """Train a vocabulary; the same text and the same arguments give the same one.
+
+        Args:
+            files: text files; documents that a build would skip, such as empty ones, are left out.
+            size: number of entries wanted; a small text may give fewer.
+            lowercase: convert the text to lower case and remove accents first.
+            folder: where a sample of large inputs is kept while the training goes on.
+
+        Raises:
+            UserError: the inputs have no text, or `size` is too small for their characters.
+        """
+        num_bytes = sum(file.size for file in files)
+        if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
+            return train_vocabulary(lambda: (text for _, _, text in self._texts(files)), size, lowercase)
+        names = canonical_json([[file.name, file.size] for file in files])
+        digest = hashlib.sha256(f"{names} {self._text_field} {self._undecodable}".encode()).hexdigest()
+        sample = VocabularySample(folder, digest, self._limit_bytes, _SAMPLE_SEED)
+        if not sample.is_finished():
+            self._take(sample, files)
+        if sample.num_bytes() == 0:
+            raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
+        self._console.print(f"training on a sample of {sample.num_bytes() / 1e9:.2f} GB")
+        vocabulary = train_vocabulary(sample.texts, size, lowercase)
+        sample.delete()
+        return vocabulary
+
+    def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
+        """Take the sample, and show how much of the files is read."""
+        ends = [0]
+        for file in files:
+            ends.append(ends[-1] + file.size)
+        columns = (TextColumn("sample for the vocabulary"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as bar:
+            task = bar.add_task("sample", total=ends[-1])
+            sample.take(self._texts(files), lambda file: bar.update(task, completed=ends[file]))
+
+    def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
+        """Yield the position of the file, the position in the file and the text of each usable document."""
+        for file, number, document in DocumentStream(list(files), self._text_field).numbered():
+            try:
+                yield file, number, decode(document, self._text_field, self._undecodable)
+            except SkippedDocument:
+                continue
