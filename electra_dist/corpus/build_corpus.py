@@ -217,7 +217,7 @@ class _PartOfBuild:
             endpoint_url=request.endpoint_url,
             files=list(request.inputs),
             text_field=request.text_field,
-            seed=request.seed,
+            order_seed=request.order_seed,
             spill_bytes=request.spill_bytes,
         )
         with WorkerPool(partial(start_reading, settings), min(request.num_workers, len(groups))) as pool:
@@ -249,7 +249,7 @@ class _PartOfBuild:
         epochs = source_epochs(source_bytes, request.corpus.source_epochs, request.corpus.source_shares)
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
         spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
-        row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.seed)
+        row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.example_seed)
         num_buckets, shards_per_bucket = _divide(total_bytes, row_bytes / request.shard_bytes)
         return CorpusOrder(
             **request.input_names(),
@@ -285,7 +285,7 @@ class _PartOfBuild:
             spills=[spill for record in records for spill in record.spills],
             order=order,
             rules=request.rules(),
-            seed=request.seed,
+            seed=request.example_seed,
             chunk_bytes=request.chunk_bytes,
         )
         with WorkerPool(partial(start_making_rows, settings), min(request.num_workers, max(len(missing), 1))) as pool:

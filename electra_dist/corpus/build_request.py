@@ -16,13 +16,14 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.chunk_processor import Rules
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
+from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT
 from electra_dist.corpus.text_readers import InputFile
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 BUILDER_VERSION = 2  # increase it when the same input begins to give other rows
-# Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
-PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
+_EXAMPLES = 0  # numbers of the seeds that are derived from the seed of the corpus
+_ORDER = 1
 _GROUP_SHARDS = 4  # input files on disk are read in groups of this many shards' bytes, of documents of twice that
 _MIN_CHUNK_BYTES = 1 << 16  # 64 KiB
 _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
@@ -98,6 +99,16 @@ class BuildRequest:
         names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
         digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
         return {"num_inputs": len(self.inputs), "inputs_sha256": digest}
+
+    @property
+    def example_seed(self) -> int:
+        """Return the seed of the random draws that make examples of documents."""
+        return derive_seed(self.seed, Purpose.CORPUS, _EXAMPLES)
+
+    @property
+    def order_seed(self) -> int:
+        """Return the seed of the order of the documents."""
+        return derive_seed(self.seed, Purpose.CORPUS, _ORDER)
 
     def rules(self) -> Rules:
         """Return the parameters that a worker process needs to turn documents into rows.

@@ -99,8 +99,7 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
         size: [k] length that the permutation should have, for each place.
         seed: 64-bit key; `purpose`, `epoch` and `block`, the last two [k], are the rest of the key.
     """
-    num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
-    num_right = (size + num_left - np.uint64(1)) // num_left  # size / num_left, rounded up
+    num_left, num_right = halves(size)
     left = place // num_right
     right = place % num_right
     for round_number in range(NUM_ROUNDS):
@@ -108,14 +107,21 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
         purpose_and_round = np.uint64(purpose | (round_number << 8))
         if round_number % 2 == 0:
             random_words = philox4x32((right, block, epoch, purpose_and_round), seed)[0]
-            left = (left + _scaled(random_words, num_left)) % num_left
+            left = (left + scaled(random_words, num_left)) % num_left
         else:
             random_words = philox4x32((left, block, epoch, purpose_and_round), seed)[0]
-            right = (right + _scaled(random_words, num_right)) % num_right
+            right = (right + scaled(random_words, num_right)) % num_right
     return left * num_right + right
 
 
-def _scaled(word: Words, limit: Words) -> Words:
+def halves(size: Words) -> tuple[Words, Words]:
+    """Return num_left (root of `size`, rounded up) and num_right (size / num_left, rounded up) for each `size`."""
+    num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    num_right = (size + num_left - np.uint64(1)) // num_left
+    return num_left, num_right
+
+
+def scaled(word: Words, limit: Words) -> Words:
     """Scale uniform random integers from [0, 2**32) to [0, limit): return floor(word / 2**32 * limit).
 
     This is cheaper than the remainder word % limit. Both favour some results slightly, which is negligible while
@@ -137,7 +143,7 @@ class ShardWindow:
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class Epoch:
     """Layout of an epoch: the order of its shards, and where each shard and each window begins.
 
     A window is a group of consecutive shards whose rows are shuffled together. The arrays `shard_start` and
@@ -168,10 +174,10 @@ class RowOrder:
         assert self._rows.size > 0
         assert self._rows.min() > 0
         assert window_shards > 0
-        self._seed = seed
+        self.seed = seed
         self._window_shards = window_shards
         self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
-        self._epochs: dict[int, _Epoch] = {}  # newest layouts; replaced and never changed, so that threads may read it
+        self._epochs: dict[int, Epoch] = {}  # newest layouts; replaced and never changed, so that threads may read it
         self.rows_per_epoch = int(self._corpus_start[-1])
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
@@ -187,7 +193,7 @@ class RowOrder:
         """
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
-        layouts = [(epochs == epoch, self._layout(int(epoch))) for epoch in np.unique(epochs)]
+        layouts = [(epochs == epoch, self.layout(int(epoch))) for epoch in np.unique(epochs)]
 
         # Find the window of each offset: its number, its first offset and its number of rows.
         windows = np.empty_like(offsets)
@@ -203,7 +209,7 @@ class RowOrder:
         places_in_window = permute(
             offsets - window_starts,
             window_sizes,
-            seed=self._seed,
+            seed=self.seed,
             purpose=Purpose.ROW_ORDER,
             epoch=epochs,
             block=windows,
@@ -238,7 +244,7 @@ class RowOrder:
         window of an epoch may have fewer shards.
         """
         epoch, offset = divmod(position, self.rows_per_epoch)
-        layout = self._layout(epoch)
+        layout = self.layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
         epoch_position = epoch * self.rows_per_epoch
         first_shard = window * self._window_shards
@@ -248,7 +254,7 @@ class RowOrder:
             shards=layout.shards[first_shard : first_shard + self._window_shards],
         )
 
-    def _layout(self, epoch: int) -> _Epoch:
+    def layout(self, epoch: int) -> Epoch:
         """Return the order of an epoch's shards, and where each shard and each window begins.
 
         The results for the last `_EPOCHS_KEPT` epochs that were computed are cached.
@@ -265,7 +271,7 @@ class RowOrder:
         self._epochs = layouts
         return layout
 
-    def _lay_out(self, epoch: int) -> _Epoch:
+    def _lay_out(self, epoch: int) -> Epoch:
         """Compute the layout of an epoch: permute the shards, then cut their sequence into windows.
 
         A window has `window_shards` consecutive shards; the last one may have fewer.
@@ -274,7 +280,7 @@ class RowOrder:
         order = permute(
             index=np.arange(num_shards),
             size=np.full(num_shards, num_shards, np.int64),
-            seed=self._seed,
+            seed=self.seed,
             purpose=Purpose.SHARD_ORDER,
             epoch=np.full(num_shards, epoch, np.int64),
             block=np.zeros(num_shards, np.int64),
@@ -283,4 +289,4 @@ class RowOrder:
         shard_start = np.concatenate([[0], np.cumsum(self._rows[shards])])
         # Every `_window_shards`-th shard begins a window; the last edge is the end of the epoch.
         window_edges = np.append(np.arange(0, num_shards, self._window_shards), num_shards)
-        return _Epoch(shards=shards, shard_start=shard_start, window_start=shard_start[window_edges])
+        return Epoch(shards=shards, shard_start=shard_start, window_start=shard_start[window_edges])

@@ -23,6 +23,7 @@ from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
+from launcher.cli.corpus_find import find
 from launcher.cli.corpus_submit import submit
 from launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 
 app.command("submit")(submit)
 app.command("vocab")(train_vocab)
+app.command("find")(find)
 
 Inputs = Annotated[
     list[str],

@@ -229,8 +229,8 @@ def test_an_input_gives_the_corpus_that_this_version_of_the_builder_always_gave(
     result = build_corpus(build_request(folder, heldout_fraction=0.1))
 
     assert result.heldout is not None
-    assert result.manifest.fingerprint == "5e910d66b4dde00e1038aad6b3b428b06ce4afae16fce3007573a0a0e77690bf"
-    assert result.heldout.fingerprint == "0a8157b6e1517677920134c782df238079a3c83fa922a96221d9f253390f8a2a"
+    assert result.manifest.fingerprint == "5be2131e576943603cdac2c53c21468d146a6a78058ff4755fd72a83f1f09297"
+    assert result.heldout.fingerprint == "87554166fa28570e939dfe878aef553758da1ca249ddbccbb5307006509a64f6"
 
 
 def test_inputs_in_another_folder_give_the_same_manifest(

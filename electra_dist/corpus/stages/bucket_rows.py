@@ -21,12 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rules
 from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket
-from electra_dist.corpus.stages.document_order import cell_of_original, cells_of_bucket, copy_key, num_copies
+from electra_dist.corpus.stages.document_order import (
+    cell_of_original,
+    cells_of_bucket,
+    chunk_seed,
+    copy_key,
+    num_copies,
+)
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.text_decoding import RawDocument
 from electra_dist.data.corpus_manifest import ShardEntry
@@ -37,9 +42,8 @@ from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _BLOCK_BYTES = 1 << 20  # size of the blocks of rows within a shard
 _DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a chunk, too
-_TRAIN_STREAM = 0  # numbers of the two random streams of a chunk, from which its seeds are derived
+_TRAIN_STREAM = 0  # numbers of the two streams of random draws of a chunk
 _HELDOUT_STREAM = 1
-_MAX_CHUNKS = 1 << 20  # chunks of a bucket, so that bucket and chunk number together fit in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class RowSettings:
     spills: list[str]  # keys of all spill files
     order: CorpusOrder
     rules: Rules
-    seed: int  # of the build
+    seed: int  # of the examples' random draws
     chunk_bytes: int  # bytes of documents at which a chunk is complete
 
 
@@ -117,15 +121,12 @@ class _RowMaker:
         """Yield the rows of each chunk of a bucket, in order."""
         settings = self._settings
         for number, documents in enumerate(cut_chunks(self._documents(bucket), settings.chunk_bytes)):
-            assert number < _MAX_CHUNKS, "a bucket has too many chunks"
-            chunk_key = bucket * _MAX_CHUNKS + number
-            yield self._processor.process(
-                Chunk(
-                    documents=documents,
-                    seed=derive_seed(settings.seed, Purpose.CORPUS, chunk_key, _TRAIN_STREAM),
-                    heldout_seed=derive_seed(settings.seed, Purpose.CORPUS, chunk_key, _HELDOUT_STREAM),
-                )
+            chunk = Chunk(
+                documents=documents,
+                seed=chunk_seed(settings.seed, bucket, number, _TRAIN_STREAM),
+                heldout_seed=chunk_seed(settings.seed, bucket, number, _HELDOUT_STREAM),
             )
+            yield self._processor.process(chunk)
 
     def _documents(self, bucket: int) -> list[RawDocument]:
         """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat."""

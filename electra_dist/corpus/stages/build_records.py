@@ -26,13 +26,14 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from electra_dist.config import Section, canonical_json
-from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE
 
+# Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
+PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
 _ORDER_KEY = _FOLDER + "order.json"

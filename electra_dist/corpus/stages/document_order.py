@@ -36,6 +36,19 @@ def document_key(order_seed: int, file: int, number: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+def chunk_seed(seed: int, bucket: int, chunk: int, stream: int) -> int:
+    """Return the seed of a stream of random draws for a chunk of documents, in [0, 2**63).
+
+    Args:
+        seed: seed of all chunks.
+        bucket: number of the chunk's bucket.
+        chunk: number of the chunk in its bucket.
+        stream: number of the stream.
+    """
+    digest = blake2b(struct.pack("<QQQQ", seed, bucket, chunk, stream), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def cell_of(key: int) -> int:
     """Return the cell of a key, in [0, NUM_CELLS); cells are ordered as keys are."""
     return key >> _CELL_SHIFT

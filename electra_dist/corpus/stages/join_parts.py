@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from electra_dist.corpus.build_request import PARAMETERS_LEFT_OUT, tokenizer_entry
+from electra_dist.corpus.build_request import tokenizer_entry
 from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
 from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.report.read_counts import add_counts
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
-from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT, BuildRecords, CorpusOrder, FinishedBucket
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, UserError

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from electra_kernels.keyed_random import Purpose, derive_seed
-
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.report.read_counts import of_stream
 from electra_dist.corpus.stages.build_records import BuildRecords, ReadGroup
@@ -29,7 +27,6 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
 _DOCUMENT_BYTES = 64  # added to the size of every document, so that many empty documents fill a spill file, too
-_ORDER_STREAM = 2  # number of the order's random stream; chunk_processor.py has 0 and 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class ReadSettings:
     endpoint_url: str | None  # S3 endpoint of the output
     files: list[InputFile]  # all inputs of the build
     text_field: str
-    seed: int  # of the build
+    order_seed: int  # of the order of the documents
     spill_bytes: int  # bytes of documents at which a spill file is complete
 
 
@@ -55,7 +52,6 @@ def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
     """Return the function that reads a group of input files, writes its spill files and records it."""
     store = open_store(settings.output, settings.endpoint_url)
     records = BuildRecords(store)
-    order_seed = derive_seed(settings.seed, Purpose.CORPUS, 0, _ORDER_STREAM)
 
     def read(task: ReadTask) -> ReadGroup:
         """Read the files of a group, and return the record of the group.
@@ -76,7 +72,7 @@ def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
             _add_to_digest(digest, document)
             if not task.is_check:
                 file = group.files[place]
-                writer.add(OrderedDocument(document_key(order_seed, file, number), file, number, document))
+                writer.add(OrderedDocument(document_key(settings.order_seed, file, number), file, number, document))
         writer.finish()
         record = ReadGroup(
             number=group.number,

@@ -1,0 +1,85 @@
+"""Compute at which positions of a run's sequence of rows a row of the corpus is: the inverse of `RowOrder.locate`.
+
+Guarantee: `locate` of the result gives the row again, and no other position of the epoch does.
+
+How: a round of the Feistel network adds to one half a number that depends on the other half only, so the rounds are
+undone by subtracting the same numbers in reverse order. Cycle walking is undone by walking back until the result is
+below the number of elements.
+
+Cost: a few microseconds per row and epoch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from electra_kernels.keyed_random import Purpose, philox4x32
+
+from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, Words, halves, scaled
+
+
+def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
+    """Return the position of each row in one epoch of a run's sequence, int64 [k].
+
+    Step t of a run with global batch G uses the positions [t * G, (t + 1) * G).
+
+    Args:
+        order: the run's sequence of rows.
+        epoch: number of the epoch, from 0.
+        shards: [k] index of each row's shard in the manifest.
+        rows: [k] number of each row within its shard.
+    """
+    layout = order.layout(epoch)
+    place_of_shard = np.argsort(layout.shards)
+    shuffled = layout.shard_start[place_of_shard[shards]] + rows  # offset of the row, shards laid one after another
+    windows = np.searchsorted(layout.window_start, shuffled, side="right") - 1
+    starts = layout.window_start[windows]
+    places = permute_back(
+        shuffled - starts,
+        layout.window_start[windows + 1] - starts,
+        seed=order.seed,
+        purpose=Purpose.ROW_ORDER,
+        epoch=epoch,
+        block=windows,
+    )
+    return epoch * order.rows_per_epoch + starts + places.astype(np.int64)
+
+
+def permute_back(
+    place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: int, block: Integers
+) -> Words:
+    """Return the index that `row_order.permute` moves to each place, uint64 [k].
+
+    Args:
+        place: [k] numbers; element i is in [0, size[i]).
+        size: [k] length of the permutation of each place.
+        seed: 64-bit key.
+        purpose: whether shards or rows are permuted.
+        epoch: epoch of all places.
+        block: [k] number of the permutation within its epoch.
+    """
+    index = place.astype(np.uint64)
+    sizes = size.astype(np.uint64)
+    blocks = block.astype(np.uint64)
+    unfinished = np.arange(index.size)
+    while unfinished.size:
+        moved = _undo_feistel(index[unfinished], sizes[unfinished], seed, int(purpose), epoch, blocks[unfinished])
+        index[unfinished] = moved
+        unfinished = unfinished[moved >= sizes[unfinished]]
+    return index
+
+
+def _undo_feistel(place: Words, size: Words, seed: int, purpose: int, epoch: int, block: Words) -> Words:
+    """Return each place before one pass through the Feistel network of `row_order.py`."""
+    num_left, num_right = halves(size)
+    left = place // num_right
+    right = place % num_right
+    epochs = np.full(place.size, epoch, np.uint64)
+    for round_number in reversed(range(NUM_ROUNDS)):
+        purpose_and_round = np.uint64(purpose | (round_number << 8))
+        if round_number % 2 == 0:
+            words = philox4x32((right, block, epochs, purpose_and_round), seed)[0]
+            left = (left + num_left - scaled(words, num_left) % num_left) % num_left
+        else:
+            words = philox4x32((left, block, epochs, purpose_and_round), seed)[0]
+            right = (right + num_right - scaled(words, num_right) % num_right) % num_right
+    return left * num_right + right
