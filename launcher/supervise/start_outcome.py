@@ -52,9 +52,13 @@ def outcome(end: StartEnd) -> StartOutcome:
         stop = newest_events["stop"]
         why = f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
         return StartOutcome(code=EXIT_STOPPED, why=why)
+    if "storage" in newest_events:
+        lost = newest_events["storage"]
+        why = f"storage stayed full or away, at step {lost['step']:,}: {lost.get('why', '')}; start again"
+        return StartOutcome(code=EXIT_STOPPED, why=why)
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
-        why = "user error or full disk; fix what the `error:` line above names, then start again"
+        why = "user error; fix what the `error:` line above names, then start again"
         return StartOutcome(code=EXIT_USER_ERROR, why=why)
     if EXIT_UNHEALTHY in codes and end.at_fault:
         why = "this node is unhealthy; see strikes.jsonl in the run folder"
@@ -66,7 +70,7 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no "done" or "stop" event of this start yet.
+    """Return whether all ranks ended well but the ledger has no "done", "stop" or "storage" event of this start yet.
 
     Rank 0, possibly on another node, writes the event to the run folder before it ends, and a shared file system may
     show it late. The caller should then read the ledger again before it takes the end for a crash.
