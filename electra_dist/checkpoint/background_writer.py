@@ -25,6 +25,7 @@ import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState
 from electra_dist.checkpoint.commit import is_older, retain
+from electra_dist.checkpoint.free_space import save_folders, shortage
 from electra_dist.checkpoint.retention import HeldOutScore
 from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor
@@ -174,6 +175,22 @@ class CheckpointWriter:
         """Wait for the last save, raise its error if there was one, and free the host buffer."""
         self.wait()
         self._buffer = None
+
+    def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
+        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have enough.
+
+        Call it on rank 0, after `reserve`. Every rank is taken to save as much as this one.
+
+        Args:
+            num_ranks: ranks of the run, which all write to a target that is a local folder.
+            ranks_on_node: those of them that share this node's staging folder.
+        """
+        assert self._buffer is not None
+        own_bytes = self._buffer.numel() * self._buffer.element_size()
+        staging = self._staging.local_path("checkpoint").parent
+        folders = save_folders(self._targets, staging)
+        num_writers = ranks_on_node if folders == [staging] else num_ranks
+        return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
         """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as tensors.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_manifest import FileEntry, RunState, folder_name
 from electra_dist.checkpoint.commit import commit, submit
+from electra_dist.checkpoint.free_space import nearest_folder
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 from electra_dist.errors import StoreAway
 from electra_dist.store.failure_kinds import is_worth_waiting_for
@@ -134,11 +135,8 @@ def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
         tensors: what will be written.
     """
     needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
-        free_bytes = shutil.disk_usage(folder).free
+        free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free
     except OSError:
         return  # The write itself has the better message.
     if free_bytes < needed_bytes:

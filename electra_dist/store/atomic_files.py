@@ -7,6 +7,7 @@ new ones, and after a crash the file holds one of the two. Callers use it for ev
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing
-from electra_dist.store.failure_kinds import FailureKind, os_failure
+from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failure
 
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 
@@ -94,6 +95,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def disk_problem(folder: Path) -> str:
+    """Return why the disk of a folder takes no new bytes now, such as "read-only file system"; "" if it takes them.
+
+    Nothing is written. A quota is not seen, and a folder that is missing has no problem.
+    """
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        return "" if is_missing else os_failure(error).reason
+    if disk.f_flag & os.ST_RDONLY:
+        return OS_FAILURES[errno.EROFS].reason
+    if disk.f_blocks > 0 and disk.f_bavail == 0:
+        return OS_FAILURES[errno.ENOSPC].reason
+    return ""
 
 
 @contextlib.contextmanager

@@ -25,12 +25,14 @@ from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
+from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.node_strikes import node_name
+from electra_dist.run.number_formats import format_duration
 from electra_dist.schedule import value_at
 from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
@@ -55,6 +57,7 @@ _ENDINGS: dict[int | None, Ending] = {
 }
 _SILENT_READ_S = 10.0  # a longer wait for rows is reported as one for storage
 _SILENT_SAVE_S = 60.0  # so is a longer wait for the previous checkpoint
+_SPACE_EVERY_S = 60.0  # between two looks at the space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
@@ -137,6 +140,8 @@ class Trainer:
                 self.reporter.rolled_back(*missed_rollback)
             self.checkpointer.writer.on_commit = self._committed
             self.checkpointer.writer.before_commit = self.reporter.before_commit
+        self._next_look_at_space = time.monotonic()
+        self._warned_of_save = 0  # step of the save about whose space a line was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
@@ -325,6 +330,31 @@ class Trainer:
         observation = self.monitor.look(forward_s)
         if self.reporter:
             self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
+            self._look_at_space(self.reporter)
+
+    def _look_at_space(self, reporter: Reporter) -> None:
+        """Log if the next checkpoint has too little space, once for each checkpoint. Rank 0 only.
+
+        The disks are looked at every `_SPACE_EVERY_S` seconds.
+
+        Args:
+            reporter: receives the line.
+        """
+        now = time.monotonic()
+        if now < self._next_look_at_space:
+            return
+        self._next_look_at_space = now + _SPACE_EVERY_S
+        next_save = min(self.schedule.next_due(self.state.step), self.config.train.num_steps)
+        problem = self.checkpointer.writer.space_shortage(dist.get_world_size(), ranks_on_this_node())
+        if not problem or next_save == self._warned_of_save:
+            return
+        self._warned_of_save = next_save
+        step_s = self.monitor.step_s
+        when = "" if step_s is None else f", in about {format_duration((next_save - self.state.step) * step_s)},"
+        reporter.note(
+            f"the checkpoint at step {next_save:,}{when} will not fit: {problem}; free space there, otherwise the run "
+            f"waits for it at most {self.config.cluster.storage_patience_s:g} s and then ends with exit code 75"
+        )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows and report the result on rank 0. Collective.

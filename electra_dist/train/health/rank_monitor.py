@@ -147,6 +147,11 @@ class RankMonitor:
         elif waited_s > longest_s:
             self.waits_for_storage(f"{subject}: no progress for {waited_s:.0f} s")
 
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of the newest steps; None until enough steps are done."""
+        return self._heartbeat.last.step_s
+
     def _set_collective_timeout(self, limit_s: float) -> None:
         """Set the timeout of collectives, in seconds, on all process groups of this rank."""
         self._collective_limit_s = limit_s
