@@ -27,6 +27,7 @@ from electra_dist.errors import (
     error_line,
 )
 from electra_dist.run.folder import is_run_folder
+from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 
 
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_config(args.config, args.set)
-        if not is_run_folder(Path(config.run_dir)):
+        patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
+        if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)
         if not args.dry_run:
             return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
