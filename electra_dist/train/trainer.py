@@ -302,6 +302,7 @@ class Trainer:
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
         with self.clock.step():
             batch = loader.next()
+            self.monitor.waits_for_storage("")  # if it was reported to wait, it does not any more
             result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
         self.clock.waited_for_data(loader.wait_s)
         if result.fault:
@@ -399,6 +400,7 @@ class Trainer:
             self.reporter.saving()
             self.stop.saved()
         timing = self.checkpointer.save(self.state)
+        self.monitor.waits_for_storage("")
         self.clock.stalled(timing.wait_s + timing.stall_s)
         if self.reporter and timing.wait_s > _LONG_WAIT_S:
             self.reporter.note(

@@ -4,7 +4,7 @@
 
 A small tmpfs lies under each folder that a run writes to, in turn. While a step is computed it is filled to the last
 byte or made read-only, and later freed. S3 is taken away by a proxy that is stopped and started again. The drill needs
-root, to mount, and an S3 server (radosgw or moto) for the cases with S3. It prints a table and exits with 1 if a
+root, to mount, and the extra test (moto) for the cases with S3. It prints a table and exits with 1 if a
 verdict is bad. --only runs the cases with these names or, if none has, with these words in their names.
 """
 
@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import deepspeed  # noqa: F401  (the runs are forks of this process, which imports everything once)
 from support.fault_server import FaultPlan, FaultProxy
 from support.real_runs import DrillVerdict, print_verdicts, read_losses, write_corpus, write_tiny_config
-from support.s3_server import best_kind, make_bucket, running_s3
+from support.s3_server import make_bucket, running_s3
 from support.small_disks import (
     Watched,
     can_mount,
@@ -227,8 +227,9 @@ class Outage:
 @contextlib.contextmanager
 def s3_run(drill: Drill, name: str, **settings: object) -> Iterator[tuple[Path, Path, Outage]]:
     """Yield config and run folder of a run with corpus and checkpoints on S3, and the outage to cause."""
-    with running_s3(best_kind()) as server:
-        bucket = make_bucket(server)
+    with running_s3("moto") as server:
+        bucket = make_bucket(server.endpoint_url, server.env, "drill")
+        os.environ.update(server.env)
         write_corpus(f"{bucket}/corpus", [16] * 20, endpoint_url=server.endpoint_url)
         write_corpus(f"{bucket}/corpus/heldout", [16] * 2, seed=3, endpoint_url=server.endpoint_url)
         outage = Outage(server.endpoint_url)
@@ -244,7 +245,6 @@ def s3_run(drill: Drill, name: str, **settings: object) -> Iterator[tuple[Path, 
                 **settings,
             },
         )
-        os.environ.update(server.env)
         yield config, run_dir, outage
 
 

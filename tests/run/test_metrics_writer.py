@@ -116,7 +116,6 @@ def test_tensorboard_shows_each_step_once_with_the_values_of_the_newest_start_an
             writer.write(step_record(step=step, lr=lr, mfu=None, grad_norm=float("nan")))
         writer.write(eval_record(step=last_step))
         writer.sync()
-        writer.flush_tensorboard()
         writer.close()
         writer.close()  # a second close does nothing
 

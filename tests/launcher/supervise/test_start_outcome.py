@@ -24,6 +24,8 @@ def end(*events: str, **fields: Any) -> StartEnd:
         (end("start", "stop", codes={0: 75, 1: 75}), 75),
         (end("start", "stop", codes={0: 75}), 75),
         (end("start", "storage", codes={0: 75, 1: 75}), 75),
+        (end("start", codes={0: 75, 1: 75}), 75),  # the disk of the ledger refused the event
+        (end("start", codes={0: 75, 1: 0}), 1),
         (end("start", "storage", codes={0: 75}), 75),  # rank 1 hung in a collective and was killed
         (end("start", "crash", codes={0: 1}), 1),
         (end("start"), 1),
