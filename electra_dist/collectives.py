@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from electra_dist.errors import UserError
+from electra_dist.errors import StorageLost, UserError
 
 T = TypeVar("T")
 
@@ -29,16 +29,16 @@ def from_rank_0(function: Callable[[], T]) -> T:
         function: Called without arguments; its value must be picklable.
 
     Raises:
-        UserError: `function` raised it on rank 0; every rank raises a copy of that error. Any other exception is
+        UserError, StorageLost: `function` raised it on rank 0; every rank raises a copy. Any other exception is
             raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
     value: T | None = None
-    error: UserError | None = None
+    error: UserError | StorageLost | None = None
     if dist.get_rank() == 0:
         try:
             value = function()
-        except UserError as user_error:
-            error = user_error
+        except (UserError, StorageLost) as known_error:
+            error = known_error
     message: list[Any] = [value, error]
     dist.broadcast_object_list(message)  # On the other ranks it replaces the elements of the list.
     value, error = message

@@ -10,7 +10,7 @@ from __future__ import annotations
 EXIT_DONE = 0  # The target step is reached; do not requeue.
 EXIT_CRASH = 1  # Requeue as long as the run makes progress.
 EXIT_UNHEALTHY = 69  # This node or GPU is unhealthy; requeue without it.
-EXIT_STOPPED = 75  # The run stopped early on purpose (signal, deadline or stop file); requeue.
+EXIT_STOPPED = 75  # Stopped early on purpose (signal, deadline, stop file), or storage stayed away; requeue.
 EXIT_USER_ERROR = 78  # The configuration or the data is wrong; do not requeue.
 
 
@@ -75,10 +75,26 @@ class StoreMissing(StoreError):
     """
 
 
-class StoreExhausted(StoreError):
+class StoreAway(StoreError):
+    """Error for storage that is full, read-only or does not respond, and that may come back within minutes.
+
+    A run waits for it, up to `cluster.storage_patience_s`. The message names the path or URL, the reason and the next
+    step.
+    """
+
+
+class StoreExhausted(StoreAway):
     """Error for an object in a store that could not be read or written correctly after all retries.
 
     The message names the object, the last error and the next step.
+    """
+
+
+class StorageLost(Exception):
+    """Error for storage that stayed full, read-only or silent for longer than `cluster.storage_patience_s`.
+
+    It is no error of the user's: the run ends with exit code 75 and is started again later. The message names the
+    first failure, because later ones are often its consequences.
     """
 
 

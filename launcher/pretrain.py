@@ -17,8 +17,17 @@ from typing import NoReturn
 from electra_dist.config import Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    StorageLost,
+    StoreAway,
+    UserError,
+    error_line,
+)
 from electra_dist.run.folder import is_run_folder
+from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 
 
@@ -32,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         An exit code of `electra_dist/errors.py`: 0 for done (also after `--dry-run`), 69 for an unhealthy node, 75
-        for stopped on request, or 78 for a user's error.
+        for stopped on request or for lack of storage, or 78 for a user's error.
     """
     args = _parse(argv)
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         config = load_config(args.config, args.set)
-        if not is_run_folder(Path(config.run_dir)):
+        patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
+        if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)
         if not args.dry_run:
             return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
@@ -48,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print_plan(config)
         return EXIT_DONE
+    except (StorageLost, StoreAway) as error:
+        if is_first_rank:
+            print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     except UserError as error:
         if is_first_rank:
             print(error_line(error), file=sys.stderr, flush=True)
@@ -80,7 +94,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
     has_begun = True
     try:
         return run(config, accept_new_numerics, _predict_rows, from_scratch)
-    except UserError:
+    except (UserError, StorageLost):
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
     finally:

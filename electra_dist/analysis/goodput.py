@@ -35,7 +35,7 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_duration
 
 STARTS = ("start", "resume")
-_PROGRESS_EVENTS = ("checkpoint", "stop", "done", "crash", "unhealthy", "rollback")  # they hold `spent_s`
+_PROGRESS_EVENTS = ("checkpoint", "stop", "storage", "done", "crash", "unhealthy", "rollback")  # they hold `spent_s`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Detect hung ranks: a rank is hung if its last heartbeat is older than the limit of the phase that it is in.
 
 A heartbeat is a small record that each rank writes at every step and at every change of its phase. It contains the
-phase: setup, step, checkpoint, eval or done.
+phase: setup, step, checkpoint, eval, storage or done. In phase storage a rank waits for storage that is full or away.
 
 Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is a multiple of the rank's
 own step time, which is measured during the run; the other phases have fixed limits in seconds.
@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import Beat, Phase
 
+STORAGE_MARGIN_S = 300.0  # by which a rank may exceed its patience, with a try of an S3 request that is under way
+
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
     """Limits for the silence of a rank: seconds without a heartbeat, in each phase, after which it counts as hung.
 
-    A rank writes the phase that it is in (setup, step, checkpoint, eval or done) into each of its heartbeats.
+    A rank writes the phase that it is in (setup, step, checkpoint, eval, storage or done) into each of its heartbeats.
     """
 
     setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
@@ -28,6 +30,7 @@ class HangLimits:
     step_floor_s: float = 30.0  # ... but at least this, because a step may wait for a shard
     checkpoint_s: float = 600.0
     eval_s: float = 600.0
+    storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, from its beginning and not from the last beat
 
     def of(self, beat: Beat) -> float:
         """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done.
@@ -41,6 +44,8 @@ class HangLimits:
         """
         if beat.phase == "done":
             return float("inf")
+        if beat.phase == "storage":
+            return self.storage_s
         if beat.phase == "checkpoint":
             return self.checkpoint_s
         if beat.phase == "eval":
@@ -75,6 +80,7 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
         step_floor_s=cluster.hang_step_floor_s,
         checkpoint_s=cluster.hang_checkpoint_s,
         eval_s=cluster.hang_eval_s,
+        storage_s=cluster.storage_patience_s + STORAGE_MARGIN_S,
     )
 
 
@@ -107,7 +113,8 @@ def hung(
     A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
     itself is in (`HangLimits.of`), with one exception. A rank in its first step after a checkpoint or an evaluation
     may wait in a collective for another rank that is still in that phase, for example for rank 0 while it writes a
-    checkpoint. The waiting rank then gets the longer of both limits: its own and that of the rank it waits for.
+    checkpoint. The waiting rank then gets the longer of both limits: its own and that of the rank it waits for. While
+    a rank waits for storage (phase "storage"), all ranks may wait as long as it may, from the begin of its wait on.
 
     The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
 
@@ -118,8 +125,8 @@ def hung(
         started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
         read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
-            It is called only if a rank exceeds its own limit in the first step after a change of phase. The default
-            returns none, so the exception above does not apply.
+            It is called only if a rank exceeds its own limit. The default returns none, so the exceptions above do not
+            apply.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     # `_silence` applies the exception for ranks that wait for others.
@@ -140,7 +147,8 @@ def _silence(beat: Beat, now: float, limits: HangLimits, read_all_beats: Callabl
     Usually the silence is counted from the rank's newest heartbeat, and the limit is that of its own phase. If the
     rank exceeds this limit in its first step after a change of phase, it may be waiting for other ranks in a
     collective. Its silence is then counted from the newest change of phase of any rank, if that is later. If some
-    ranks are still in a checkpoint or an evaluation, the longest of their limits and its own applies.
+    ranks are still in a checkpoint or an evaluation, the longest of their limits and its own applies. The silence of a
+    rank that waits for storage, or for another rank that does, is counted from the begin of that wait.
 
     Args:
         beat: the newest heartbeat of the rank.
@@ -148,12 +156,18 @@ def _silence(beat: Beat, now: float, limits: HangLimits, read_all_beats: Callabl
         limits: the longest silence that each phase allows.
         read_all_beats: reads the newest heartbeats of the ranks of all nodes.
     """
-    silent_since = beat.time
+    silent_since = beat.phase_since if beat.phase == "storage" else beat.time
     limit_s = limits.of(beat)
     exceeds_own_limit = now - silent_since > limit_s
-    if exceeds_own_limit and _is_first_of_step_phase(beat):
-        # It may wait for ranks in a checkpoint or evaluation. Heartbeats of an earlier attempt do not count.
+    all_beats: list[Beat] = []
+    if exceeds_own_limit:
+        # It may wait for other ranks. Heartbeats of an earlier attempt do not count.
         all_beats = [other for other in read_all_beats() if other.attempt == beat.attempt]
+    waits_for_storage = [other for other in all_beats if other.phase == "storage"]
+    if waits_for_storage:
+        silent_since = max(other.phase_since for other in waits_for_storage)
+        limit_s = max(limit_s, limits.storage_s)
+    elif exceeds_own_limit and _is_first_of_step_phase(beat):
         busy_beats = [other for other in all_beats if other.phase in ("checkpoint", "eval")]
         silent_since = max([silent_since, *(other.phase_since for other in all_beats)])
         limit_s = max([limit_s, *(limits.of(other) for other in busy_beats)])

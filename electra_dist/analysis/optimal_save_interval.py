@@ -63,7 +63,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
             if previous_end in ("crash", "unhealthy", _UNKNOWN_END):
                 num_interruptions += 1
             previous_end = _UNKNOWN_END  # until an event records the end of this start
-        elif event["event"] in ("stop", "done", "crash", "unhealthy", "rollback"):
+        elif event["event"] in ("stop", "storage", "done", "crash", "unhealthy", "rollback"):
             previous_end = event["event"]
     return num_interruptions
 

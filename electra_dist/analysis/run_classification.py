@@ -47,8 +47,8 @@ def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
 
     Returns:
         "finished", "living" (it runs), "held" (in the queue until a person releases it), "waiting" (in the queue),
-        "stopped" (on request), "dead" (it ended with a fault, or has been silent for `evidence.patience_s`) or "not
-        begun" (no event and no sign of life).
+        "stopped" (on request, or because storage stayed away), "dead" (it ended with a fault, or has been silent for
+        `evidence.patience_s`) or "not begun" (no event and no sign of life).
     """
     if any(event["event"] == "done" for event in ledger):
         return "finished"
@@ -65,7 +65,7 @@ def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
     if not ledger and evidence.sign_of_life is None:
         return "not begun"
     last_event = ledger[-1]["event"] if ledger else ""
-    if last_event == "stop":
+    if last_event in ("stop", "storage"):
         return "stopped"
     if last_event in ("crash", "unhealthy"):
         return "dead"

@@ -9,8 +9,8 @@ Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines a
 allocates it before the first save. `benchmarks/checkpoint.py` measures how long a save holds up training. At most one
 save is in flight: the next one waits for it, and reports how long it waited.
 
-Limits: a target that cannot be written ends the run. To go on would leave the user with fewer copies than the config
-asks for, without notice.
+Limits: a target that stays full or away for longer than `cluster.storage_patience_s` ends the run, once the other
+targets have the checkpoint. To go on would leave the user with fewer copies than the config asks for, without notice.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState, folder_name
-from electra_dist.checkpoint.commit import commit, is_older, retain, submit
+from electra_dist.checkpoint.checkpoint_manifest import KINDS, RunState
+from electra_dist.checkpoint.commit import is_older, retain
+from electra_dist.checkpoint.free_space import save_folders, shortage
 from electra_dist.checkpoint.retention import HeldOutScore
-from electra_dist.checkpoint.tensor_file import Fragment, Tensor, write_tensor_file
+from electra_dist.checkpoint.save import Save
+from electra_dist.checkpoint.tensor_file import Fragment, Tensor
 from electra_dist.config import CheckpointConfig
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
+from electra_dist.store.patience import Patience
+
+_WAIT_SLICE_S = 1.0  # between two calls of `on_wait`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,7 @@ class CheckpointWriter:
         attempt: int,
         policy: CheckpointConfig,
         rollback_steps: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
 
@@ -72,7 +78,9 @@ class CheckpointWriter:
             policy: the section `checkpoint` of the config, which decides what rank 0 keeps after each commit.
             rollback_steps: rank 0 also keeps the newest checkpoint that is at least this many steps older than the
                 newest one, so that a rollback always has a checkpoint to go back to.
+            patience: how long a save waits for targets that are full or away; None: not at all.
         """
+        self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
         self._staging = LocalStore(staging)
         self._rank = rank
@@ -80,10 +88,18 @@ class CheckpointWriter:
         self._rollback_steps = rollback_steps
         self.on_commit: Callable[[RunState, SaveTiming, float], None] = lambda state, timing, seconds: None
         """Called on rank 0, in the writing thread, after each commit; `seconds` is the time since its save began."""
+        self.before_commit: Callable[[], None] = lambda: None
+        """Called on rank 0, in the writing thread, before each commit; it may raise StoreAway, and is called again."""
+        self.on_wait: Callable[[float], None] = lambda seconds: None
+        """Called about every second while `wait` waits, with the seconds waited so far."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
         self._scores: list[dict[str, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
+        self._patience.call(lambda: self._clear_staging(attempt))
+
+    def _clear_staging(self, attempt: int) -> None:
+        """Delete from the staging folder what starts of the run before number `attempt` have left there."""
         for key in self._staging.list("step-"):
             if is_older(key, attempt):
                 self._staging.delete(key)
@@ -139,17 +155,42 @@ class CheckpointWriter:
         checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet.
         """
         if self._thread is not None:
-            self._thread.join()
+            begin = time.perf_counter()
+            self._thread.join(_WAIT_SLICE_S)
+            while self._thread.is_alive():
+                self.on_wait(time.perf_counter() - begin)
+                self._thread.join(_WAIT_SLICE_S)
             self._thread = None
         if self._error is not None:
             error = self._error
             self._error = None
             raise error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the newest save has ended with an error, which the next call of `wait` raises."""
+        return self._error is not None
+
     def close(self) -> None:
         """Wait for the last save, raise its error if there was one, and free the host buffer."""
         self.wait()
         self._buffer = None
+
+    def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
+        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have enough.
+
+        Call it on rank 0, after `reserve`. Every rank is taken to save as much as this one.
+
+        Args:
+            num_ranks: ranks of the run, which all write to a target that is a local folder.
+            ranks_on_node: those of them that share this node's staging folder.
+        """
+        assert self._buffer is not None
+        own_bytes = self._buffer.numel() * self._buffer.element_size()
+        staging = self._staging.local_path("checkpoint").parent
+        folders = save_folders(self._targets, staging)
+        num_writers = ranks_on_node if folders == [staging] else num_ranks
+        return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
         """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as tensors.
@@ -179,47 +220,81 @@ class CheckpointWriter:
         """
         try:
             begin = time.perf_counter()
-            self._write(state, tensors)
+            self._store_everywhere(state, tensors)
             if self._rank == 0:
-                self._commit_everywhere(state, timing, begin)
+                self.on_commit(state, timing, time.perf_counter() - begin)
+                self._delete_old(state.attempt)
         except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
             self._error = error
 
-    def _commit_everywhere(self, state: RunState, timing: SaveTiming, begin: float) -> None:
-        """Commit the checkpoint on every target, call `on_commit`, then delete old checkpoints. Rank 0 only.
+    def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
+        """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target.
+
+        Targets that are full or away do not hold up the others: they are tried again until the patience ends.
+
+        Args:
+            state: the part of the checkpoint that is not tensors, such as its step.
+            tensors: this rank's part of the state, in host memory.
+
+        Raises:
+            StorageLost: a target stayed away too long; the others have the checkpoint.
+        """
+        save = Save(self._rank, state, tensors, self._staging, self._targets)
+        stages: list[Callable[[], Exception | None]] = [save.store]
+        if self._rank == 0:
+            stages = [save.store, lambda: _failure_of(self.before_commit), lambda: save.commit(self._must_give_up)]
+        with self._patience.outage() as outage:
+            while True:
+                failure = _first_failure(stages)
+                if failure is None:
+                    break
+                outage.wait_after(failure)
+        save.delete_staged()
+
+    def _must_give_up(self) -> bool:
+        """Return whether the run ends, so that nothing must be waited for any more."""
+        return self._patience.is_abandoned
+
+    def _delete_old(self, attempt: int) -> None:
+        """Delete the checkpoints that are not kept, on every target. Rank 0 only.
 
         No old checkpoint is deleted before all targets have the new one.
 
         Args:
-            state: the part of the checkpoint that is not tensors, such as its step.
-            timing: how long this save held up training; passed to `on_commit`.
-            begin: value of `time.perf_counter()` when the thread began this save; `on_commit` receives the seconds
-                since.
+            attempt: number of this start of the run.
         """
-        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
-        for target in self._targets:
-            commit(target, state, saved_at)
-        self.on_commit(state, timing, time.perf_counter() - begin)
         for target, scores in zip(self._targets, self._scores):
-            retain(target, self._policy, self._rollback_steps, state.attempt, scores)
+            self._patience.call(
+                lambda target=target, scores=scores: retain(  # type: ignore[misc]
+                    target, self._policy, self._rollback_steps, attempt, scores
+                )
+            )
 
-    def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's tensor file in every target, and then the file's manifest entry (its size and digests).
 
-        The tensor file is written only once: into the first target that is a local folder or, if no target is one,
-        into the staging folder. From there it is uploaded to the other targets. A file in the staging folder is
-        deleted afterwards.
-        """
-        folder = folder_name(state.step, state.attempt)
-        key = f"{folder}/rank-{self._rank:05d}.safetensors"
-        path_in_target = [target.local_path(key) for target in self._targets]  # None for a target on S3
-        local_paths = [path for path in path_in_target if path is not None]
-        written_path = local_paths[0] if local_paths else self._staging.local_path(key)
-        entry = write_tensor_file(written_path, tensors)
-        for target, path in zip(self._targets, path_in_target):
-            has_file = path == written_path
-            if not has_file:
-                target.upload(written_path, key)
-            submit(target, folder, self._rank, entry)
-        if not local_paths:
-            self._staging.delete(key)
+def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:
+    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed.
+
+    A stage that does not depend on the one that failed is run nevertheless, but nothing is committed before its
+    metrics are on the disk.
+    """
+    first_failure = None
+    for stage in stages:
+        failure = stage()
+        if failure is None:
+            continue
+        if first_failure is None:
+            first_failure = failure
+        if stage is not stages[0]:
+            break
+    return first_failure
+
+
+def _failure_of(action: Callable[[], None]) -> Exception | None:
+    """Call `action`, and return its error if that is worth a wait; None if it succeeds. Other errors are raised."""
+    try:
+        action()
+    except Exception as error:
+        if not is_worth_waiting_for(error):
+            raise
+        return error
+    return None

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import MappingProxyType
 
@@ -40,7 +40,7 @@ from electra_dist.checkpoint.checkpoint_manifest import (
 )
 from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
-from electra_dist.errors import OtherNumerics, StoreError, TornCheckpoint, UserError
+from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
@@ -255,7 +255,14 @@ def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
     target.write(_entry_key(folder, rank), digest + b"\n" + data)
 
 
-def commit(target: Store, state: RunState, saved_at: str) -> None:
+def commit(
+    target: Store,
+    state: RunState,
+    saved_at: str,
+    *,
+    is_repeated: bool = False,
+    give_up: Callable[[], bool] = lambda: False,
+) -> None:
     """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
 
     The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank
@@ -265,6 +272,9 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
         target: the store; every rank has written its tensor file to it, or is about to.
         state: run state of the checkpoint; its step, attempt and world size decide which files are expected.
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
+        is_repeated: whether this process has tried to commit this checkpoint on this target before. A manifest of this
+            start of the run is then its own, and what is left to do is done.
+        give_up: asked while the entries are waited for; True raises TimeoutError.
 
     Raises:
         Fenced: a newer start of the run exists, or another process has created this manifest. If the newer start began
@@ -275,7 +285,10 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
     """
     folder = folder_name(state.step, state.attempt)
     keys = [_entry_key(folder, rank) for rank in range(state.world_size)]
-    _wait_for(target, folder, keys)
+    if is_repeated and target.exists(f"{folder}/{MANIFEST}"):
+        _delete_entries(target, state.attempt, keys)
+        return
+    _wait_for(target, folder, keys, give_up)
     files = tuple(_read_entry(target, key) for key in keys)
     manifest = Manifest(saved_at=saved_at, state=state, files=files)
     manifest.check_coverage()
@@ -285,7 +298,16 @@ def commit(target: Store, state: RunState, saved_at: str) -> None:
             f"{target.url}/{folder}: another process has committed this checkpoint; "
             f"stop all processes of this run, then start it once"
         )
-    check_fence(target, state.attempt)  # before the deletion: a newer start may have begun during the commit
+    _delete_entries(target, state.attempt, keys)
+
+
+def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
+    """Delete the entries of a committed checkpoint, unless a newer start of the run began during the commit.
+
+    Raises:
+        Fenced: a newer start of the run exists.
+    """
+    check_fence(target, attempt)
     for key in keys:
         target.delete(key)
 
@@ -344,9 +366,14 @@ def held_out_score(target: Store, folder: str) -> HeldOutScore:
     """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records.
 
     Both are None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
+
+    Raises:
+        StoreAway: the store is full or away; the best checkpoint must not be deleted for that.
     """
     try:
         state = read_manifest(target, folder).state
+    except StoreAway:
+        raise
     except (TornCheckpoint, StoreError):
         return NOT_EVALUATED
     loss = state.eval_rtd_loss if state.eval_loss is None else state.eval_loss
@@ -354,11 +381,12 @@ def held_out_score(target: Store, folder: str) -> HeldOutScore:
     return HeldOutScore(context_auc=state.eval_context_auc, loss=loss or None)
 
 
-def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
+def _wait_for(target: Store, folder: str, keys: Sequence[str], give_up: Callable[[], bool]) -> None:
     """List a checkpoint's folder again and again until all `keys` are in it; the pause grows from 0.02 s to 1 s.
 
     Raises:
-        TimeoutError: a key is missing after `ENTRY_TIMEOUT_S` seconds; the message names the first one.
+        TimeoutError: a key is missing after `ENTRY_TIMEOUT_S` seconds, or `give_up` returns True; the message names
+            the first one.
     """
     deadline = time.monotonic() + ENTRY_TIMEOUT_S
     poll_s = _POLL_S
@@ -366,11 +394,11 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str]) -> None:
         missing_keys = set(keys) - set(target.list(f"{folder}/"))
         if not missing_keys:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or give_up():
             name = PurePosixPath(min(missing_keys)).name
             raise TimeoutError(
                 f"checkpoint {target.url}/{folder} was not committed: its file {name} was not written within "
-                f"{ENTRY_TIMEOUT_S:.0f} s; look for the error of that rank in the run's output"
+                f"{ENTRY_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in the output"
             )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)

@@ -25,7 +25,8 @@ from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, rea
 from electra_dist.checkpoint.file_reader import fill
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
-from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 
 # Fields of RunState in which a checkpoint must equal the run -> what differs otherwise, for the message.
@@ -62,6 +63,7 @@ class _Fault(NamedTuple):
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
+    is_away: bool = False  # whether the store may be readable again within minutes
 
 
 def load_newest(
@@ -91,10 +93,11 @@ def load_newest(
     Raises:
         UserError: there are checkpoints, and none of them can be used; the message lists them.
         StoreError: a checkpoint cannot be read, and no other target has it. No older one is loaded, to lose no steps.
+            It is StoreAway, on all ranks, if the call may be repeated when the store is back.
     """
     rejected: list[tuple[_Candidate, str]] = []  # each damaged checkpoint, and what is wrong with it
     unreadable: _Candidate | None = None
-    unreadable_reason = ""
+    unreadable_fault: _Fault | None = None
     for candidate in from_rank_0(lambda: _newest_first(targets)):
         if unreadable is not None and not candidate.is_copy_of(unreadable):
             break  # no further target has a copy; an older checkpoint would lose steps
@@ -110,9 +113,10 @@ def load_newest(
             rejected.append((candidate, damages[0]))
         else:
             unreadable = candidate
-            unreadable_reason = faults[0].text
-    if unreadable is not None:
-        raise StoreError(unreadable_reason)
+            unreadable_fault = faults[0]
+    if unreadable_fault is not None:
+        error_class = StoreAway if unreadable_fault.is_away else StoreError
+        raise error_class(unreadable_fault.text)
     if rejected:
         raise _none_is_good(targets, rejected)
     return None, []
@@ -290,7 +294,7 @@ def _read_own_part(
     except (TornCheckpoint, StoreMissing) as error:
         return None, _Fault(str(error), proves_damage=True)
     except StoreError as error:
-        return None, _Fault(str(error), proves_damage=False)
+        return None, _Fault(str(error), proves_damage=False, is_away=is_worth_waiting_for(error))
     if faults:
         return None, _Fault(faults[0], proves_damage=True)
     return manifest.state, None

@@ -184,6 +184,13 @@ class ClusterConfig(Section):
         default=600.0,
         description="Seconds without a heartbeat after which a rank counts as hung during an evaluation.",
     )
+    storage_patience_s: Annotated[float, Field(ge=0)] = Field(
+        default=900.0,
+        description="Seconds for which a run waits for storage that is full, read-only or does not respond, before it "
+        "ends with exit code 75 and the ledger event storage. Each failed try counts from its end, so the tries of S3 "
+        "requests (minutes) come on top. Collectives of ranks that wait for others time out later than this. 0: the "
+        "run ends at the first failure.",
+    )
     max_fruitless_restarts: Positive = Field(
         default=3,
         description="Number of restarts in a row that may end without having saved a checkpoint. After them the run "

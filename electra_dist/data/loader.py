@@ -16,10 +16,11 @@ Limits: W must divide G. The thread is a daemon; `close` ends it.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 
 _DEPTH = 2  # Number of steps read ahead.
 _LOCATED = 16  # Number of steps whose rows are located together.
+_WAIT_SLICE_S = 1.0  # Between two calls of `on_wait`.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for a thread that is in the middle of a read.
 
 
@@ -68,6 +70,8 @@ class RowLoader:
         world_size: int,
         start_step: int,
         skip_steps: Collection[int] = (),
+        call: Callable[[Callable[[], RowBatch]], RowBatch] = lambda read: read(),
+        on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
         """Start the thread that reads ahead.
 
@@ -81,6 +85,9 @@ class RowLoader:
             start_step: First step to load, counted from 0.
             skip_steps: Steps for which `next` returns no batch. Their rows are not used, and the rows of all other
                 steps do not shift.
+            call: Calls the function that reads a batch, and may call it again after an error; the background thread
+                uses it. The default calls it once.
+            on_wait: Called about every second while `next` waits, with the seconds waited so far.
 
         Raises:
             UserError: The number of ranks does not divide the global batch.
@@ -92,6 +99,8 @@ class RowLoader:
         assert 0 <= rank < world_size
         assert start_step >= 0
         self.wait_s = 0.0  # seconds that `next` has waited for batches in total
+        self._call = call
+        self._on_wait = on_wait
         self._cache = cache
         self._order = order
         self._global_batch = global_batch
@@ -121,12 +130,20 @@ class RowLoader:
         """
         if self._failure is None:
             start = time.monotonic()
-            item = self._queue.get()
+            item = self._take(start)
             self.wait_s += time.monotonic() - start
             if isinstance(item, RowBatch):
                 return item
             self._failure = item
         raise self._failure
+
+    def _take(self, start: float) -> RowBatch | BaseException:
+        """Take a batch or an error out of the queue, and call `on_wait` about every second until there is one."""
+        while True:
+            try:
+                return self._queue.get(timeout=_WAIT_SLICE_S)
+            except queue.Empty:
+                self._on_wait(time.monotonic() - start)
 
     @property
     def refetches(self) -> int:
@@ -161,7 +178,7 @@ class RowLoader:
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
-                    self._queue.put(self._read(step))
+                    self._queue.put(self._call(functools.partial(self._read, step)))
                 step += 1
         except BaseException as error:  # noqa: BLE001 - `next` raises it in the training thread.
             self._queue.put(error)

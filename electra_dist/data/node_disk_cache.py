@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from electra_dist.data.corpus_manifest import ShardEntry
-from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, readable, writable
 from electra_dist.store.interface import Store
 
@@ -69,8 +69,9 @@ class NodeCache:
             verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
 
         Raises:
-            StoreError: The store or the folder refuses access, or the disk is full.
-            StoreExhausted: All retries failed, or the bytes had a wrong SHA-256 several times in a row.
+            StoreAway: The disk is full, or all retries failed (StoreExhausted).
+            StoreError: The store or the folder refuses access.
+            ManifestMismatch: The bytes had a wrong SHA-256 several times in a row.
         """
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
@@ -92,8 +93,9 @@ class NodeCache:
         The caller must hold the shard's lock, so that no other process writes the same files.
 
         Raises:
-            StoreError: The store refuses access, or the disk is full.
-            StoreExhausted: The SHA-256 was wrong `_FETCHES` times, or all retries of a download failed.
+            StoreAway: The disk is full, or all retries of a download failed (StoreExhausted).
+            StoreError: The store refuses access.
+            ManifestMismatch: The SHA-256 was wrong `_FETCHES` times.
         """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
         for _ in range(_FETCHES):
@@ -104,7 +106,7 @@ class NodeCache:
                 return
             unverified.unlink()
             self.refetches += 1
-        raise StoreExhausted(
+        raise ManifestMismatch(
             f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times in a row: their sha256 is not "
             f"{entry.sha256[:12]}..., which corpus.json lists; restore this shard or build the corpus again"
         )
@@ -116,7 +118,7 @@ class NodeCache:
         are deleted, the call succeeds and the folder becomes larger than the limit.
 
         Raises:
-            StoreError: The disk has less than `needed_bytes` free although all unused shards are deleted.
+            StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
         """
         if self._excess_bytes(needed_bytes) <= 0:
             return
@@ -128,7 +130,7 @@ class NodeCache:
                 _delete_unless_in_use(path)
         free_bytes = shutil.disk_usage(self._directory).free
         if free_bytes < needed_bytes:
-            raise StoreError(
+            raise StoreAway(
                 f"{self._directory}: disk full: {free_bytes} bytes free, {needed_bytes} needed for the next shard, "
                 "nothing left to evict; free space there, or set data.cache_dir to a larger disk"
             )

@@ -27,7 +27,7 @@ from pathlib import Path
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.shard import Shard
-from electra_dist.errors import ManifestMismatch, StoreMissing
+from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
@@ -92,7 +92,11 @@ class ShardCache:
         """
         while shard_index not in self._shards:
             self.prefetch([shard_index])  # Does nothing if the shard is queued already.
-            self._prepared[shard_index].result()  # Waits, and raises the error of the background thread.
+            try:
+                self._prepared[shard_index].result()  # Waits, and raises the error of the background thread.
+            except UserError:
+                del self._prepared[shard_index]  # A later call tries again.
+                raise
             shard = self._map(shard_index)
             if shard is not None:
                 self._shards[shard_index] = shard

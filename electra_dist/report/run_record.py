@@ -81,8 +81,8 @@ class RunRecord:
     def state(self) -> tuple[str, str]:
         """Return the state of the run: a CSS class, and a text for the reader with the steps done.
 
-        The last event of the ledger decides the class: "done", "stop" (on request) or "crash". After any other event
-        it is "open": the run is still going on, or it was killed and could not record its end.
+        The last event of the ledger decides the class: "done", "stop" (on request, or for lack of storage) or "crash".
+        After any other event it is "open": the run is still going on, or it was killed and could not record its end.
         """
         of_total = f" of {self.num_steps:,}" if self.num_steps else ""
         last_event = self.ledger[-1]["event"] if self.ledger else ""
@@ -90,6 +90,8 @@ class RunRecord:
             return "done", f"finished: step {self.step:,}{of_total}"
         if last_event == "stop":
             return "stop", f"stopped on purpose after step {self.ledger[-1]['step']:,}{of_total}"
+        if last_event == "storage":
+            return "stop", f"stopped after step {self.step:,}{of_total}, because storage stayed full or away"
         if last_event == "crash":
             return "crash", f"crashed after step {self.step:,}{of_total}"
         return "open", f"under way or cut off: last record of step {self.step:,}{of_total}"

@@ -16,8 +16,8 @@ from typing import Any
 
 from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.errors import OtherNumerics, UserError
-from electra_dist.store.atomic_files import replacing, writable
+from electra_dist.errors import OtherNumerics, StoreAway, UserError
+from electra_dist.store.atomic_files import disk_problem, replacing, writable
 from electra_dist.store.json_file import read_json_object
 
 # Written by every start before its first step.
@@ -155,6 +155,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
         accept_new_numerics: whether a run of other numerics (random draws and rounding) may continue.
 
     Raises:
+        StoreAway: the disk is full, read-only or does not respond.
         UserError: names the folder and, for another run, the first key that differs.
         OtherNumerics: the folder holds this run, begun with other numerics, and the change is not accepted.
     """
@@ -162,6 +163,9 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     nearest = run_dir
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
+    problem = disk_problem(nearest)
+    if problem:
+        raise StoreAway(f"run_dir {run_dir}: {problem}; check the disk of {nearest}, or set another run_dir")
     can_create_files = os.access(nearest, os.W_OK | os.X_OK)
     if not nearest.is_dir() or not can_create_files:
         raise UserError(f"run_dir {run_dir}: {nearest} is not a writable folder; set another run_dir")

@@ -28,14 +28,17 @@ from typing import Any, Literal
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.node_strikes import node_name
 from electra_dist.store.atomic_files import writable
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 
-RECORD_BYTES = 320  # length of every heartbeat file
+RECORD_BYTES = 512  # length of every heartbeat file
+_OLDER_RECORD_BYTES = 320  # of versions without the field `reason`
+REASON_CHARACTERS = 160  # a longer reason is cut off
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
 _TRIES = 5  # how often a torn record is read: it is a write in progress, which takes microseconds
 _TRY_AGAIN_S = 0.002  # between two of these reads
 
-Phase = Literal["setup", "step", "checkpoint", "eval", "done"]
+Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # storage: it waits for storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class Beat:
     time: float  # of this beat
     phase_since: float  # first beat of this phase
     step_s: float | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+    reason: str = ""  # what this rank waits for, in the training thread (phase "storage") or in another one
 
 
 class Heartbeat:
@@ -69,7 +73,7 @@ class Heartbeat:
                 later then.
 
         Raises:
-            StoreError: the run folder cannot be written.
+            StoreError: the run folder cannot be written, for a reason that no wait cures.
         """
         host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
         self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
@@ -81,19 +85,25 @@ class Heartbeat:
         self._phase_since = 0.0
         self._step_times: deque[float] = deque(maxlen=LEARNED_STEPS)  # seconds per step, the newest last
         self._num_timed = 0  # pairs of beats in a row of phase "step", the first ones included
-        with writable(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file: int | None = None  # None until the disk has accepted the file
         self.beat("setup", 0)
 
-    def beat(self, phase: Phase, step: int) -> None:
+    def beat(self, phase: Phase, step: int, reason: str = "") -> None:
         """Record that the rank is in `phase` with `step` steps done. Call it at every step and change of phase.
 
         From two beats in a row with phase "step", the time per step is learned, by which a reader judges whether the
         rank hangs. The first steps are left out, because they compile and allocate. Takes 10 us; no fsync.
 
+        A disk that is full, read-only or away refuses the record, and nothing else happens: no run ends for a
+        heartbeat.
+
+        Args:
+            phase: what the rank is about to do; "storage" if its training thread waits for storage.
+            step: optimizer steps done.
+            reason: what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full"; empty if none does.
+
         Raises:
-            StoreError: the file cannot be written.
+            StoreError: the file cannot be written, for a reason that no wait cures.
         """
         now = time.time()
         monotonic_now = time.monotonic()
@@ -108,13 +118,17 @@ class Heartbeat:
         self._step = step
         self._line = _encode(
             f'{self._first_fields}"attempt": {self.attempt}, "phase": "{phase}", "step": {step}, "time": {now:.6f}, '
-            f'"phase_since": {self._phase_since:.6f}, "step_s": {self._median_step_s()}'
+            f'"phase_since": {self._phase_since:.6f}, "step_s": {self._median_step_s()}, "reason": "{_plain(reason)}"'
         )
         try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             os.pwrite(self._file, self._line, 0)  # Overwrite the last record from the beginning of the file.
-        except OSError:
-            with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path
-                raise
+        except OSError as error:
+            if not is_worth_waiting_for(error):
+                with writable(self._path):  # turns the error into a StoreError with the path; only on the slow path
+                    raise
 
     @property
     def last(self) -> Beat:
@@ -132,7 +146,8 @@ class Heartbeat:
         A rank that crashes must not call it, because a rank in phase "done" never counts as hung.
         """
         self.beat("done", self._step)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
     def _median_step_s(self) -> str:
         """Return the median time of the newest steps as JSON text: seconds, or null if no step time is known yet."""
@@ -162,6 +177,12 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"
 
 
+def _plain(reason: str) -> str:
+    """Return a reason as at most `REASON_CHARACTERS` characters of printable ASCII that need no escape in JSON."""
+    shortened = reason[:REASON_CHARACTERS]
+    return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
+
+
 def _encode(body: str) -> bytes:
     """Return a heartbeat record of exactly `RECORD_BYTES` bytes: JSON with a checksum, padded with spaces.
 
@@ -184,7 +205,7 @@ def _decode(line: bytes) -> Beat | None:
     """
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
-    is_whole = len(line) == RECORD_BYTES and checksum.isdigit()
+    is_whole = len(line) in (RECORD_BYTES, _OLDER_RECORD_BYTES) and checksum.isdigit()
     if not is_whole or int(checksum) != zlib.crc32(body):
         return None
     fields: dict[str, Any] = json.loads(body + b"}")

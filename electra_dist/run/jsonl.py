@@ -1,9 +1,10 @@
 """Append to and read files with one JSON object per line, the format of metrics.jsonl, ledger.jsonl and others.
 
 Guarantee: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
-torn line at the end, which is dropped when the file is next opened or read. Floats are written by `repr`, so reading
-returns them bit for bit. Every line is strict JSON: NaN and the infinities, which JSON lacks, are written as the
-strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for them.
+torn line at the end, which is dropped when the file is next opened or read. A record that a full or silent disk
+refuses stays in memory and is written before later ones, after what reached the disk of it is cut off. Floats are
+written by `repr`, so reading returns them bit for bit. Every line is strict JSON: NaN and the infinities, which JSON
+lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for them.
 
 Cost: 5 us a record to encode; `sync` (fsync) is a disk round trip of some milliseconds, meant for checkpoints.
 
@@ -12,6 +13,7 @@ Limits: one writer per file. Nothing keeps two processes that append to the same
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import replacing, store_error, writable
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 
 Record = dict[str, Any]
 
+_CLOSED = -1  # in place of a file descriptor
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -39,29 +43,58 @@ class JsonlFile:
         A last line without a newline, which a killed process left unfinished, is removed.
 
         Raises:
-            UserError: the file cannot be written.
+            StoreAway: the disk is full, read-only or does not respond.
+            UserError: the file cannot be written for another reason.
         """
         self.path = path
+        self._unwritten: list[bytes] = []  # lines that the disk has refused so far
+        self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
+        self._valid_bytes: int | None = None  # after a failure: how much of the file is good; None without one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab")  # noqa: SIM115  (owned until close)
+            self._file = self._open()
+            self._cut_torn_line()
         except OSError as error:
+            if is_worth_waiting_for(error):
+                raise store_error(path, error) from None
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
             ) from None
-        self._cut_torn_line()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record as a line.
 
         From then on it survives a kill of this process; it survives a crash of the machine only after `sync`.
+
+        Raises:
+            StoreAway: the disk is full or away. The record is kept, and the next `append`, `flush` or `sync` that
+                succeeds has written it; do not append it again.
+            StoreError: the disk refuses the write for another reason.
         """
-        self._file.write(encode(record))
-        self._file.flush()
+        self._unwritten.append(encode(record))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the records that the disk has refused so far; do nothing if there are none. Raises as `append`."""
+        if not self._unwritten:
+            return
+        with writable(self.path):
+            self._write_lines()
 
     def sync(self) -> None:
-        """Wait until all records are on the disk (fsync, some milliseconds)."""
-        os.fsync(self._file.fileno())
+        """Wait until all records are on the disk (fsync, some milliseconds). Raises as `append`."""
+        self.flush()
+        with writable(self.path):
+            try:
+                os.fsync(self._file)
+            except OSError:
+                # The kernel may have dropped what it could not write, and reports that only once.
+                unsynced_bytes = sum(map(len, self._unsynced))
+                self._valid_bytes = max(0, os.fstat(self._file).st_size - unsynced_bytes)
+                self._unwritten = [*self._unsynced, *self._unwritten]
+                self._unsynced = []
+                raise
+        self._unsynced = []
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Replace the whole content of the file atomically: a reader sees the old records or the new ones.
@@ -73,14 +106,52 @@ class JsonlFile:
         """
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
-        self._file.close()
-        self._file = open(self.path, "ab")  # noqa: SIM115
+        os.close(self._file)
+        self._unwritten = []
+        self._unsynced = []
+        self._valid_bytes = None
+        self._file = _CLOSED  # until the next line has succeeded
+        with writable(self.path):
+            self._file = self._open()
 
     def close(self) -> None:
-        """Sync the file and close it. Calling it twice is fine."""
-        if not self._file.closed:
+        """Sync the file and close it. Calling it twice is fine.
+
+        Raises:
+            StoreAway: the disk is full or away; the file stays open, and a later call tries again.
+        """
+        if self._file != _CLOSED:
             self.sync()
-            self._file.close()
+            self.discard()
+
+    def discard(self) -> None:
+        """Close the file without the records that the disk has refused. Calling it twice is fine."""
+        if self._file != _CLOSED:
+            os.close(self._file)
+            self._file = _CLOSED
+
+    def _open(self) -> int:
+        """Open the file for appending, and return its descriptor; create the file if it is missing."""
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _write_lines(self) -> None:
+        """Write the lines that the disk has refused so far, after whatever a failed write has left is cut off."""
+        if self._valid_bytes is not None:
+            os.ftruncate(self._file, self._valid_bytes)
+            self._valid_bytes = None
+        size_bytes = os.fstat(self._file).st_size
+        data = memoryview(b"".join(self._unwritten))
+        try:
+            while data:
+                num_written = os.write(self._file, data)
+                data = data[num_written:]
+        except OSError:
+            self._valid_bytes = size_bytes
+            with contextlib.suppress(OSError):  # A read-only disk refuses this, too; the next write tries again.
+                os.ftruncate(self._file, size_bytes)
+            raise
+        self._unsynced += self._unwritten
+        self._unwritten = []
 
     def _cut_torn_line(self) -> None:
         """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""

@@ -28,6 +28,7 @@ Event = Literal[
     "stopped_step",
     "rollback",
     "stop",
+    "storage",
     "done",
     "unhealthy",
     "crash",
@@ -58,14 +59,26 @@ class Ledger:
             event: what happened.
             step: optimizer steps done.
             **details: further fields of the record, of types that JSON can hold.
+
+        Raises:
+            StoreAway: the disk is full or away. The event is kept; do not append it again, but call `sync` later.
+            StoreError: the disk refuses the event for another reason.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
 
+    def sync(self) -> None:
+        """Write the events that the disk has refused so far, and return when they are on it. Raises as `append`."""
+        self._file.sync()
+
     def close(self) -> None:
         """Close the ledger file. Calling it twice is fine."""
         self._file.close()
+
+    def discard(self) -> None:
+        """Close the ledger file without the events that the disk has refused. Calling it twice is fine."""
+        self._file.discard()
 
 
 def read_ledger(path: Path) -> list[Record]:

@@ -17,7 +17,7 @@ are replaced. For the demo's model it took 0.9 s of one core for 287 rows of 128
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
+    call: Callable[[Callable[[], np.ndarray]], np.ndarray] = lambda read: read()  # calls what reads rows, maybe again
     num_shown_rows: int = 0  # rows that the result has as text samples; at most a micro-batch
 
     def run(self, engine: Engine, step: int) -> Evaluation:
@@ -104,7 +105,7 @@ class Evaluator:
             tokens; these and the context AUC are NaN for an objective without detection. On rank 0 also some rows.
         """
         engine.train(False)
-        ids_RS = self._rows(self.num_rows)
+        ids_RS = self.call(lambda: self._rows(self.num_rows))
         local = self._score(engine, ids_RS)
         context = _NO_CONTEXT
         if self.context_mask_prob is not None:
@@ -173,7 +174,8 @@ class Evaluator:
             mask_prob: share of the tokens that are masked.
         """
         seq_len = self.cache.manifest.seq_len
-        ids_RS = self._rows(max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len)))
+        num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
+        ids_RS = self.call(lambda: self._rows(num_rows))
         seed = derive_seed(self.seed, Purpose.EVAL, 1)
         context = replace_by_other_tokens(ids_RS, self.special, mask_prob, NUM_REPLACED, seed)
         shown_QS = torch.from_numpy(self._padded(context.shown_QS))

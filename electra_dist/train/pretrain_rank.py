@@ -6,6 +6,7 @@ folder, engine, and the exit code.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
-from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
@@ -33,11 +34,13 @@ from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.frozen_generator import read_frozen_generator, with_generator_digest
 from electra_dist.pretrained.starting_weights import begin_with_source
 from electra_dist.run.folder import begin_run_folder, move_records_aside, run_identity
-from electra_dist.train.health.error_relay import another_rank_reported, report_once
+from electra_dist.store.patience import Patience, print_line
+from electra_dist.train.health.error_relay import report_once, reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
+from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.token_counts import unigram_counts
 from electra_dist.train.trainer import Trainer
@@ -52,8 +55,9 @@ def run(
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. Only the checks of the inputs at the beginning raise UserError. If any rank meets a
-    UserError after them, it is printed once, and all ranks return exit code 78 instead of raising it.
+    destroyed within the call. Only the checks of the inputs at the beginning raise UserError or StorageLost. If any
+    rank meets such an error after them, it is printed once, and all ranks return its exit code, 78 or 75, instead of
+    raising it.
 
     Args:
         config: the resolved config of the run.
@@ -64,32 +68,51 @@ def run(
             run are set aside, and nothing is deleted.
 
     Returns:
-        An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request, or
-        78 for a user's error.
+        An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request or
+        for lack of storage, or 78 for a user's error.
 
     Raises:
+        StorageLost: an input could not be read for longer than `cluster.storage_patience_s`.
         UserError: an input was refused; nothing has been written.
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.objective.generator == "frozen":
-        config = with_generator_digest(config)
-    inputs = check_inputs(config, world_size, accept_new_numerics, from_scratch)
+    is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    patience = Patience(config.cluster.storage_patience_s, print_line if is_first_on_node else _print_nothing)
+    try:
+        if config.objective.generator == "frozen":
+            config = patience.call(functools.partial(with_generator_digest, config))
+        inputs = patience.call(lambda: check_inputs(config, world_size, accept_new_numerics, from_scratch))
+    except StorageLost as error:
+        if os.environ.get("RANK", "0") == "0":
+            record_lost_storage(Path(config.run_dir), str(error))
+        raise
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
-        return _run(config, inputs, import_s, begin, predict_rows, from_scratch)
+        return _run(config, inputs, import_s, begin, predict_rows, from_scratch, patience)
     except UserError as error:
-        report_once(error)
-        return EXIT_USER_ERROR
+        code = EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
+        report_once(error, code)
+        return code
+    except StorageLost as error:
+        report_once(error, EXIT_STOPPED)
+        if dist.get_rank() == 0:
+            record_lost_storage(Path(config.run_dir), str(error))
+        return EXIT_STOPPED
     except RuntimeError:
         # A collective fails when another rank has ended; that rank has printed the cause.
-        if another_rank_reported():
-            return EXIT_USER_ERROR
-        raise
+        reported_code = reported_exit_code()
+        if reported_code is None:
+            raise
+        return reported_code
     finally:
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
+
+
+def _print_nothing(text: str) -> None:
+    """Print nothing: one rank of each node is enough to report that storage is away."""
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:
@@ -115,6 +138,7 @@ def _run(
     begin: float,
     predict_rows: PredictRows | None,
     from_scratch: bool,
+    patience: Patience,
 ) -> int:
     """Build the model and the engine and train until the run ends. Collective.
 
@@ -125,32 +149,35 @@ def _run(
         begin: `time.perf_counter()` at the start of `run`.
         predict_rows: as in `run`.
         from_scratch: as in `run`.
+        patience: how long storage that is full or away is waited for.
 
     Returns:
         An exit code of `electra_dist/errors.py`, equal on all ranks.
 
     Raises:
+        StorageLost: storage stayed away for longer than `cluster.storage_patience_s`.
         UserError: starting weights, a checkpoint store or the run folder cannot be used, or the run diverges.
     """
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
-    from_rank_0(lambda: check_targets(config))  # before anything is written into the run folder
+    if pause_after_lost_storage(run_dir, stop):
+        return EXIT_STOPPED
+    wait = patience.call
+    from_rank_0(lambda: wait(lambda: check_targets(config)))  # before anything is written into the run folder
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    notes = from_rank_0(lambda: _set_earlier_run_aside(config)) if from_scratch else []
-    token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
+    notes = from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config))) if from_scratch else []
+    token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes += _build_notes(config, module)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))
     notes += [f"init_from: {note}" for note in source_notes]
-    if is_first_rank:
-        _begin_run_folder(config, inputs)
-    dist.barrier()
+    from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs)))
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
-    monitor = RankMonitor(run_dir, config.cluster)
+    monitor = RankMonitor(run_dir, config.cluster, patience)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
     skips = SkipList(run_dir, config.train.skip_steps)
@@ -167,6 +194,7 @@ def _run(
             monitor=monitor,
             build_s=build_s,
             notes=notes,
+            patience=patience,
         ).run()
         # Without an exit code the run goes back to a checkpoint, in a new round with the engine that exists already.
         build_s = None
@@ -260,7 +288,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
     return objective
 
 
-def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
+def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.ndarray:
     """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective.
 
     It may read the whole corpus once: if its manifest has no counts, and no earlier start of the run has counted.
@@ -271,4 +299,5 @@ def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
         vocab_size=config.model.vocab_size,
         run_dir=Path(config.run_dir),
         open_cache=lambda: corpus.open_cache(config.data, config.cache_folder),
+        patience=patience,
     )

@@ -25,11 +25,16 @@ from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.process_group import local_device
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.patience import Patience
 from electra_dist.train.input_checks import OpenCorpus
 
 
 def unigram_counts(
-    corpus: OpenCorpus, vocab_size: int, run_dir: Path, open_cache: Callable[[], ShardCache]
+    corpus: OpenCorpus,
+    vocab_size: int,
+    run_dir: Path,
+    open_cache: Callable[[], ShardCache],
+    patience: Patience | None = None,
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
 
@@ -42,7 +47,9 @@ def unigram_counts(
         vocab_size: number V of token ids.
         run_dir: folder of the run, which holds the file of counts; created if the tokens have to be counted.
         open_cache: opens this node's cache of the corpus; called only if the tokens have to be counted.
+        patience: how long storage that is full or away is waited for; None: not at all.
     """
+    patience = Patience(0.0) if patience is None else patience
     counts_of_builder = corpus.manifest.totals.get("token_counts")
     if counts_of_builder is not None:
         return np.asarray(counts_of_builder, np.int64)
@@ -53,14 +60,19 @@ def unigram_counts(
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
     shards_of_rank = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
     with contextlib.closing(open_cache()) as cache:
-        counts_of_rank = count_tokens(cache, shards_of_rank, vocab_size)
+        counts_of_rank = patience.call(lambda: count_tokens(cache, shards_of_rank, vocab_size))
     total_V = torch.from_numpy(counts_of_rank).to(local_device())
     dist.all_reduce(total_V)
     count_V: np.ndarray = total_V.cpu().numpy()
     if dist.get_rank() == 0:
-        with replacing(file) as out:
-            np.save(out, count_V)
+        patience.call(lambda: _write_counts(file, count_V))
     return count_V
+
+
+def _write_counts(file: Path, count_V: np.ndarray) -> None:
+    """Write the counts of all tokens to the run folder, for later starts."""
+    with replacing(file) as out:
+        np.save(out, count_V)
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:

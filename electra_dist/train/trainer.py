@@ -25,14 +25,18 @@ from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
+from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.stage_switch import Stages
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.node_strikes import node_name
+from electra_dist.run.number_formats import format_duration
 from electra_dist.schedule import value_at
+from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
+from electra_dist.train.health.error_relay import reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
@@ -51,6 +55,9 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
+_SILENT_READ_S = 10.0  # a longer wait for rows is reported as one for storage
+_SILENT_SAVE_S = 60.0  # so is a longer wait for the previous checkpoint
+_SPACE_EVERY_S = 60.0  # between two looks at the space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
@@ -73,6 +80,7 @@ class Trainer:
         monitor: RankMonitor,
         build_s: dict[str, float] | None,
         notes: Sequence[str] = (),
+        patience: Patience | None = None,
     ) -> None:
         """Restore the newest good checkpoint into the engine and, on rank 0, open log and metrics. Collective.
 
@@ -87,8 +95,10 @@ class Trainer:
             build_s: seconds of the parts "import" and "build" of the start; None after a rollback, when nothing had to
                 be built.
             notes: lines for the log that describe how the run was built.
+            patience: how long storage that is full or away is waited for; None: not at all.
 
         Raises:
+            StorageLost: storage stayed away for longer than that.
             UserError: a checkpoint target or the run folder cannot be used, or a rollback is due that an earlier start
                 did not carry out, and the run has already gone back `guard.max_rollbacks` times.
         """
@@ -99,10 +109,19 @@ class Trainer:
         self.special = special
         self.stop = stop
         self.monitor = monitor
+        self.patience = Patience(0.0) if patience is None else patience
         # An earlier start may have been killed after it had stopped the last step of a row, before it went back.
         missed_rollback = self._roll_back(skips) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(
-            config, engine, inputs.corpus.manifest.fingerprint, skips.steps, inputs.accept_new_numerics
+            config,
+            engine,
+            inputs.corpus.manifest.fingerprint,
+            skips.steps,
+            inputs.accept_new_numerics,
+            self.patience,
+        )
+        self.checkpointer.writer.on_wait = lambda waited_s: monitor.waits_in_silence(
+            waited_s, "the previous checkpoint", _SILENT_SAVE_S
         )
         monitor.began(self.checkpointer.attempt)
         is_first_round = build_s is not None
@@ -120,6 +139,9 @@ class Trainer:
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
             self.checkpointer.writer.on_commit = self._committed
+            self.checkpointer.writer.before_commit = self.reporter.before_commit
+        self._next_look_at_space = time.monotonic()
+        self._warned_of_save = 0  # step of the save about whose space a line was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
@@ -131,7 +153,11 @@ class Trainer:
             notes: lines for the log that describe how the run was built.
             hosts: name of the host of each rank.
         """
-        reporter = Reporter(self.config, self.engine, self.inputs.corpus.manifest, self.restored, hosts)
+        reporter = self.patience.call(
+            lambda: Reporter(
+                self.config, self.engine, self.inputs.corpus.manifest, self.restored, hosts, self.patience
+            )
+        )
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
         for note in notes:
@@ -146,19 +172,30 @@ class Trainer:
             creates the next round.
 
         Raises:
+            StorageLost: storage stayed full or away for longer than `cluster.storage_patience_s`.
             UserError: the loss stays bad after `guard.max_rollbacks` returns to a checkpoint, or an input cannot be
                 read any more.
         """
-        ending: Ending = "crash"  # replaced below unless an exception ends the round
+        ending: Ending = "crash"  # replaced below unless another exception ends the round
+        why = ""
         code: int | None = EXIT_DONE
         try:
             if self.state.step < self.config.train.num_steps:
                 code = self._train()
             ending = _ENDINGS[code]
+            why = self.stop.reason if ending == "stop" else ""
+        except StorageLost as lost:
+            ending = "storage"
+            why = str(lost)
+            raise
+        except RuntimeError:
+            if reported_exit_code() == EXIT_STOPPED:
+                ending = "storage"
+                why = "storage of another rank stayed away; see the error line in the output of the run"
+            raise
         finally:
             if self.reporter:
-                stop_reason = self.stop.reason if ending == "stop" else ""
-                self.reporter.close(ending, self.state.step, stop_reason, self.clock.spent_s())
+                self.reporter.close(ending, self.state.step, why, self.clock.spent_s())
         return code
 
     def _train(self) -> int | None:
@@ -182,7 +219,14 @@ class Trainer:
             )
             stages = Stages(self.engine, self.config.objective)
             stack.enter_context(contextlib.closing(self.checkpointer))
-            return self._run_steps(loader, evaluator, train_step, stages)
+            try:
+                return self._run_steps(loader, evaluator, train_step, stages)
+            except BaseException:
+                # Nothing must be waited for any more, and a later error must not take the place of the first.
+                self.patience.abandon()
+                with contextlib.suppress(Exception):
+                    self.checkpointer.close()
+                raise
 
     def _run_steps(
         self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
@@ -208,6 +252,7 @@ class Trainer:
             begin = time.perf_counter()
             is_last = step + 1 == num_steps
             self.monitor.beat("step", step)
+            self.checkpointer.raise_failure()
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
             second_stage_begins = stages.enter(step)
@@ -257,6 +302,7 @@ class Trainer:
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
         with self.clock.step():
             batch = loader.next()
+            self.monitor.waits_for_storage("")  # if it was reported to wait, it does not any more
             result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
         self.clock.waited_for_data(loader.wait_s)
         if result.fault:
@@ -285,6 +331,31 @@ class Trainer:
         observation = self.monitor.look(forward_s)
         if self.reporter:
             self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
+            self._look_at_space(self.reporter)
+
+    def _look_at_space(self, reporter: Reporter) -> None:
+        """Log if the next checkpoint has too little space, once for each checkpoint. Rank 0 only.
+
+        The disks are looked at every `_SPACE_EVERY_S` seconds.
+
+        Args:
+            reporter: receives the line.
+        """
+        now = time.monotonic()
+        if now < self._next_look_at_space:
+            return
+        self._next_look_at_space = now + _SPACE_EVERY_S
+        next_save = min(self.schedule.next_due(self.state.step), self.config.train.num_steps)
+        problem = self.checkpointer.writer.space_shortage(dist.get_world_size(), ranks_on_this_node())
+        if not problem or next_save == self._warned_of_save:
+            return
+        self._warned_of_save = next_save
+        step_s = self.monitor.step_s
+        when = "" if step_s is None else f", in about {format_duration((next_save - self.state.step) * step_s)},"
+        reporter.note(
+            f"the checkpoint at step {next_save:,}{when} will not fit: {problem}; free space there, otherwise the run "
+            f"waits for it at most {self.config.cluster.storage_patience_s:g} s and then ends with exit code 75"
+        )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows and report the result on rank 0. Collective.
@@ -329,6 +400,7 @@ class Trainer:
             self.reporter.saving()
             self.stop.saved()
         timing = self.checkpointer.save(self.state)
+        self.monitor.waits_for_storage("")
         self.clock.stalled(timing.wait_s + timing.stall_s)
         if self.reporter and timing.wait_s > _LONG_WAIT_S:
             self.reporter.note(
@@ -381,7 +453,7 @@ class Trainer:
         suspect = self._find_suspect(batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
-            self.state.skips.write()
+            self.patience.call(self.state.skips.write)
             self.reporter.stopped_step(batch.step, fault, suspect)
 
     def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
@@ -433,7 +505,7 @@ class Trainer:
         first = first_to_skip(stopped[0], guard.skip_before)
         skips.roll_back(first)
         if dist.get_rank() == 0:
-            skips.write()
+            self.patience.call(skips.write)
         return first, stopped
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
@@ -459,6 +531,10 @@ class Trainer:
             world_size=dist.get_world_size(),
             start_step=self.state.step,
             skip_steps=self.state.skips.steps,
+            call=self.patience.call,
+            on_wait=lambda waited_s: self.monitor.waits_in_silence(
+                waited_s, f"rows of {corpus.store.url}", _SILENT_READ_S
+            ),
         )
 
     def _open_evaluator(self, stack: contextlib.ExitStack) -> Evaluator | None:
@@ -478,6 +554,7 @@ class Trainer:
             special=self.special,
             context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
             num_shown_rows=self.config.log.text_samples,
+            call=self.patience.call,
         )
 
 

@@ -29,6 +29,7 @@ from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.store.atomic_files import disk_problem
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
@@ -152,6 +153,7 @@ def lines(seen: Facts) -> list[str]:
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
+        page += _storage_lines(seen)
         page += _hung_rank_lines(seen)
     page += _excluded_node_lines(seen)
     page.append("next:")
@@ -188,6 +190,7 @@ def json_tree(seen: Facts) -> dict[str, Any]:
         "jobs": [asdict(job) for job in _jobs(seen)],
         "nodes_out": [asdict(out) for out in _nodes_out(seen)],
         "silent_ranks": [asdict(rank) for rank in _hung_ranks(seen)] if state == "living" else [],
+        "waiting_for_storage": _waits_for_storage(seen) if state == "living" else [],
         "excluded_nodes": list(excluded_nodes(seen.strikes, seen.now, expires_s=expires_s)),
         "next": _next_commands(seen, state),
     }
@@ -228,13 +231,17 @@ def _patience_s(seen: Facts) -> float:
     """Return for how many seconds the run may write nothing (no heartbeat, metric or event) and still count as living.
 
     Between a start and the first training step this is the limit `cluster.hang_setup_s`. Afterwards it is the time of
-    ten steps, or of `log.every_steps` steps if that is more, and at least `cluster.hang_step_floor_s`.
+    ten steps, or of `log.every_steps` steps if that is more, and at least `cluster.hang_step_floor_s`. While a rank
+    waits for storage, it is the longest time for which a rank may.
     """
     limits = seen.config.cluster
     has_just_started = bool(seen.ledger) and seen.ledger[-1]["event"] in ("start", "resume")
     has_trained = bool(seen.beats) and seen.last is not None
     if has_just_started and not has_trained:
         return limits.hang_setup_s
+    waits_for_storage = any(beat.phase == "storage" for beat in seen.beats) or disk_problem(seen.run)
+    if waits_for_storage:
+        return max(limits.hang_step_floor_s, hang_limits(limits).storage_s)
     step_s = 0.0 if seen.last is None else seen.last["step_s"]
     num_silent_steps = max(_STEPS_OF_PATIENCE, seen.config.log.every_steps)
     return max(limits.hang_step_floor_s, step_s * num_silent_steps)
@@ -351,6 +358,50 @@ def _hung_rank_lines(seen: Facts) -> list[str]:
         f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
         for rank in _hung_ranks(seen)[:_HUNG_RANKS_SHOWN]
     ]
+
+
+def _waits_for_storage(seen: Facts) -> list[dict[str, Any]]:
+    """Return what waits for storage in a living run, as JSON objects; usually an empty list.
+
+    Each has the rank, its host, the reason, whether its training waits, and since when (seconds) if it does. A run
+    folder whose disk takes no bytes, and therefore no heartbeats, has an object of its own, with rank None.
+    """
+    newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
+    waits: list[dict[str, Any]] = []
+    problem = disk_problem(seen.run)
+    if problem:
+        waits.append(
+            {"rank": None, "host": "", "reason": f"{seen.run}: {problem}", "is_training": True, "for_s": None}
+        )
+    for beat in seen.beats:
+        if beat.attempt != newest_attempt or not beat.reason:
+            continue
+        is_training = beat.phase != "storage"
+        for_s = None if is_training else seen.now - beat.phase_since
+        wait = {
+            "rank": beat.rank,
+            "host": beat.host,
+            "reason": beat.reason,
+            "is_training": is_training,
+            "for_s": for_s,
+        }
+        waits.append(wait)
+    return waits
+
+
+def _storage_lines(seen: Facts) -> list[str]:
+    """Return a line of the status page for each wait for storage, at most `_HUNG_RANKS_SHOWN`."""
+    page_lines = []
+    for wait in _waits_for_storage(seen)[:_HUNG_RANKS_SHOWN]:
+        who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"
+        state = "has unwritten records or checkpoints, and trains on"
+        if wait["rank"] is None:
+            state = "takes no records"
+        elif not wait["is_training"]:
+            remaining_s = max(0.0, seen.config.cluster.storage_patience_s - wait["for_s"])
+            state = f"waits for {format_duration(wait['for_s'])}, at most {format_duration(remaining_s)} more"
+        page_lines.append(f"  storage     {who} {state}: {wait['reason']}")
+    return page_lines
 
 
 def _excluded_node_lines(seen: Facts) -> list[str]:

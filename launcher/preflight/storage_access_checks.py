@@ -11,6 +11,7 @@ HTTP service is known to whole seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 import urllib.error
@@ -23,7 +24,9 @@ from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
 from launcher.preflight.disk_space_checks import check_disks
@@ -38,12 +41,15 @@ _PATIENCE = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_ti
 def check_storage(config: Config, node: str) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised.
+    Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised. If the run
+    has begun, storage that is full or away is a "warning" only, because the run waits for it
+    (`cluster.storage_patience_s`) and a chain of jobs must not end for it.
 
     Args:
         config: the resolved config of the run.
         node: name of this node, for the findings.
     """
+    has_begun = is_run_folder(Path(config.run_dir))
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
     for url in (config.data.corpus, config.data.heldout):
@@ -53,16 +59,35 @@ def check_storage(config: Config, node: str) -> list[Finding]:
             corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, retry=_PATIENCE))
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
         except UserError as error:
-            findings.append(from_error(error, node))
+            findings.append(_from_storage_error(error, node, has_begun))
     for url in config.checkpoint_urls:
         try:
             _try_target(url, config.checkpoint.endpoint_url)
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
         except UserError as error:
-            findings.append(from_error(error, node))
-    findings += check_disks(config, corpora, node)
+            findings.append(_from_storage_error(error, node, has_begun))
+    for finding in check_disks(config, corpora, node):
+        findings.append(_as_warning(finding) if has_begun and finding.severity == "user error" else finding)
     findings += _check_clocks(config, node)
     return findings
+
+
+def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
+    """Convert an error of storage to a finding: a warning if the run has begun and waits for this, else a user error.
+
+    Args:
+        error: of a store or a file.
+        node: name of this node.
+        has_begun: whether an earlier start of the run has written its folder.
+    """
+    finding = from_error(error, node)
+    return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
+
+
+def _as_warning(finding: Finding) -> Finding:
+    """Return a finding about storage that is full or away as a warning, because the run waits for it."""
+    next_step = f"{finding.next_step} (the run waits for it, up to cluster.storage_patience_s)"
+    return dataclasses.replace(finding, severity="warning", next_step=next_step)
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
@@ -121,10 +146,11 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     Yields one finding per clock. A service that does not answer yields none, because `check_storage` has already
     reported that it cannot be reached.
     """
+    run_dir = Path(config.run_dir)
     try:
-        yield classify_skew(_file_skew_s(Path(config.run_dir)), f"the file system of {config.run_dir}", node)
+        yield classify_skew(_file_skew_s(run_dir), f"the file system of {config.run_dir}", node)
     except UserError as error:
-        yield from_error(error, node)
+        yield _from_storage_error(error, node, is_run_folder(run_dir))
     service_urls = set()
     if config.data.corpus.startswith("s3://"):
         service_urls.add(config.data.endpoint_url or _AWS)

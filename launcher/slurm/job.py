@@ -78,8 +78,8 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
     The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
-    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, an unhealthy
-    node, a crash.
+    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that
+    stayed away, an unhealthy node, a crash.
 
     Args:
         ledger: all events of the run (starts, checkpoints, stops and so on, written by rank 0), oldest first.
@@ -110,6 +110,10 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
         return JobVerdict(action="leave", exit_code=exit_code, why="the job was cancelled")
     if stop is not None:
         return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
+    lost = [event for event in events if event["event"] == "storage"]
+    if lost:
+        why = f"storage stayed full or away at step {lost[-1]['step']:,}; the next start waits 10 minutes"
+        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=why)
     sick_nodes = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
     if sick_nodes:
         why = f"{', '.join(sick_nodes)} unhealthy; the run continues on other nodes"
@@ -183,7 +187,7 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
     for event in ledger[first_counted:]:
         if event["event"] in ("start", "resume"):
             count += 1
-        elif event["event"] in ("stop", "rollback") and count > 0:
+        elif event["event"] in ("stop", "storage", "rollback") and count > 0:
             count -= 1  # The start that ended in this way was counted, but did not fail.
     return count
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
+from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
@@ -52,12 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             hostfile=args.hostfile,
         )
         rank_options = ["--accept-new-numerics"] if args.accept_new_numerics else []
-        supervisor = Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
+        patience = Patience(config.cluster.storage_patience_s)
+        supervisor = patience.call(
+            lambda: Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
+        )
         if args.preflight:
             preflight_code = supervisor.check()
             if preflight_code != EXIT_DONE:
                 return preflight_code
         return supervisor.run()
+    except (StorageLost, StoreAway) as error:
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     except UserError as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR

@@ -23,8 +23,10 @@ from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.patience import Patience
 from launcher import pretrain
 
+_PATIENCE_S = 900.0  # the config, which may set another patience, is not read yet
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 
 
@@ -75,9 +77,16 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number."""
-    with replacing(file) as out:
-        out.write(str(number).encode())
+    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number.
+
+    A folder of temporary files that is full is waited for.
+    """
+
+    def write() -> None:
+        with replacing(file) as out:
+            out.write(str(number).encode())
+
+    Patience(_PATIENCE_S).call(write)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,17 @@ def outcome(end: StartEnd) -> StartOutcome:
         stop = newest_events["stop"]
         why = f"stopped and saved at step {stop['step']:,}: {stop.get('why', '')}"
         return StartOutcome(code=EXIT_STOPPED, why=why)
+    if "storage" in newest_events:
+        lost = newest_events["storage"]
+        why = f"storage stayed full or away, at step {lost['step']:,}: {lost.get('why', '')}; start again"
+        return StartOutcome(code=EXIT_STOPPED, why=why)
     codes = set(end.codes.values())
     if EXIT_USER_ERROR in codes:
-        why = "user error or full disk; fix what the `error:` line above names, then start again"
+        why = "user error; fix what the `error:` line above names, then start again"
         return StartOutcome(code=EXIT_USER_ERROR, why=why)
+    if _all_stopped(end):
+        why = "all ranks ended with 75, and the ledger has no event for it: its disk was probably full or away"
+        return StartOutcome(code=EXIT_STOPPED, why=why)
     if EXIT_UNHEALTHY in codes and end.at_fault:
         why = "this node is unhealthy; see strikes.jsonl in the run folder"
         return StartOutcome(code=EXIT_UNHEALTHY, why=why)
@@ -66,15 +73,20 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no "done" or "stop" event of this start yet.
+    """Return whether all ranks ended well but the ledger has no "done", "stop" or "storage" event of this start yet.
 
     Rank 0, possibly on another node, writes the event to the run folder before it ends, and a shared file system may
     show it late. The caller should then read the ledger again before it takes the end for a crash.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
-    looks_like_crash = outcome(end).code == EXIT_CRASH
-    return all_ended_well and looks_like_crash
+    has_event = any(event["event"] in ("done", "stop", "storage") for event in end.events)
+    return all_ended_well and not has_event
+
+
+def _all_stopped(end: StartEnd) -> bool:
+    """Return whether every rank has written the exit code of a stop on purpose or for lack of storage."""
+    return len(end.codes) == end.num_ranks and set(end.codes.values()) == {EXIT_STOPPED}
 
 
 def _describe_codes(end: StartEnd) -> str:

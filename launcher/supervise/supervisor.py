@@ -28,6 +28,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEAL
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
+from electra_dist.store.patience import Patience
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.notify import event_of, notify
@@ -73,6 +74,7 @@ class Supervisor:
         """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
+        self._patience = Patience(config.cluster.storage_patience_s)
         self._arguments = arguments
         self._rank_options = rank_options
         self._placement = placement
@@ -179,7 +181,7 @@ class Supervisor:
         """
         num_events_before = len(read_ledger(self._run_dir))
         num_strikes_before = len(read_strikes(self._run_dir))
-        ranks = RankProcesses(self._mark)
+        ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
             ranks.start(self._placement.command(ranks.state, port, rank_arguments))

@@ -21,6 +21,7 @@ from types import FrameType
 from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.store.atomic_files import disk_problem
 from launcher.supervise.heartbeat_times import HeartbeatTimes
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
@@ -96,6 +97,7 @@ class StartMonitor:
         self._follow_until: float | None = None  # when ranks that did not follow a loss are to be killed
         self._next_look = 0.0
         self._heartbeat_times = HeartbeatTimes()
+        self._no_heartbeats_since: float | None = None  # since the disk of the run folder takes none
         self._leaving: dict[int, float] = {}  # rank -> since when only the end of its process is missing
 
     def until_over(self) -> str:
@@ -239,8 +241,29 @@ class StartMonitor:
             ranks=ranks_at_work,
             read_all_beats=lambda: self._heartbeat_times.translate(read_heartbeats(self._run_dir)),
         )
+        if silent and self._storage_explains(now):
+            silent = []
         done = {beat.rank for beat in beats if beat.phase == "done"}
         return silent + self._find_lingering(alive, done.union(codes), now)
+
+    def _storage_explains(self, now: float) -> bool:
+        """Return whether ranks may be silent because the disk of the run folder takes no heartbeats at present.
+
+        That explains a silence for as long as a rank may wait for storage, and is logged once.
+
+        Args:
+            now: time in seconds, by `time.monotonic`.
+        """
+        problem = disk_problem(self._run_dir)
+        if not problem:
+            self._no_heartbeats_since = None
+            return False
+        if self._no_heartbeats_since is None:
+            self._no_heartbeats_since = now
+            self._log(
+                f"no heartbeats: {self._run_dir}: {problem}; waiting up to {self._limits.storage_s:.0f} s for it"
+            )
+        return now - self._no_heartbeats_since < self._limits.storage_s
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
         """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done".

@@ -107,3 +107,25 @@ def test_heartbeats_before_the_start_are_ignored_and_ranks_without_a_newer_one_c
         assert rank.phase == "setup"
         assert rank.quiet_s == 25.0  # since the start
         assert rank.host == ""
+
+
+def test_a_wait_for_storage_has_its_own_limit_from_its_begin_on_however_often_the_rank_reports_it():
+    limits = HangLimits(step_floor_s=10.0, storage_s=100.0)
+    waiting = heartbeat(phase="storage", phase_since=1000.0, time=1099.0, step_s=1.0)
+
+    assert hung([waiting], 1100.0, limits) == []
+    (rank,) = hung([heartbeat(phase="storage", phase_since=1000.0, time=1100.0, step_s=1.0)], 1100.5, limits)
+    assert (rank.phase, rank.quiet_s, rank.limit_s) == ("storage", 100.5, 100.0)
+
+
+def test_ranks_may_wait_in_any_step_for_one_that_waits_for_storage():
+    """Rank 1 is in the middle of a phase of steps, with a limit of 20 s; rank 0 waits for a disk."""
+    limits = HangLimits(step_floor_s=10.0, storage_s=100.0)
+    silent = heartbeat(rank=1, time=1000.0)
+    waiting = heartbeat(phase="storage", phase_since=1005.0, time=1090.0)
+    earlier_attempt = heartbeat(phase="storage", phase_since=1005.0, time=1090.0, attempt=0)
+
+    assert hung([silent], 1090.0, limits, read_all_beats=lambda: [silent, waiting]) == []
+    assert [rank.rank for rank in hung([silent], 1106.0, limits, read_all_beats=lambda: [silent, waiting])] == [1]
+    others = [silent, earlier_attempt]
+    assert [rank.rank for rank in hung([silent], 1090.0, limits, read_all_beats=lambda: others)] == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.errors import StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 from electra_dist.store.retry import RetryPolicy
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -129,6 +131,32 @@ def test_an_error_of_the_reader_is_raised_by_every_call_of_next(corpus: Any, tmp
     loader.close()
 
 
+def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
+    corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every shard fails twice, as on a disk that does not respond; the loader reads it again until it is there."""
+    refusals: Counter[int] = Counter()
+    prepare = ShardCache._prepare
+
+    def refuse_twice(self: ShardCache, index: int) -> None:
+        refusals[index] += 1
+        if refusals[index] <= 2:
+            raise StoreAway(f"shard {index}: input/output error; check the disk")
+        prepare(self, index)
+
+    monkeypatch.setattr(ShardCache, "_prepare", refuse_twice)
+    waits: list[float] = []
+    patience = Patience(600.0, lambda line: None)
+    monkeypatch.setattr("electra_dist.store.patience.FIRST_PAUSE_S", 0.01)
+    cache = ShardCache(corpus.store, corpus.manifest, tmp_path)
+    loader = RowLoader(cache, order_of(corpus), 48, 0, 1, 0, call=patience.call, on_wait=waits.append)
+    rows = np.concatenate([loader.next().ids for _ in range(6)])
+    loader.close()
+    cache.close()
+    assert (rows == truth(corpus, order_of(corpus), 48, 6)).all()
+    assert set(refusals.values()) == {3}
+
+
 def test_close_does_not_wait_for_a_full_queue(corpus: Any) -> None:
     before = threading.active_count()
     cache = ShardCache(corpus.store, corpus.manifest, Path("unused"))
@@ -185,13 +213,22 @@ def test_rows_read_through_s3_faults_equal_the_local_ones(
     assert {path.name for path in (tmp_path / "cache").glob("*.tar")} <= names
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("flip", "wrong bytes 5 times"), ("missing", "no such object")])
+@pytest.mark.parametrize(
+    ("fault", "error", "reason"),
+    [("flip", ManifestMismatch, "wrong bytes 5 times"), ("missing", StoreExhausted, "no such object")],
+)
 def test_a_shard_that_can_never_be_read_is_named(
-    build_corpus: Callable[..., Any], bucket: str, proxy: FaultProxy, tmp_path: Path, fault: str, reason: str
+    build_corpus: Callable[..., Any],
+    bucket: str,
+    proxy: FaultProxy,
+    tmp_path: Path,
+    fault: str,
+    error: type[Exception],
+    reason: str,
 ) -> None:
     build_corpus(open_store(bucket, proxy.endpoint_url), [50, 60, 70])
     proxy.plan = FaultPlan(rate=1.0, faults=(fault,), only="shard-000001", in_a_row=10**9)
-    with pytest.raises(StoreExhausted, match=f"shard-000001.tar.*{reason}"):
+    with pytest.raises(error, match=f"shard-000001.tar.*{reason}"):
         read_s3(bucket, proxy.endpoint_url, tmp_path, 10)
 
 

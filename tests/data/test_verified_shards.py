@@ -23,7 +23,7 @@ from support.fault_server import FaultPlan, FaultProxy
 
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.errors import ManifestMismatch, StoreError, StoreExhausted, StoreMissing
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, replacing
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
@@ -173,7 +173,7 @@ def test_a_shard_that_is_wrong_at_every_fetch_is_named(corpus: Any, tmp_path: Pa
     path = tmp_path / "bad" / name
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     cache = ShardCache(remote, corpus.manifest, tmp_path / "cache", fetch_threads=2)
-    with pytest.raises(StoreExhausted, match=f"{name}: wrong bytes 5 times .*restore this shard") as caught:
+    with pytest.raises(ManifestMismatch, match=f"{name}: wrong bytes 5 times .*restore this shard") as caught:
         rows_through(cache)
     assert "\n" not in str(caught.value)
     assert cache.refetches == 5
@@ -306,7 +306,7 @@ def test_full_disk_fails_before_the_fetch_naming_the_bytes_and_the_setting(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 512))
     cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1)
-    with pytest.raises(StoreError, match=r"disk full: 512 bytes free, \d+ needed .*set data.cache_dir"):
+    with pytest.raises(StoreAway, match=r"disk full: 512 bytes free, \d+ needed .*set data.cache_dir"):
         cache.open(0)
     cache.close()
     assert remote.fetched == []

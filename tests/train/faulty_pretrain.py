@@ -6,6 +6,8 @@
     tampered       [step, place, row_id]: rank 0's loader reads the corpus row `row_id` at that place of that step
     signal_at      [signal, step]: the process gets the signal while it computes that step for the first time
     created_at     [path, step]: the file is created while the process computes that step for the first time
+    shell_at       [[command, step], ...]: rank 0 runs a shell command while it computes that step for the first time
+    pause_s        the pause after a start that has lost its storage
     killed_with_streak  number: the process gets SIGKILL when so many steps in a row are recorded as stopped
 
 Each rank appends the decisions of its guard to RUN/decisions-RANK.jsonl.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from electra_dist.data.loader import RowLoader
 from electra_dist.objectives.base import StepInput, StepOutput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
+from electra_dist.train import restart_pause
 from electra_dist.train.skip_list_file import SkipList
 from launcher.pretrain import main
 
@@ -63,6 +67,10 @@ def with_faults(forward: Any) -> Any:
             os.kill(os.getpid(), FAULTS.pop("signal_at")[0])
         if FAULTS.get("created_at", ["", -1])[1] == step_input.step:
             Path(FAULTS.pop("created_at")[0]).touch()
+        for command, step in list(FAULTS.get("shell_at", [])):
+            if step == step_input.step and RANK == 0:
+                FAULTS["shell_at"].remove([command, step])
+                subprocess.run(command, shell=True, check=True)
         if [RANK, step_input.step] in FAULTS.get("nan_gradient", []):
             out = out._replace(loss=NanGradient.apply(out.loss))
         if step_input.step in FAULTS.get("spike", []):
@@ -120,6 +128,8 @@ RowLoader._read = with_tampering(RowLoader._read)  # type: ignore[method-assign]
 SkipList.write = with_kill(SkipList.write)  # type: ignore[method-assign]
 SkipList.stop = with_diary(SkipList.stop)  # type: ignore[method-assign]
 SkipList.roll_back = with_diary(SkipList.roll_back)  # type: ignore[method-assign]
+
+restart_pause.PAUSE_S = FAULTS.get("pause_s", restart_pause.PAUSE_S)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,9 @@ Limits: rank 0 only. Output that other processes write to the same terminal may 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +29,8 @@ from electra_dist.errors import UserError
 from electra_dist.run.folder import LOG_FILE
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.store.atomic_files import store_error
+from electra_dist.store.failure_kinds import is_worth_waiting_for
 
 LINES_PER_HEADER = 40
 LEGEND = (
@@ -49,15 +53,19 @@ class Console:
             stream: where lines are printed; None: stdout.
 
         Raises:
-            UserError: log.txt cannot be written.
+            StoreAway: the disk of log.txt is full, read-only or does not respond.
+            UserError: log.txt cannot be written for another reason.
         """
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
+        self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
         path = Path(run_dir) / LOG_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115  (owned until close)
+            self._log = open(path, "ab", buffering=0)  # noqa: SIM115  (owned until close)
         except OSError as error:
+            if is_worth_waiting_for(error):
+                raise store_error(path, error) from None
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); set another run_dir, or fix its permissions"
             ) from None
@@ -100,14 +108,34 @@ class Console:
         self._log.close()
 
     def _show(self, text: str) -> None:
-        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one."""
+        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one.
+
+        A line that a full disk refuses is lost, in log.txt and where stdout is a file; the run goes on.
+        """
+        self._write_to_log(text)
+        with contextlib.suppress(OSError):
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self._stream, flush=True)
+
+    def _write_to_log(self, text: str) -> None:
+        """Write a line to log.txt, and above it how many lines its disk has refused before, if any."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        self._log.write(f"{now}  {text}\n")
-        self._log.flush()
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
+        lines = f"{now}  {text}\n"
+        if self._num_lost:
+            lines = f"{now}  {self._num_lost} lines are missing above, because the disk refused them\n{lines}"
+        data = lines.encode()
+        try:
+            num_written = self._log.write(data)
+        except OSError:
+            num_written = 0
+        if num_written == len(data):
+            self._num_lost = 0
+            return
+        self._num_lost += 1
+        with contextlib.suppress(OSError):  # no half line
+            self._log.truncate(os.fstat(self._log.fileno()).st_size - num_written)
 
 
 def _progress_bar(stream: TextIO) -> Progress:

@@ -13,11 +13,14 @@ Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writ
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
+from electra_dist.errors import StoreAway
+from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.tensorboard_writer import TensorBoardWriter
@@ -46,6 +49,9 @@ class MetricsWriter:
         self._settings = settings or {}
         self._tensorboard_dir = self._run_dir / TENSORBOARD_DIR if tensorboard else None
         self._tensorboard: TensorBoardWriter | None = None  # opened by the first `write`
+        self._lock = threading.Lock()  # the step loop writes, and the thread that saves checkpoints syncs
+        self._refused: set[Path] = set()  # files whose disk has refused the newest record
+        self._problems: list[str] = []
         self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
@@ -73,11 +79,13 @@ class MetricsWriter:
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
 
-        The record survives a crash of the machine only after `sync`.
+        The record survives a crash of the machine only after `sync`. A record that a full or silent disk refuses is
+        kept in memory and written later; `problems` has a line about it.
         """
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
-        self._file.append({"kind": kind, **fields})
+        with self._noted(self._file.path):
+            self._file.append({"kind": kind, **fields})
         tensorboard = self._open_tensorboard()
         if tensorboard is not None:
             tensorboard.write(kind, fields)
@@ -89,7 +97,8 @@ class MetricsWriter:
             step: optimizer steps done.
             samples: held-out text with the generator's replacements.
         """
-        self._sample_file().write(step, samples)
+        with self._noted(self._run_dir / SAMPLES_FILE):
+            self._sample_file().write(step, samples)
         tensorboard = self._open_tensorboard()
         if tensorboard is not None:
             tensorboard.write_samples(step, samples)
@@ -97,20 +106,58 @@ class MetricsWriter:
     def sync(self) -> None:
         """Wait until all records of metrics.jsonl are on the disk (fsync). Call it before a checkpoint is committed.
 
-        Otherwise a crash of the machine could lose records of steps that the run does not repeat.
+        Otherwise a crash of the machine could lose records of steps that the run does not repeat. Any thread may call
+        it while another one calls `write`.
+
+        Raises:
+            StoreAway: the disk is full or away; call it again later.
+            StoreError: the disk refuses the records for another reason.
         """
-        self._file.sync()
+        with self._lock:
+            self._file.sync()
+
+    def flush_tensorboard(self) -> None:
+        """Write to the files what TensorBoard has buffered."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
+    def problems(self) -> list[str]:
+        """Return one line for each file whose disk has begun to refuse records since the last call; usually none."""
+        lines = self._problems
+        self._problems = []
+        problem_of_tensorboard = self._tensorboard.take_problem() if self._tensorboard else ""
+        return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
+
     def close(self) -> None:
-        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine."""
-        self._file.close()
+        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine.
+
+        Raises:
+            StoreAway: metrics.jsonl cannot be written, because its disk is full or away. The other files are closed,
+                and a later call tries again.
+        """
         if self._samples is not None:
             self._samples.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = None
+        self._file.close()
+
+    def discard(self) -> None:
+        """Close metrics.jsonl without the records that its disk refuses. Calling it twice is fine."""
+        self._file.discard()
+
+    @contextlib.contextmanager
+    def _noted(self, path: Path) -> Iterator[None]:
+        """Write to a file in the `with` block, one thread at a time; note once if its disk is full or away."""
+        with self._lock:
+            try:
+                yield
+                self._refused.discard(path)
+            except StoreAway as error:
+                if path not in self._refused:
+                    self._refused.add(path)
+                    self._problems.append(
+                        f"waiting for storage: {error}; the records are kept in memory and written later"
+                    )
 
     def _sample_file(self) -> SampleFile:
         """Return samples.jsonl, opened at the first call."""

@@ -11,13 +11,16 @@ Limits: one writer (rank 0). The files are a copy for people; nothing is read ba
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from electra_dist.run.jsonl import Record
 from electra_dist.run.writers.text_samples import TextSample, replaced_words_table
+from electra_dist.store.failure_kinds import os_failure
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -88,7 +91,10 @@ def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict
 
 
 class TensorBoardWriter:
-    """Writer of TensorBoard event files of one start of a run; it creates them at the first write."""
+    """Writer of TensorBoard event files of one start of a run; it creates them at the first write.
+
+    At the first error of its disk it stops writing for good, because a run must not end for a copy of its metrics.
+    """
 
     def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
         """Import TensorBoard, open both files, and write the settings for its page of hyperparameters.
@@ -100,10 +106,36 @@ class TensorBoardWriter:
         """
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
-        self._train: SummaryWriter = SummaryWriter(str(directory), purge_step=purge_step)
-        self._heldout: SummaryWriter = SummaryWriter(str(directory / HELDOUT_DIR), purge_step=purge_step)
-        if settings:
-            self._write_settings(settings)
+        self._directory = directory
+        self._problem = ""  # the line about the error after which nothing is written, until `take_problem`
+        self._is_dropped = False
+        _silence_writer_threads()
+        with self._dropped_at_an_error():
+            self._train: SummaryWriter = SummaryWriter(str(directory), purge_step=purge_step)
+            self._heldout: SummaryWriter = SummaryWriter(str(directory / HELDOUT_DIR), purge_step=purge_step)
+            if settings:
+                self._write_settings(settings)
+
+    def take_problem(self) -> str:
+        """Return the line about the error after which nothing more is written, once; usually an empty string."""
+        problem = self._problem
+        self._problem = ""
+        return problem
+
+    @contextlib.contextmanager
+    def _dropped_at_an_error(self) -> Iterator[None]:
+        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk.
+
+        The files are not closed then, because closing them would try to write again.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._is_dropped = True
+            self._problem = (
+                f"{self._directory}: {os_failure(error).reason}; TensorBoard gets no more records in this start, "
+                f"metrics.jsonl has all of them"
+            )
 
     def write(self, kind: str, fields: Record) -> None:
         """Write the finite values of a record.
@@ -112,27 +144,39 @@ class TensorBoardWriter:
             kind: "train" for a training step, "eval" for an evaluation.
             fields: the record; "step" is the position on the curves.
         """
+        if self._is_dropped:
+            return
         step = fields["step"]
         in_train_folder = TRAIN_TAGS if kind == "train" else EVAL_TAGS
-        for tag, value in scalars(fields, in_train_folder).items():
-            self._train.add_scalar(tag, value, step)
-        if kind == "eval":
-            for tag, value in scalars(fields, SHARED_TAGS).items():
-                self._heldout.add_scalar(tag, value, step)
+        with self._dropped_at_an_error():
+            for tag, value in scalars(fields, in_train_folder).items():
+                self._train.add_scalar(tag, value, step)
+            if kind == "eval":
+                for tag, value in scalars(fields, SHARED_TAGS).items():
+                    self._heldout.add_scalar(tag, value, step)
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
         """Write the text of held-out rows with the words that were replaced, under TensorBoard's tab for text."""
-        self._heldout.add_text("replaced words", replaced_words_table(samples), step)
+        if self._is_dropped:
+            return
+        with self._dropped_at_an_error():
+            self._heldout.add_text("replaced words", replaced_words_table(samples), step)
 
     def flush(self) -> None:
         """Write what is buffered to the files."""
-        self._train.flush()
-        self._heldout.flush()
+        if self._is_dropped:
+            return
+        with self._dropped_at_an_error():
+            self._train.flush()
+            self._heldout.flush()
 
     def close(self) -> None:
         """Write what is buffered, and close the files."""
-        self._train.close()
-        self._heldout.close()
+        if self._is_dropped:
+            return
+        with self._dropped_at_an_error():
+            self._train.close()
+            self._heldout.close()
 
     def _write_settings(self, settings: Mapping[str, str | float | bool]) -> None:
         """Write the settings of the run to the file of the training steps, so that the table shows its metrics."""
@@ -144,3 +188,18 @@ class TensorBoardWriter:
         assert file_writer is not None  # until `close`
         for summary in hparams(dict(settings), metrics):
             file_writer.add_summary(summary)
+
+
+def _silence_writer_threads() -> None:
+    """Let TensorBoard's writing threads end without a traceback at an error of the disk.
+
+    The next call of the writer raises that error again, and then one line about it is logged.
+    """
+    previous_hook = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        is_writer_thread = type(args.thread).__name__ == "_AsyncWriterThread"
+        if not (is_writer_thread and issubclass(args.exc_type, OSError)):
+            previous_hook(args)
+
+    threading.excepthook = hook

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from electra_dist.errors import StoreAway
 from electra_dist.run.folder import SAMPLES_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 
@@ -56,8 +57,11 @@ class SampleFile:
         self._file.append({"step": step, "texts": [asdict(sample) for sample in samples]})
 
     def close(self) -> None:
-        """Sync the file to the disk and close it. Calling it twice is fine."""
-        self._file.close()
+        """Sync the file to the disk and close it; samples that a full disk refuses are lost. May be called twice."""
+        try:
+            self._file.close()
+        except StoreAway:
+            self._file.discard()
 
 
 def has_samples(run_dir: Path) -> bool:

@@ -1,10 +1,11 @@
-"""End all ranks with exit code 78 when one of them alone meets an error that the user must fix.
+"""End all ranks with the same exit code when one of them alone meets an error that ends the run.
 
-An example is a damaged shard that only one rank reads; the error class is UserError.
+Examples are a damaged shard that only one rank reads (UserError, exit code 78), and a disk of one node that stays full
+(StorageLost, exit code 75).
 
-Guarantee: the error is printed once, by the first rank that meets it, and every rank that still reaches the process
-group's key-value store ends with exit code 78. Without this module, rank 0 would end with the broken connection that
-follows when another rank ends, and the launcher would take whichever exit code it received first.
+Guarantee: the error is printed once, by the first rank that meets one, and every rank that still reaches the process
+group's key-value store ends with the exit code of that error. Without this module, rank 0 would end with the broken
+connection that follows when another rank ends, and the launcher would take whichever exit code it received first.
 
 How: the rank sets a key in that store. The store lives in rank 0's process and does not need the other ranks.
 
@@ -18,41 +19,45 @@ import sys
 
 import torch.distributed as dist
 
-from electra_dist.errors import UserError, error_line
+from electra_dist.errors import StorageLost, UserError, error_line
 
 # Keys of the process group's store.
 _NUM_ERRORS = "user_errors"
-_IS_REPORTED = "user_error_reported"
+_EXIT_CODE = "reported_exit_code"
 
 
-def report_once(error: UserError) -> None:
-    """Print an error that the user must fix, unless another rank has printed one, and inform the other ranks.
+def report_once(error: UserError | StorageLost, exit_code: int) -> None:
+    """Print an error that ends the run, unless another rank has printed one, and inform the other ranks.
 
-    It is printed to stderr. The other ranks find out by `another_rank_reported`.
+    It is printed to stderr. The other ranks find out by `reported_exit_code`.
 
     Not collective; any rank may call it at any time while the process group exists. If the store in rank 0's process
     cannot be reached any more, the error is printed all the same: printing it twice is better than not at all.
 
     Args:
         error: its text is printed after "error: ".
+        exit_code: with which the calling rank ends. The other ranks end with that of the first error.
     """
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         num_errors = store.add(_NUM_ERRORS, 1)  # atomic, so exactly one rank gets 1
         is_first = num_errors == 1
-        store.set(_IS_REPORTED, "1")
+        if is_first:
+            store.set(_EXIT_CODE, str(exit_code))
     if is_first:
-        print(error_line(error), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            print(error_line(error), file=sys.stderr, flush=True)
 
 
-def another_rank_reported() -> bool:
-    """Return whether any rank has reported an error that the user must fix, with `report_once`.
+def reported_exit_code() -> int | None:
+    """Return the exit code of the first error that a rank has reported with `report_once`; None if none has.
 
-    If so, a collective that fails on this rank fails because that rank has ended, and needs no error message of its
-    own. Not collective. The result is False if the store in rank 0's process cannot be reached any more.
+    If there is one, a collective that fails on this rank fails because that rank has ended, and needs no error message
+    of its own. Not collective. The result is None if the store in rank 0's process cannot be reached any more.
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
-        return bool(store.check([_IS_REPORTED]))
-    return False
+        if store.check([_EXIT_CODE]):
+            return int(store.get(_EXIT_CODE))
+    return None

@@ -5,8 +5,9 @@ Guarantee: a rank writes its heartbeat at every step and change of phase, so tha
 memory errors, the node is added to the run's record of faulty nodes (strikes.jsonl), and the run ends with exit code
 69, without a save, because the state of a faulty GPU is not to be trusted.
 
-The timeout of collectives is twice the time after which a supervisor ends a hanging rank, at most an hour. So it is
-meant for runs without a supervisor: there, ranks that wait for an unreachable one end by themselves.
+The timeout of collectives is twice the time after which a supervisor ends a hanging rank, at most an hour, but longer
+than a rank may wait for storage while the others wait for it (`cluster.storage_patience_s`). So it is meant for runs
+without a supervisor: there, ranks that wait for an unreachable one end by themselves.
 
 A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
 steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time.
@@ -14,6 +15,7 @@ steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -28,13 +30,16 @@ from torch.distributed import distributed_c10d as c10d
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
+from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Heartbeat, Phase
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
+from electra_dist.store.patience import Patience
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
 _LONGEST_COLLECTIVE_S = 3600.0
+_STORAGE_MARGIN_S = 60.0  # by which a collective may outlast the longest wait for storage
 _LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 
 
@@ -53,7 +58,7 @@ class RankMonitor:
     phase, `look` at every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience | None = None) -> None:
         """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
 
         The process group must exist.
@@ -62,12 +67,21 @@ class RankMonitor:
             run_dir: folder of the run, for the heartbeats and for strikes.jsonl, the record of faulty nodes.
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
                 which the timeouts of collectives follow.
+            patience: waits of this rank for storage, which the heartbeats then report; None if it never waits.
 
         Raises:
             StoreError: the run folder cannot be written.
         """
         self._run_dir = run_dir
         self._limits = hang_limits(cluster)
+        self._patience = Patience(0.0) if patience is None else patience
+        self._least_collective_s = 0.0
+        if cluster.storage_patience_s > 0:
+            # Other ranks wait in a collective while one waits for storage, for as long as it may.
+            self._least_collective_s = cluster.storage_patience_s + _STORAGE_MARGIN_S
+        self._phase: Phase = "setup"  # the newest one apart from "storage"
+        self._step = 0
+        self._waits_for_storage = False
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
         is_first_on_node = int(os.environ["LOCAL_RANK"]) == 0
         self._sampler = GpuSampler() if is_first_on_node else None
@@ -75,6 +89,7 @@ class RankMonitor:
         self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step
         self._collective_limit_s = 0.0  # the timeout of collectives that is set; 0 before the first heartbeat
         self.sick = False  # whether this rank's node is not to be trusted
+        self._patience.on_wait = self.waits_for_storage
 
     def began(self, attempt: int) -> None:
         """Set the number of this start of the run ("attempt"), from 1, which all later heartbeats contain."""
@@ -90,13 +105,52 @@ class RankMonitor:
             phase: what this rank is about to do.
             step: optimizer steps done.
         """
-        self._heartbeat.beat(phase, step)
+        self._phase = phase
+        self._step = step
+        self._waits_for_storage = False
+        self._heartbeat.beat(phase, step, self._patience.reason)
         hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
-        limit_s = min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S)
+        limit_s = max(min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S), self._least_collective_s)
         # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
         change_s = abs(limit_s - self._collective_limit_s)
         if change_s > _LEAST_CHANGE * self._collective_limit_s:
             self._set_collective_timeout(limit_s)
+
+    def waits_for_storage(self, reason: str) -> None:
+        """Write a heartbeat of phase "storage": the training thread waits, as long as `cluster.storage_patience_s`.
+
+        Call it about every second while the wait goes on.
+
+        Args:
+            reason: what is waited for; empty when the wait is over, for a heartbeat with the phase before it.
+        """
+        if reason:
+            self._waits_for_storage = True
+            self._heartbeat.beat("storage", self._step, reason)
+        elif self._waits_for_storage:
+            self._waits_for_storage = False
+            self._heartbeat.beat(self._phase, self._step, self._patience.reason)
+
+    def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
+        """Report a wait of the training thread for another thread of this rank, which reads or writes.
+
+        If that thread waits for storage, its reason is reported at once. Otherwise it may hang in a call of a storage
+        that does not respond: after `longest_s`, that is taken for the reason.
+
+        Args:
+            waited_s: seconds waited so far.
+            subject: what is read or written, for the reason.
+            longest_s: seconds that the wait may take without being reported.
+        """
+        if self._patience.reason:
+            self.waits_for_storage(self._patience.reason)
+        elif waited_s > longest_s:
+            self.waits_for_storage(f"{subject}: no progress for {waited_s:.0f} s")
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of the newest steps; None until enough steps are done."""
+        return self._heartbeat.last.step_s
 
     def _set_collective_timeout(self, limit_s: float) -> None:
         """Set the timeout of collectives, in seconds, on all process groups of this rank."""
@@ -123,7 +177,8 @@ class RankMonitor:
         if reason and not self.sick:
             self.sick = True
             strike = Strike(time=time.time(), node=node_name(), device="gpu", reason=reason, by="run")
-            add_strike(self._run_dir, strike)
+            with contextlib.suppress(StoreAway):  # without the record, the run ends all the same
+                add_strike(self._run_dir, strike)
         return RankObservation(reading, stragglers(list(self._forward_times), in_a_row=_LOOKS))
 
     @staticmethod

@@ -18,6 +18,7 @@ Cost: two `stat` calls per step, on rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -53,6 +54,7 @@ class StopRequest:
         self._stop_file = run_dir / STOP_FILE
         self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
+        self._was_saved = False  # whether the file `save` was obeyed and could not be removed
         job_end = os.environ.get("SLURM_JOB_END_TIME", "")
         # Converted to a clock that does not jump, so that a later correction of the wall clock ends no run too early.
         self._job_end = time.monotonic() + float(job_end) - time.time() if job_end.isdigit() else None
@@ -102,7 +104,11 @@ class StopRequest:
 
         Only rank 0 looks for the file; on other ranks the result is always False.
         """
-        return self._watches and self._save_file.exists()
+        if not self._watches:
+            return False
+        is_requested = self._save_file.exists()
+        self._was_saved = self._was_saved and is_requested  # a file that is gone may be created again
+        return is_requested and not self._was_saved
 
     @property
     def margin_s(self) -> float:
@@ -118,9 +124,19 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only."""
-        self._save_file.unlink(missing_ok=True)
+        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only.
+
+        If its disk refuses that, the file is passed over until somebody has removed it.
+        """
+        try:
+            self._save_file.unlink(missing_ok=True)
+        except OSError:
+            self._was_saved = True
 
     def stopped(self) -> None:
-        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only."""
-        self._stop_file.unlink(missing_ok=True)
+        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only.
+
+        If its disk refuses that, the file stays.
+        """
+        with contextlib.suppress(OSError):
+            self._stop_file.unlink(missing_ok=True)

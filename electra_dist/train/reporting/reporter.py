@@ -8,6 +8,7 @@ writes the same ones as an uninterrupted run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -30,6 +31,7 @@ from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate
+from electra_dist.errors import StoreAway
 from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
@@ -39,6 +41,7 @@ from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
 from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
 from electra_dist.schedule import describe, schedules_of, value_at
+from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
 from electra_dist.tracking.settings import flat_settings, hyperparameters
@@ -47,7 +50,7 @@ from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.step import StepResult
 
-Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
+Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback"]
 
 _LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
 _NO_GPU_READING = GpuReading(
@@ -84,6 +87,7 @@ class Reporter:
         corpus: CorpusManifest,
         restored: RunState | None,
         hosts: Sequence[str] = (),
+        patience: Patience | None = None,
     ) -> None:
         """Open log, metrics and ledger, and delete the metrics of steps after the restored checkpoint.
 
@@ -95,10 +99,13 @@ class Reporter:
             corpus: manifest of the training corpus.
             restored: state of the restored checkpoint; None at the beginning of a run.
             hosts: name of the host of each rank.
+            patience: how long records that a restart needs are waited for, if the disk is full; None: not at all.
 
         Raises:
-            UserError: a file of the run folder cannot be written.
+            StoreAway: the disk of the run folder is full or away; create another object later.
+            UserError: a file of the run folder cannot be written for another reason.
         """
+        self._patience = Patience(0.0) if patience is None else patience
         run_dir = Path(config.run_dir)
         self._config = config
         self._engine = engine
@@ -115,9 +122,9 @@ class Reporter:
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
         corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
         write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
+        self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
-        self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if engine.device.type == "cuda":
@@ -240,6 +247,7 @@ class Reporter:
             self._note_overflow(done - 1, result)
         self._metrics.write(record)
         self._console.line(record)
+        self._note_refused_records()
         self._track(record)
         self._refresh.update_if_due()
 
@@ -343,6 +351,7 @@ class Reporter:
         if rows:
             self._metrics.write_samples(record.step, [text_sample(row, self._tokens) for row in rows])
         self._console.evaluation(record)
+        self._note_refused_records()
         self._track(record)
         self._note_few_replaced_tokens(record)
         self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
@@ -352,6 +361,11 @@ class Reporter:
         for tracker in self._trackers:
             log_record(tracker, record)
         self._note_dropped_trackers()
+
+    def _note_refused_records(self) -> None:
+        """Log one line for each file whose disk has begun to refuse records since the last call."""
+        for problem in self._metrics.problems():
+            self.note(problem)
 
     def _note_dropped_trackers(self) -> None:
         """Log one line for each tracking service that has failed since the last call."""
@@ -385,11 +399,20 @@ class Reporter:
         )
 
     def saving(self) -> None:
-        """Sync the metrics to the disk before a save begins.
+        """Write what TensorBoard has buffered, because a save begins; `before_commit` syncs the metrics."""
+        self._metrics.flush_tensorboard()
 
-        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk.
+    def before_commit(self) -> None:
+        """Sync metrics and ledger to the disk before a checkpoint is committed.
+
+        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk. The
+        thread that writes checkpoints calls it.
+
+        Raises:
+            StoreAway: the disk is full or away; call it again later.
         """
         self._metrics.sync()
+        self._sync_ledger()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
@@ -420,7 +443,7 @@ class Reporter:
             fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
             suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
-        self._record("stopped_step", step, fault=fault, suspect=suspect)
+        self._record_soon("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
         if suspect:
             advice = f"check the row that stands out: {suspect}"
@@ -435,7 +458,7 @@ class Reporter:
                 is skipped.
         """
         last = stopped[-1]
-        self._record("rollback", last, skip_from=first, skip_to=last)
+        self._record_soon("rollback", last, skip_from=first, skip_to=last)
         self.note(
             f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
             f"to {last:,}; if this happens again, lower optimizer.lr in a new run"
@@ -458,22 +481,36 @@ class Reporter:
         """Record how this start of the run has ended, and close all outputs.
 
         Args:
-            ending: how it ended: "done", "stop", "unhealthy" or "crash", which is recorded as an event, or "rollback",
-                which is not, because `rolled_back` has recorded it.
+            ending: how it ended: "done", "stop", "storage", "unhealthy" or "crash", which is recorded as an event, or
+                "rollback", which is not, because `rolled_back` has recorded it.
             step: optimizer steps done.
-            why: reason of a stop on request; empty for other endings.
+            why: reason of a stop on request or for lack of storage; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
+
+        Raises:
+            StorageLost: the records of a run that ended well could not be written for too long.
         """
+        is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback":
             reason = {"why": why} if why else {}
-            self._record(ending, step, **reason, spent_s=spent_s)
+            record = self._record_soon if is_lost else self._record
+            record(ending, step, **reason, spent_s=spent_s)
         self._refresh.close()
         for tracker in self._trackers:
             tracker.close(has_failed=ending == "crash")
         self._note_dropped_trackers()
-        self._console.close()
-        self._metrics.close()
-        self._ledger.close()
+        try:
+            for close in (self._metrics.close, self._ledger.close):
+                with contextlib.suppress(StoreAway) if is_lost else contextlib.nullcontext():
+                    if is_lost:
+                        close()
+                    else:
+                        self._patience.call(close)
+        finally:
+            self._metrics.discard()
+            self._ledger.discard()
+            self._note_refused_records()
+            self._console.close()
 
     def _note_setup(self, corpus: CorpusManifest) -> None:
         """Log lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch.
@@ -504,9 +541,26 @@ class Reporter:
             event: kind of the event.
             step: optimizer steps done.
             **details: further fields of the event, which JSON can hold.
+
+        Raises:
+            StorageLost: the disk stayed full or away for too long.
         """
-        with self._ledger_lock:
+        self._record_soon(event, step, **details)
+        self._patience.call(self._sync_ledger)
+
+    def _record_soon(self, event: Event, step: int, **details: Any) -> None:
+        """Append an event to the ledger without waiting for a disk that is full or away.
+
+        An event that the disk refuses stays in memory. It is written before the next event, and before the next
+        checkpoint is committed. The arguments are those of `_record`.
+        """
+        with self._ledger_lock, contextlib.suppress(StoreAway):
             self._ledger.append(event, step, **details)
+
+    def _sync_ledger(self) -> None:
+        """Write to the disk the events that it has refused so far. Raises StoreAway if it refuses them again."""
+        with self._ledger_lock:
+            self._ledger.sync()
 
     def _flops_per_token(self, done: int) -> float:
         """Return the training FLOPs per token, of generator and discriminator together, in the last of `done` steps.

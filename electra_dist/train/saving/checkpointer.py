@@ -37,6 +37,7 @@ from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.step_records import EvalRecord
+from electra_dist.store.patience import Patience
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
@@ -132,6 +133,7 @@ class Checkpointer:
         corpus_fingerprint: str,
         skipped: Iterable[int],
         accept_new_numerics: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective.
 
@@ -143,8 +145,10 @@ class Checkpointer:
                 those of them that are before t.
             accept_new_numerics: whether checkpoints of a version with older numerics (random draws and rounding) may
                 be used.
+            patience: how long stores that are full or away are waited for; None: not at all.
 
         Raises:
+            StorageLost: a store stayed away for longer than that.
             UserError: a store holds checkpoints of another run, or cannot be written.
             OtherNumerics: the newest start of the run had older numerics, and this was not accepted.
         """
@@ -160,7 +164,10 @@ class Checkpointer:
             numerics: {"identity_sha256": older_sha256, "corpus_fingerprint": corpus_fingerprint}
             for numerics, older_sha256 in self._older_identities.items()
         }
-        attempt = from_rank_0(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
+        self._patience = Patience(0.0) if patience is None else patience
+        attempt = from_rank_0(
+            lambda: self._patience.call(lambda: begin_attempt(self._targets, run, older_runs, accept_new_numerics))
+        )
         # What every checkpoint of this start records. `TrainState.state_fields` replaces the fields that change.
         self._state = RunState(
             step=0,
@@ -183,6 +190,7 @@ class Checkpointer:
             attempt=attempt,
             policy=config.checkpoint,
             rollback_steps=config.guard.most_skipped,
+            patience=self._patience,
         )
 
     @property
@@ -205,11 +213,14 @@ class Checkpointer:
         Raises:
             UserError: there are checkpoints, and none of them can be used.
             StoreError: a checkpoint cannot be read, and no other store has a copy of it.
+            StorageLost: the same, because its store stayed away for too long.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
         older_identities = self._older_identities.values()
-        restored, set_aside = load_newest(self._targets, fragments, self._state, older_identities)
+        restored, set_aside = self._patience.call(
+            lambda: load_newest(self._targets, fragments, self._state, older_identities)
+        )
         if self._loss_scale is not None:
             self._loss_scale.restore(restored.loss_scale if restored else None)
         if restored is None and pristine:
@@ -260,6 +271,11 @@ class Checkpointer:
         if self._loss_scale is not None:
             state = state.model_copy(update={"loss_scale": self._loss_scale.state})
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
+
+    def raise_failure(self) -> None:
+        """Raise the error of the newest save, if it has failed; return at once if it succeeds or is still written."""
+        if self.writer.has_failed:
+            self.writer.wait()
 
     @property
     def retries(self) -> int:

@@ -49,6 +49,13 @@ class SaveSchedule:
         self._last_saved = step
         return self.every_steps != previous
 
+    def next_due(self, step: int) -> int:
+        """Return the first step after `step` at which a checkpoint is due; it may exceed the steps of the run."""
+        next_step = step + 1
+        while not self.due(next_step):
+            next_step += 1
+        return next_step
+
     def due(self, step: int) -> bool:
         """Return whether to save a checkpoint now that `step` optimizer steps are done.
 

@@ -205,3 +205,37 @@ def test_a_node_with_a_strike_is_shown_with_its_reason(run: Path):
 def test_a_folder_that_is_no_run_is_a_user_error(tmp_path: Path):
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert isinstance(result.exception, UserError)
+
+
+def test_a_rank_that_waits_for_storage_is_shown_with_its_reason_and_the_run_lives(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The rank has been silent for longer than a step may take, and the run is not taken for dead."""
+    ledger(run, event("resume", 60, step=10, attempt=2))
+    beats = [Heartbeat(run, rank, attempt=2) for rank in (0, 1)]
+    beats[0].beat("storage", 12, "/data/metrics.jsonl: disk full; free space there")
+    beats[1].beat("step", 12, "/data/checkpoints: read-only file system")
+    later = dataclasses.replace(status.facts(run), now=time.time() + 300)
+    page = status.lines(later)
+    assert page[0].endswith(": living")
+    waiting, training = [line for line in page if line.startswith("  storage")]
+    assert "rank 0 on " in waiting and "waits for 5m" in waiting and "at most 10m" in waiting
+    assert waiting.endswith(": /data/metrics.jsonl: disk full; free space there")
+    assert "rank 1 on " in training and training.endswith("trains on: /data/checkpoints: read-only file system")
+    waits = status.json_tree(later)["waiting_for_storage"]
+    assert [(wait["rank"], wait["is_training"]) for wait in waits] == [(0, False), (1, True)]
+    assert not [line for line in page if line.startswith("  silent")]
+
+
+def test_a_run_folder_that_takes_no_records_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(status, "disk_problem", lambda folder: "read-only file system")
+    ledger(run, event("resume", 60, step=10, attempt=2))
+    page = status.lines(dataclasses.replace(status.facts(run), now=time.time() + 300))
+    assert page[0].endswith(": living")
+    assert f"  storage     the run folder takes no records: {run}: read-only file system" in page
+
+
+def test_a_run_that_ended_for_lack_of_storage_is_stopped_with_the_reason(run: Path):
+    write(run / "slurm" / "jobs.jsonl", [])
+    ledger(run, event("storage", 30, step=12, why="/data/metrics.jsonl: disk full"))
+    assert shown(run)[0].endswith(": stopped (storage: /data/metrics.jsonl: disk full, 30s ago)")

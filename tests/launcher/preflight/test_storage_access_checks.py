@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from launcher.preflight.storage_access_checks import classify_skew
+import pytest
+from support.real_runs import REPOSITORY
+
+from electra_dist.config_file import load_config
+from electra_dist.errors import StoreAway
+from electra_dist.store.local_store import LocalStore
+from launcher.preflight import storage_access_checks
+from launcher.preflight.findings import Finding
+from launcher.preflight.storage_access_checks import check_storage, classify_skew
+
+FULL = Finding(severity="user error", node="n1", what="disk of /data: full", next_step="free space")
 
 
 @pytest.mark.parametrize(
@@ -19,3 +29,24 @@ from launcher.preflight.storage_access_checks import classify_skew
 def test_a_clock_two_seconds_off_is_a_warning_and_a_minute_is_unhealthy(skew_s: float, severity: str, what: str):
     finding = classify_skew(skew_s, "X", "n1")
     assert (finding.severity, finding.what) == (severity, what)
+
+
+def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A chain of jobs would end at a user error, although the run waits for its storage."""
+
+    def away(self: LocalStore, key: str, data: bytes) -> bool:
+        raise StoreAway(f"{self.url}: read-only file system; mount it for writing")
+
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
+    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
+    monkeypatch.setattr(LocalStore, "write_new", away)
+    monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [FULL])
+    severities = {finding.what: finding.severity for finding in check_storage(config, "n1")}
+    target = f"{tmp_path / 'run' / 'checkpoints'}: read-only file system"
+    assert (severities[target], severities["disk of /data: full"]) == ("user error", "user error")
+    (tmp_path / "run" / "config.yaml").touch()
+    findings = {finding.what: finding for finding in check_storage(config, "n1")}
+    assert (findings[target].severity, findings["disk of /data: full"].severity) == ("warning", "warning")
+    assert "the run waits for it" in findings[target].next_step
+    missing_corpus = next(finding for what, finding in findings.items() if "corpus.json" in what)
+    assert missing_corpus.severity == "user error"  # no wait brings it back

@@ -51,6 +51,7 @@ CASES = [
     ("stopped, the launcher ended with 1", [START, event("stop", 7)], {"n1": 1, "n2": 143}, False, "next", 75),
     ("stopped by RUN/stop", [START, event("stop", 7, why="file /r/stop")], {"n1": 75}, False, "stop", 75),
     ("75 of a rank without a stop in the ledger", [START], {"n1": 75}, False, "again", 1),
+    ("storage stayed away", [START, event("storage", 7, why="disk full")], {"n1": 75, "n2": 75}, False, "next", 75),
     ("bad config or input", [], {"n1": 78, "n2": 143}, False, "stop", 78),
     ("unhealthy node", [START], {"n1": 143, "n2": 69}, False, "next", 69),
     ("crash", [START, event("crash", 3)], {"n1": 1, "n2": 1}, False, "again", 1),

@@ -23,11 +23,15 @@ def end(*events: str, **fields: Any) -> StartEnd:
         (end("start", codes={0: 0, 1: 0}), 1),  # exit codes without `done` in the ledger are not trusted
         (end("start", "stop", codes={0: 75, 1: 75}), 75),
         (end("start", "stop", codes={0: 75}), 75),
+        (end("start", "storage", codes={0: 75, 1: 75}), 75),
+        (end("start", codes={0: 75, 1: 75}), 75),  # the disk of the ledger refused the event
+        (end("start", codes={0: 75, 1: 0}), 1),
+        (end("start", "storage", codes={0: 75}), 75),  # rank 1 hung in a collective and was killed
         (end("start", "crash", codes={0: 1}), 1),
         (end("start"), 1),
         (end(), 1),
         (end(codes={0: 78, 1: 78}), 78),
-        (end("start", codes={1: 78}), 78),  # one rank's disk is full, the other was killed
+        (end("start", codes={1: 78}), 78),  # the user must act, and the other rank was killed
         (end("start", "unhealthy", codes={0: 69, 1: 69}), 69),
         (end("start", "unhealthy", codes={0: 69, 1: 69}, at_fault=False), 75),
         (end("start", codes={0: -9, 1: 247}), 1),

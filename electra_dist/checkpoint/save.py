@@ -1,0 +1,146 @@
+"""Store one checkpoint in several targets, each at its own pace: what is done stays done when a target is tried again.
+
+Guarantee: every stage can be repeated after a failure. A file is written once and uploaded from there, an entry is
+submitted after its file is complete, and a manifest that this process has created is recognised.
+
+Limits: a target that goes away after it has received the only written copy of this rank's file holds up the others.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from electra_dist.checkpoint.checkpoint_manifest import FileEntry, RunState, folder_name
+from electra_dist.checkpoint.commit import commit, submit
+from electra_dist.checkpoint.free_space import nearest_folder
+from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
+from electra_dist.errors import StoreAway
+from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
+
+_HEADER_BYTES = 1 << 20  # allowed for the header of a tensor file, and for the manifest
+
+
+@dataclass(kw_only=True)
+class _Copy:
+    """How far the copy of a checkpoint in one target is."""
+
+    target: Store
+    is_stored: bool = False  # this rank's file and its entry are there
+    was_tried: bool = False  # a commit was begun
+    is_committed: bool = False
+
+
+class Save:
+    """One checkpoint on its way to all targets, as one rank stores it."""
+
+    def __init__(
+        self, rank: int, state: RunState, tensors: Sequence[Tensor], staging: LocalStore, targets: Sequence[Store]
+    ) -> None:
+        """Begin with nothing stored.
+
+        Args:
+            rank: number of this process in the run.
+            state: the part of the checkpoint that is not tensors.
+            tensors: this rank's part of the state, in host memory.
+            staging: local folder for the file, if no target that is a local folder accepts it.
+            targets: the stores that receive the checkpoint.
+        """
+        self._rank = rank
+        self._state = state
+        self._tensors = tensors
+        self._staging = staging
+        self._folder = folder_name(state.step, state.attempt)
+        self._key = f"{self._folder}/rank-{rank:05d}.safetensors"
+        self._saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        copies = [_Copy(target=target) for target in targets]
+        # The file is written into a local target, so that only one copy of it takes space on this node.
+        self._copies = sorted(copies, key=lambda copy: copy.target.local_path(self._key) is None)
+        self._written: tuple[Path, FileEntry] | None = None  # the file that was written, and its manifest entry
+
+    def store(self) -> Exception | None:
+        """Store this rank's file and then its entry (size and digests) in every target that lacks them.
+
+        Returns:
+            The first failure that is worth a wait; None if all targets have both. Other errors are raised.
+        """
+        return self._for_each(self._store)
+
+    def commit(self, give_up: Callable[[], bool]) -> Exception | None:
+        """Commit the checkpoint on every target that has this rank's file and no manifest. Rank 0 only.
+
+        Args:
+            give_up: asked while the files of other ranks are waited for; True ends the wait with an error.
+
+        Returns:
+            As for `store`.
+        """
+        return self._for_each(lambda copy: self._commit(copy, give_up))
+
+    def delete_staged(self) -> None:
+        """Delete the file in the staging folder, if there is one, because all targets have it."""
+        if self._written is not None and self._written[0] == self._staging.local_path(self._key):
+            self._staging.delete(self._key)
+
+    def _for_each(self, stage: Callable[[_Copy], None]) -> Exception | None:
+        """Run a stage for every copy, and return the first failure that is worth a wait."""
+        first_failure: Exception | None = None
+        for copy in self._copies:
+            try:
+                stage(copy)
+            except Exception as error:
+                if not is_worth_waiting_for(error):
+                    raise
+                if first_failure is None:
+                    first_failure = error
+        return first_failure
+
+    def _store(self, copy: _Copy) -> None:
+        """Store the file and its entry in one target, unless they are there."""
+        if copy.is_stored:
+            return
+        path_in_target = copy.target.local_path(self._key)  # None for a target on S3
+        if self._written is None:
+            path = path_in_target or self._staging.local_path(self._key)
+            _check_space(path, self._tensors)
+            self._written = (path, write_tensor_file(path, self._tensors))
+        written_path, entry = self._written
+        if written_path != path_in_target:
+            copy.target.upload(written_path, self._key)
+        submit(copy.target, self._folder, self._rank, entry)
+        copy.is_stored = True
+
+    def _commit(self, copy: _Copy, give_up: Callable[[], bool]) -> None:
+        """Commit the checkpoint on one target, if this rank's file is there."""
+        if copy.is_committed or not copy.is_stored:
+            return
+        is_repeated = copy.was_tried
+        copy.was_tried = True
+        commit(copy.target, self._state, self._saved_at, is_repeated=is_repeated, give_up=give_up)
+        copy.is_committed = True
+
+
+def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
+    """Raise StoreAway unless the disk of a file that is about to be written has room for it.
+
+    Without this check a save that cannot succeed would fill the disk for everybody, again at every try.
+
+    Args:
+        path: the file, whose folder need not exist.
+        tensors: what will be written.
+    """
+    needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
+    try:
+        free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free
+    except OSError:
+        return  # The write itself has the better message.
+    if free_bytes < needed_bytes:
+        raise StoreAway(
+            f"{path}: disk full: {free_bytes / 1e6:.1f} MB free, {needed_bytes / 1e6:.1f} MB needed for this rank's "
+            f"part of a checkpoint; free space there, or choose another path"
+        )

@@ -1,0 +1,170 @@
+"""Wait for storage that is full, read-only or silent, and give up after a limit.
+
+Guarantee: an operation that is called through a `Patience` either succeeds, or raises its own error if no wait helps
+(`failure_kinds.py` decides), or raises StorageLost with the first failure once the limit is over. While it waits, a
+line on stderr and `Patience.reason` name the first failure.
+
+Cost: none while operations succeed. A wait polls after 0.5 s at first and every 10 s at last.
+
+Limits: a call that blocks in the operating system cannot be interrupted, so it may exceed the limit. An operation must
+be repeatable after a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from electra_dist.errors import StorageLost, error_line
+from electra_dist.store.failure_kinds import is_worth_waiting_for
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+_SLICE_S = 1.0  # a pause is cut into slices, after each of which `on_wait` is called
+
+
+def print_line(text: str) -> None:
+    """Print a line to stderr; do nothing if stderr is a file on the storage that is away."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class Patience:
+    """Limit for which the operations of one process wait for storage, and the state of the waits that go on.
+
+    Any thread may call its methods. Threads that wait at the same time have limits of their own.
+    """
+
+    def __init__(
+        self, limit_s: float, note: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin without any wait.
+
+        Args:
+            limit_s: seconds after the first failure at which an operation gives up; 0: at the first failure.
+            note: receives one line when a wait begins and one when it ends.
+            clock: seconds of a clock that never jumps.
+        """
+        self.limit_s = limit_s
+        self.on_wait: Callable[[str], None] = lambda reason: None
+        """Called about every second, with the reason, while the thread that created this object waits.
+
+        When the wait is over, it is called once with an empty text.
+        """
+        self._note = note
+        self._clock = clock
+        self._owner = threading.get_ident()
+        self._reasons: dict[int, str] = {}  # thread -> first failure of the operation that it waits for
+        self._is_abandoned = threading.Event()
+
+    @property
+    def reason(self) -> str:
+        """First failure of an operation that some thread waits for, as one line; empty if none waits."""
+        return next(iter(list(self._reasons.values())), "")
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether `abandon` was called."""
+        return self._is_abandoned.is_set()
+
+    def abandon(self) -> None:
+        """Let every wait, present and future, give up at once, because the run ends for another reason."""
+        self._is_abandoned.set()
+
+    def call(self, operation: Callable[[], T]) -> T:
+        """Call an operation until it succeeds, and return its value.
+
+        Args:
+            operation: called without arguments, again after each failure that a wait may cure.
+
+        Raises:
+            StorageLost: the limit is over, or `abandon` was called; the message has the first failure.
+            Exception: what the operation raised, if no wait helps.
+        """
+        with self.outage() as outage:
+            while True:
+                try:
+                    return operation()
+                except Exception as error:  # noqa: BLE001  (it is raised again if no wait helps)
+                    outage.wait_after(error)
+
+    @contextlib.contextmanager
+    def outage(self) -> Iterator[Outage]:
+        """Return, for a `with` block, the account of the failures of one operation that its caller repeats itself."""
+        outage = Outage(self)
+        try:
+            yield outage
+        except BaseException:
+            outage.close(is_back=False)
+            raise
+        outage.close(is_back=True)
+
+    def _pause(self, pause_s: float, reason: str) -> None:
+        """Sleep, and call `on_wait` about every second if this is the thread that created the object."""
+        end = self._clock() + pause_s
+        while True:
+            if threading.get_ident() == self._owner:
+                self.on_wait(reason)
+            remaining_s = end - self._clock()
+            if remaining_s <= 0 or self._is_abandoned.wait(min(remaining_s, _SLICE_S)):
+                return
+
+
+class Outage:
+    """Account of the failures of one operation: the first of them, and how long ago it was.
+
+    Use it through `Patience.outage`.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        """Begin without a failure."""
+        self._patience = patience
+        self._first: Exception | None = None
+        self._since = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    def wait_after(self, error: Exception) -> None:
+        """Pause after a failure before the caller's next try, or raise if a further try is of no use.
+
+        Raises:
+            StorageLost: the limit is over, or the patience was abandoned.
+            Exception: `error` itself, if no wait helps.
+        """
+        if not is_worth_waiting_for(error):
+            raise error
+        patience = self._patience
+        if self._first is None:
+            self._begin(error)
+        waited_s = patience._clock() - self._since
+        if patience.is_abandoned or waited_s >= patience.limit_s:
+            raise StorageLost(
+                f"{self._first}; storage was waited for {waited_s:.0f} s (cluster.storage_patience_s "
+                f"{patience.limit_s:g})"
+            ) from None
+        remaining_s = patience.limit_s - waited_s
+        patience._pause(min(self._pause_s, remaining_s), str(self._first))
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _begin(self, error: Exception) -> None:
+        """Remember the first failure, and note it if there is any patience."""
+        patience = self._patience
+        self._first = error
+        self._since = patience._clock()
+        if patience.limit_s > 0 and not patience.is_abandoned:
+            patience._reasons[threading.get_ident()] = str(error)
+            reason = error_line(error).removeprefix("error: ")
+            patience._note(f"waiting up to {patience.limit_s:g} s for storage: {reason}")
+
+    def close(self, is_back: bool) -> None:
+        """End the account, and note that storage is back if the last try has succeeded (`is_back`)."""
+        was_waiting = self._patience._reasons.pop(threading.get_ident(), "")
+        if self._first is not None and threading.get_ident() == self._patience._owner:
+            self._patience.on_wait("")
+        if was_waiting and is_back:
+            waited_s = self._patience._clock() - self._since
+            self._patience._note(f"storage is back after {waited_s:.0f} s: {was_waiting.partition(';')[0]}")

@@ -1,0 +1,95 @@
+"""Record that a start of a run has ended for lack of storage, and let the next start wait before it begins.
+
+Guarantee: after a start that ended because storage stayed full or away (ledger event `storage`), the next one begins
+no sooner than ten minutes later, whoever starts it: a supervisor, Slurm or a person. So a chain of jobs does not use
+itself up while storage is away.
+
+Limits: without a ledger that can be written there is no event and no pause; the next start then waits for storage
+itself, as long as `cluster.storage_patience_s`. The age of the event is taken by the wall clock, and a clock that is
+set back makes no pause longer than ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from electra_dist.collectives import from_rank_0, gather
+from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder
+from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.store.patience import print_line
+from electra_dist.train.health.stop_request import StopRequest
+
+PAUSE_S = 600.0
+_POLL_S = 1.0  # between two looks at the requests to stop
+
+
+def record_lost_storage(run_dir: Path, why: str) -> None:
+    """Append the event `storage` to the ledger of a run, unless it is the last event; do nothing if that fails.
+
+    Args:
+        run_dir: folder of the run; without a run in it nothing is written.
+        why: the first failure, as one line.
+    """
+    with contextlib.suppress(UserError, OSError):
+        if not is_run_folder(run_dir):
+            return
+        events = read_ledger(run_dir)
+        if events and events[-1]["event"] == "storage":
+            return
+        ledger = Ledger(run_dir)
+        try:
+            ledger.append("storage", events[-1]["step"] if events else 0, why=why)
+        finally:
+            ledger.discard()
+
+
+def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
+    """Return for how many seconds a start must wait before it begins; 0 unless the last start lost its storage. Pure.
+
+    Args:
+        ledger: events of the run, oldest first.
+        now: Unix time in seconds.
+    """
+    if not ledger or ledger[-1]["event"] != "storage":
+        return 0.0
+    lost_at = datetime.fromisoformat(ledger[-1]["time"]).timestamp()
+    return min(PAUSE_S, max(0.0, lost_at + PAUSE_S - now))
+
+
+def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
+    """Wait until ten minutes have passed since the last start lost its storage, if it did. Collective.
+
+    Args:
+        run_dir: folder of the run.
+        stop: requests to stop, which end the wait.
+
+    Returns:
+        Whether a rank has received a request to stop.
+    """
+    pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
+    end = time.monotonic() + pause_s
+    while time.monotonic() < end:
+        time.sleep(min(_POLL_S, max(0.0, end - time.monotonic())))
+        if any(gather(stop.wants_stop())):
+            return True
+    return False
+
+
+def _read_pause_s(run_dir: Path) -> float:
+    """Return the pause that the ledger asks for, and print a line about it if it is not 0. Rank 0 only."""
+    ledger = []
+    with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
+        ledger = read_ledger(run_dir)
+    pause_s = remaining_pause_s(ledger, datetime.now(UTC).timestamp())
+    if pause_s > 0:
+        print_line(
+            f"the last start ended because storage stayed away ({ledger[-1].get('why', '')}); this one begins in "
+            f"{pause_s:.0f} s, send SIGTERM to end it"
+        )
+    return pause_s

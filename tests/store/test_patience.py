@@ -1,0 +1,108 @@
+"""Waits for storage: what is waited for, for how long, what is shown, and how a wait ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from electra_dist.errors import StorageLost, StoreAway, StoreError
+from electra_dist.store import patience as module
+from electra_dist.store.patience import Patience
+
+
+class Clock:
+    """Clock that moves on only when something waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+
+    def pause(self: Patience, pause_s: float, reason: str) -> None:
+        clock.now += pause_s
+        if threading.get_ident() == self._owner:
+            self.on_wait(reason)
+
+    monkeypatch.setattr(Patience, "_pause", pause)
+    return clock
+
+
+def failing(errors: list[Exception], value: int = 7) -> Callable[[], int]:
+    """Return a function that raises the errors one after another, and then returns the value."""
+
+    def function() -> int:
+        if errors:
+            raise errors.pop(0)
+        return value
+
+    return function
+
+
+def test_an_operation_is_repeated_until_storage_is_back(clock: Clock) -> None:
+    lines: list[str] = []
+    reasons: list[str] = []
+    patience = Patience(60.0, lines.append, clock)
+    patience.on_wait = reasons.append
+    assert patience.call(failing([StoreAway("a: disk full; free it"), OSError(5, "EIO")])) == 7
+    assert clock.now == module.FIRST_PAUSE_S * 3
+    assert reasons == ["a: disk full; free it"] * 2 + [""]
+    assert lines == [
+        "waiting up to 60 s for storage: a: disk full; free it",
+        "storage is back after 2 s: a: disk full",
+    ]
+    assert patience.reason == ""
+
+
+def test_the_first_error_is_the_one_of_the_end(clock: Clock) -> None:
+    patience = Patience(60.0, lambda line: None, clock)
+    errors: list[Exception] = [StoreAway("first"), *(StoreAway("later") for _ in range(100))]
+    with pytest.raises(StorageLost, match=r"^first; storage was waited for 60 s"):
+        patience.call(failing(errors))
+    assert clock.now == 60.0
+    assert patience.reason == ""
+
+
+def test_what_no_wait_cures_is_raised_at_once(clock: Clock) -> None:
+    patience = Patience(60.0, lambda line: None, clock)
+    for error in (StoreError("permission"), PermissionError(13, "x"), RuntimeError("bug")):
+        with pytest.raises(type(error)):
+            patience.call(failing([error]))
+    with pytest.raises(StoreError, match="permission"):
+        patience.call(failing([StoreAway("full"), StoreError("permission")]))
+    assert patience.reason == ""
+
+
+def test_without_patience_the_first_failure_ends_the_run_without_a_line(clock: Clock) -> None:
+    lines: list[str] = []
+    with pytest.raises(StorageLost, match=r"^full; storage was waited for 0 s"):
+        Patience(0.0, lines.append, clock).call(failing([StoreAway("full")]))
+    assert lines == []
+
+
+def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
+    """The real pause is cut short when the run ends for another reason."""
+    patience = Patience(600.0, lambda line: None)
+    ends: list[str] = []
+
+    def wait() -> None:
+        try:
+            patience.call(failing([StoreAway("full")] * 1000))  # type: ignore[list-item]
+        except StorageLost as lost:
+            ends.append(str(lost))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not patience.reason:
+        assert thread.is_alive()
+    assert patience.reason == "full"
+    patience.abandon()
+    thread.join(timeout=10.0)
+    assert ends and ends[0].startswith("full; storage was waited for")
