@@ -75,7 +75,15 @@ class StoreMissing(StoreError):
     """
 
 
-class StoreExhausted(StoreError):
+class StoreAway(StoreError):
+    """Error for storage that is full, read-only or does not respond, and that may come back within minutes.
+
+    A run waits for it, up to `cluster.storage_patience_s`. The message names the path or URL, the reason and the next
+    step.
+    """
+
+
+class StoreExhausted(StoreAway):
     """Error for an object in a store that could not be read or written correctly after all retries.
 
     The message names the object, the last error and the next step.

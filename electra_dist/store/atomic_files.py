@@ -7,7 +7,6 @@ new ones, and after a crash the file holds one of the two. Callers use it for ev
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import secrets
@@ -15,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from electra_dist.errors import StoreError, StoreMissing
+from electra_dist.errors import StoreAway, StoreError, StoreMissing
+from electra_dist.store.failure_kinds import FailureKind, os_failure
 
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 
@@ -40,7 +40,8 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
         only_new: Never replace an existing file; raise FileExistsError at the end of the block instead.
 
     Raises:
-        StoreError: The disk is full or read-only, or refuses the write.
+        StoreAway: The disk is full, read-only or does not respond.
+        StoreError: The disk refuses the write for another reason.
         FileExistsError: `only_new` is set and `path` exists.
     """
     with writable(path):
@@ -58,7 +59,9 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
                 os.replace(temporary, path)
             sync_folder(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            # A disk that has just become read-only refuses this, too; the error of the write is the one to report.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def file_sha256(path: Path) -> str:
@@ -102,6 +105,7 @@ def readable(path: Path) -> Iterator[None]:
 
     Raises:
         StoreMissing: There is no such file, or it is a folder.
+        StoreAway: The disk does not respond.
         StoreError: The file cannot be read for another reason, such as missing permission or too many open files.
     """
     try:
@@ -113,9 +117,7 @@ def readable(path: Path) -> Iterator[None]:
     except PermissionError:
         raise StoreError(f"{path}: not readable; give this user the right to read it") from None
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise StoreError(f"{path}: too many open files; raise the limit with `ulimit -n`") from None
-        raise StoreError(f"{path}: cannot be read ({error.strerror}); check the disk, then start again") from None
+        raise store_error(path, error) from None
 
 
 @contextlib.contextmanager
@@ -128,7 +130,8 @@ def writable(path: Path) -> Iterator[None]:
     Raises:
         FileExistsError: The block refused to replace the existing `path`; this error is not converted, because it is
             what `replacing` with `only_new` raises.
-        StoreError: The file cannot be written: full disk, missing permission, or a file where a folder is needed.
+        StoreAway: The disk is full, read-only or does not respond.
+        StoreError: The file cannot be written: missing permission, or a file where a folder is needed.
     """
     try:
         yield
@@ -143,8 +146,16 @@ def writable(path: Path) -> Iterator[None]:
     except PermissionError:
         raise StoreError(f"{path}: not writable; give this user the right to write, or choose another path") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(f"{path}: disk full; free space there, or choose another path") from None
-        if error.errno == errno.EROFS:
-            raise StoreError(f"{path}: read-only file system; choose another path") from None
-        raise StoreError(f"{path}: cannot be written ({error.strerror}); check the disk, then start again") from None
+        raise store_error(path, error) from None
+
+
+def store_error(path: Path, error: OSError) -> StoreError:
+    """Return the error for a file that could not be read or written: StoreAway if a wait may help, else StoreError.
+
+    The message is one line with the path, the reason and what the user can do.
+    """
+    failure = os_failure(error)
+    message = f"{path}: {failure.reason}; {failure.advice}"
+    if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):
+        return StoreAway(message)
+    return StoreError(message)

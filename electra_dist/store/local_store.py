@@ -25,6 +25,7 @@ from electra_dist.store.atomic_files import (
     is_temporary,
     readable,
     replacing,
+    store_error,
     sync_folder,
     writable,
 )
@@ -127,14 +128,18 @@ class LocalStore(Store):
         """Return the sorted keys of all files that begin with `prefix`, without unfinished writes.
 
         The prefix is a plain string: "a/b" matches "a/b/x" and "a/bc". Only the folder before its last '/', in this
-        example a/, is searched; without a '/', the whole store is.
+        example a/, is searched; without a '/', the whole store is. A missing folder has no keys.
+
+        Raises:
+            StoreAway: A folder does not respond, so that nothing can be said about its keys.
+            StoreError: A folder cannot be read for another reason.
         """
         prefix_folder, _, _ = prefix.rpartition("/")
         search_folder = self._folder
         if prefix_folder:
             search_folder = self._folder / check_key(prefix_folder)
         keys = []
-        for folder, _, names in os.walk(search_folder):
+        for folder, _, names in os.walk(search_folder, onerror=_raise_unless_missing):
             key_folder = Path(folder).relative_to(self._folder)
             keys += [(key_folder / name).as_posix() for name in names if not is_temporary(name)]
         return sorted(key for key in keys if key.startswith(prefix))
@@ -165,7 +170,7 @@ class LocalStore(Store):
         """
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
-        for folder, _, names in list(os.walk(self._folder)):
+        for folder, _, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):
             key_folder = Path(folder).relative_to(self._folder)
             temporary_names = [name for name in names if is_temporary(name)]
             for name in temporary_names:
@@ -174,6 +179,16 @@ class LocalStore(Store):
                     self.delete((key_folder / name).as_posix())
                     num_deleted += 1
         return num_deleted
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed, because a folder that is away must not look empty.
+
+    A folder that is missing, or that another process has just deleted, is empty.
+    """
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return
+    raise store_error(Path(error.filename), error) from None
 
 
 def _final_name(temporary_name: str) -> str:
