@@ -261,11 +261,11 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3_store
+    from electra_dist.store import s3_client
 
     made = itertools.count()
-    make = s3_store.make_client
-    monkeypatch.setattr(s3_store, "make_client", lambda *a: (next(made), make(*a))[1])
+    make = s3_client.make_client
+    monkeypatch.setattr(s3_client, "make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
