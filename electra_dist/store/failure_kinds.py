@@ -138,7 +138,7 @@ _OTHER_REGION = Failure(
     advice="set AWS_REGION to the bucket's region, or correct the endpoint URL",
 )
 _REDIRECTED = Failure(
-    kind=FailureKind.TRANSIENT, reason="redirected to another address ({status} {code})", advice=_CHECK_PROXY
+    kind=FailureKind.TRANSIENT, reason="redirected to another address ({status})", advice=_CHECK_PROXY
 )
 _NO_OPERATION = Failure(
     kind=FailureKind.USER,
@@ -280,6 +280,10 @@ def s3_failure(code: str, status: int) -> Failure:
     )
 
 
+# Names of exceptions for which boto3 raises SSLError, because it cannot read the file in AWS_CA_BUNDLE.
+_BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "PermissionError"})
+
+
 def boto_failure(error: BaseException) -> tuple[Failure, str]:
     """Return the row for an exception of boto3, and the word that stands for {code} in its texts.
 
@@ -291,6 +295,8 @@ def boto_failure(error: BaseException) -> tuple[Failure, str]:
         row = ROOT_CAUSES.get(type(cause).__name__)
         if row is not None:
             return row, getattr(cause, "verify_message", "") or type(cause).__name__
+        if type(error).__name__ == "SSLError" and type(cause).__name__ in _BUNDLE_CAUSES:
+            return _NO_BUNDLE, type(cause).__name__
     for base in type(error).__mro__:
         row = BOTO_ERRORS.get(base.__name__)
         if row is not None:

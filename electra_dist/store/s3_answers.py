@@ -98,28 +98,27 @@ def pages(
         name_of: Returns what distinguishes an entry from all others of the listing.
 
     Raises:
+        Again: A page has no new entry, or too many pages are empty; the listing must begin again.
         StoreError: The listing has more than ten million entries.
     """
-    seen: set[tuple[str, ...]] = set()
-    num_empty = 0
 
     def check_page(page: dict[str, Any]) -> None:
-        """Raise Again for a page that ends the listing nowhere: no new entry, or no way to ask for the next page."""
+        """Raise Again for an answer that is no listing, or from which the next page cannot be asked for."""
         if "IsTruncated" not in page:
             raise Again("an answer that is no listing", advice=_CHECK_PROXY)
-        names = [name_of(entry) for entry in page.get(entries_field, [])]
-        if names and seen.issuperset(names):
-            raise Again("a listing that repeats a page", advice=_CHECK_PROXY)
-        if page["IsTruncated"]:
-            if not names and num_empty >= _EMPTY_PAGES:
-                raise Again("a listing of empty pages without an end", advice=_CHECK_PROXY)
-            if any(not page.get(field) for field in next_fields.values()):
-                raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
+        if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):
+            raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
 
+    seen: set[tuple[str, ...]] = set()
+    num_empty = 0
     for _ in range(_MOST_PAGES):
         page = request(arguments, check_page)
         entries = page.get(entries_field, [])
+        if entries and seen.issuperset(name_of(entry) for entry in entries):
+            raise Again("a listing that repeats a page", advice=_CHECK_PROXY)
         num_empty = 0 if entries else num_empty + 1
+        if num_empty > _EMPTY_PAGES:
+            raise Again("a listing of empty pages without an end", advice=_CHECK_PROXY)
         for entry in entries:
             if name_of(entry) not in seen:
                 seen.add(name_of(entry))

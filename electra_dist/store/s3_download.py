@@ -5,11 +5,12 @@ If the object is replaced in the meantime, the download begins again.
 A span is a range of bytes of the object.
 
 Guarantee: when `complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
-that the service announced. A span that reaches beyond the object's end gives the bytes up to the end. If the object is
-replaced and the download begins again, only bytes beyond the furthest byte so far count as progress for the retry
-limits. So a download of an object that is replaced again and again ends with an error, not in an endless loop. A page
-of HTML or an error document of S3 is not taken for the object, although its status is 200. A connection that is slower
-than the policy allows is given up, and the next one continues where it stopped.
+that the service announced and that the header Content-Range gives for the object. Every GET therefore asks for a
+range; for a whole object, for all bytes from 0. A span that reaches beyond the object's end gives the bytes up to the
+end. If the object is replaced and the download begins again, only bytes beyond the furthest byte so far count as
+progress for the retry limits. So a download of an object that is replaced again and again ends with an error, not in
+an endless loop. A page of HTML or an error document of S3 is not taken for the object, although its status is 200. A
+connection that is slower than the policy allows is given up, and the next one continues where it stopped.
 
 Cost: a broken connection loses no byte that arrived.
 
@@ -32,8 +33,8 @@ from electra_dist.store.s3_answers import (
     content_range,
     is_error_document,
 )
+from electra_dist.store.s3_client import RateMeter
 from electra_dist.store.s3_errors import Again, Taken
-from electra_dist.store.s3_pace import RateMeter
 
 _CHUNK = 128 << 10  # Most bytes read from the connection at a time.
 
@@ -86,22 +87,19 @@ class Download:
     def ends_before_span(self) -> bool:
         """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is left.
 
-        It is True if a span was asked for and no byte of it was received. The object then ends before the span, and
-        the download ends with no bytes. It is False if bytes were received already: the object must then have been
-        replaced by a shorter one, and the caller must call `restart`.
+        It is True if no byte was received. The object is then empty or ends before the span, and the download ends
+        with no bytes. It is False if bytes were received already: the object must then have been replaced by a shorter
+        one, and the caller must call `restart`.
         """
-        return self._has_span and self._sink.tell() == 0
+        return self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
         """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
 
         `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` is the ETag of the object
-        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced. The
-        result is empty for the first request for a whole object.
+        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced.
         """
         num_received = self._sink.tell()
-        if num_received == 0 and not self._has_span:
-            return {}
         first_byte = self._span.start + num_received
         if self._span.end is None:
             conditions = {"Range": f"bytes={first_byte}-"}
@@ -164,9 +162,9 @@ class Download:
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken
-        if num_received == 0 and not self._has_span:
-            return
         part = content_range(answer)
+        if part is None and num_received == 0 and not self._has_span:
+            return  # The service ignores ranges and sends the whole object.
         if part is None or part.first != self._span.start + num_received:
             raise Taken
         if part.end - part.first != answer["ContentLength"]:

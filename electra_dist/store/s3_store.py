@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import io
 import secrets
@@ -220,10 +219,9 @@ class S3Store(Store):
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys that begin with `prefix`; costs one request for each thousand keys."""
-        first_page = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        entries = pages(
-            functools.partial(self._page, "list_objects_v2"),
-            first_page,
+        entries = self._list_all(
+            "list_objects_v2",
+            prefix,
             entries_field="Contents",
             next_fields={"ContinuationToken": "NextContinuationToken"},
             name_of=lambda entry: (entry["Key"],),
@@ -244,10 +242,9 @@ class S3Store(Store):
             doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
                 return False for a key that a living process may still be uploading.
         """
-        first_page = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        uploads = pages(
-            functools.partial(self._page, "list_multipart_uploads"),
-            first_page,
+        uploads = self._list_all(
+            "list_multipart_uploads",
+            prefix,
             entries_field="Uploads",
             next_fields={"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
             name_of=lambda upload: (upload["Key"], upload["UploadId"]),
@@ -260,15 +257,38 @@ class S3Store(Store):
                 num_deleted += 1
         return num_deleted
 
-    def _page(self, operation: str, arguments: Mapping[str, Any], check: Callable[[Answer], None]) -> Answer:
-        """Return one page of a listing; a page that `check` refuses by raising Again is requested again.
+    def _list_all(
+        self,
+        operation: str,
+        prefix: str,
+        entries_field: str,
+        next_fields: dict[str, str],
+        name_of: Callable[[dict[str, Any]], tuple[str, ...]],
+    ) -> Sequence[dict[str, Any]]:
+        """Return all entries of a listing; a listing that does not advance begins again.
 
         Args:
             operation: Name of boto3's method.
-            arguments: Its arguments.
-            check: Receives the page.
+            prefix: Prefix of the keys, below that of the store.
+            entries_field: Field of a page that holds its entries.
+            next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
+            name_of: Returns what distinguishes an entry from all others.
+
+        Raises:
+            StoreExhausted: The listing never ends, or all retries failed.
         """
-        return self._call("", operation, arguments, check=check)
+
+        def request(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
+            """Return a page of the listing that passes the check."""
+            return self._call("", operation, arguments, check=check)
+
+        first_page = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        backoff = self._account.begin(self._describe(""))
+        while True:
+            try:
+                return list(pages(request, first_page, entries_field, next_fields, name_of))
+            except Again as failure:
+                self._wait("", failure, backoff)
 
     def _abort_upload(self, key: str, upload_id: str) -> None:
         """Delete the parts of an unfinished multipart upload; an upload that no longer exists is no error."""

@@ -86,7 +86,7 @@ def test_an_interrupted_download_resumes_where_it_stopped(faulty: Callable[..., 
     finally:
         proxy.RequestHandlerClass._forward = forward  # type: ignore[attr-defined]
     starts = [int(text[len("bytes=") : -1]) for text in sent if text]
-    assert sent[0] is None
+    assert sent[0] == "bytes=0-"
     assert starts == sorted(starts)
     assert starts[-1] > len(DATA) // 2
 
