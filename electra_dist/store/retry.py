@@ -14,6 +14,9 @@ delivers a few bytes and never completes.
 
 Cost: nothing while requests succeed. With the defaults, an operation survives an outage of about three minutes.
 
+Bytes that are wrong although their request succeeded are read again by `Rereading`, before they count as damage at
+rest.
+
 Limits: `failure_kinds.py` decides which errors are retried.
 """
 
@@ -24,12 +27,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from electra_dist.errors import StoreExhausted
 
 CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
+_Value = TypeVar("_Value")
+
 REFUND = 10  # Tokens that a successful operation returns; more than ten retries per operation drain the bucket.
 
 
@@ -216,3 +222,52 @@ class Backoff:
             advice: The user's next step.
         """
         raise StoreExhausted(f"{self._object_name}: {limit}, last: {reason}; {advice}") from None
+
+
+class Rereading:
+    """Repeated readings of bytes that do not match their digest. Thread-safe.
+
+    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
+    that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
+    serves the readings of one checkpoint: once damage is confirmed, no further reading of it pauses.
+    """
+
+    def __init__(self, pauses_s: Sequence[float]) -> None:
+        """Begin without a confirmed damage.
+
+        Args:
+            pauses_s: Pause before each further reading, in seconds; at least one.
+        """
+        self._pauses_s = pauses_s
+        self._is_confirmed = False
+
+    def read(self, name: str, read: Callable[[], tuple[_Value, str]]) -> tuple[_Value, str]:
+        """Read until there is no fault, or until all pauses are over; return the last reading.
+
+        Args:
+            name: What is read, for the error.
+            read: Makes one reading; returns its value and its fault, which is "" if the bytes are right. The fault
+                must differ if the bytes do.
+
+        Returns:
+            The value and the fault of the last reading; with a fault, the reading before it had the same one.
+
+        Raises:
+            StoreExhausted: The last two readings have different faults.
+        """
+        value, fault = read()
+        for pause_s in self._pauses_s:
+            if not fault:
+                return value, ""
+            if not self._is_confirmed:
+                time.sleep(pause_s)
+            previous_fault = fault
+            value, fault = read()
+        if fault and fault != previous_fault:
+            raise StoreExhausted(
+                f"{name} was read {1 + len(self._pauses_s)} times and was wrong in different ways, last: {fault}; "
+                f"check the network and the storage service, then start again"
+            )
+        if fault:
+            self._is_confirmed = True
+        return value, fault

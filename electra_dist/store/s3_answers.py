@@ -36,19 +36,21 @@ class ContentRange(NamedTuple):
 
 
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
-    """Raise Again if an answer is a page of HTML, or lacks a field that S3 always sends.
+    """Raise Again if an answer lacks a field that S3 always sends.
+
+    Without such a field (deletions), it must not be a page of HTML with status 200; S3 answers with status 204.
 
     Args:
         answer: What boto3 returned.
-        fields: Fields that the caller needs, for example ("ETag",).
+        fields: Fields that S3 always sends, for example ("ETag",).
     """
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    is_page = headers.get("content-type", "").startswith("text/html")
-    if is_page and "Body" not in answer:  # An object may be a page; `check_object` decides about it.
-        raise Again("a page of HTML instead of an answer of S3", advice=_CHECK_PROXY)
     for field in fields:
         if field not in answer:
             raise Again(f"an answer without {field}", advice=_CHECK_PROXY)
+    about = answer["ResponseMetadata"]
+    is_page = about["HTTPStatusCode"] == 200 and about["HTTPHeaders"].get("content-type", "").startswith("text/html")
+    if not fields and is_page:
+        raise Again("a page of HTML instead of an answer of S3", advice=_CHECK_PROXY)
 
 
 def check_object(answer: dict[str, Any], key: str) -> None:
@@ -103,9 +105,7 @@ def pages(
     """
 
     def check_page(page: dict[str, Any]) -> None:
-        """Raise Again for an answer that is no listing, or from which the next page cannot be asked for."""
-        if "IsTruncated" not in page:
-            raise Again("an answer that is no listing", advice=_CHECK_PROXY)
+        """Raise Again for a page from which the next one cannot be asked for."""
         if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):
             raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
 

@@ -52,6 +52,9 @@ _UPLOAD_THREADS = 4
 _WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
 # Fields of an answer without which the request counts as failed. A proxy's page for a PUT has no ETag.
 _NEEDED_FIELDS = {
+    "get_object": ("ETag", "ContentLength"),
+    "list_objects_v2": ("IsTruncated",),
+    "list_multipart_uploads": ("IsTruncated",),
     "put_object": ("ETag",),
     "upload_part": ("ETag",),
     "create_multipart_upload": ("UploadId",),
@@ -354,10 +357,12 @@ class S3Store(Store):
         """
         get = self._object(key)
         try:
-            answer = self._call(key, "get_object", {**get, "Range": "bytes=0-0"}, check=_check_probe(key))
+            answer = self._call(
+                key, "get_object", {**get, "Range": "bytes=0-0"}, check=lambda answer: check_object(answer, key)
+            )
         except EmptyRange:
             # An empty object has no byte 0; without a range its GET succeeds.
-            answer = self._call(key, "get_object", get, check=_check_probe(key))
+            answer = self._call(key, "get_object", get, check=lambda answer: check_object(answer, key))
         answer["Body"].close()
         part = content_range(answer)
         # Without a range, the answer is the whole object.
@@ -498,17 +503,6 @@ def _begin_again(download: Download, backoff: Backoff) -> None:
     """
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")
-
-
-def _check_probe(key: str) -> Callable[[Answer], None]:
-    """Return the check of an answer to the GET of one byte of an object, for `S3Store._call`."""
-
-    def check(answer: Answer) -> None:
-        """Raise Again if the answer is a page of HTML or XML, or has no length."""
-        check_answer(answer, ("ETag", "ContentLength"))
-        check_object(answer, key)
-
-    return check
 
 
 def _ceil_div(number: int, divisor: int) -> int:
