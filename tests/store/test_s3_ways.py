@@ -5,11 +5,9 @@ Each operation ends, the answer is right or the error is one line, and a fault t
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 from support import s3_server
+from support.certificates import serve_https
 from support.fault_server import FaultPlan, FaultProxy
 from support.wrong_answers import LISTING_FAULTS
 
@@ -223,42 +222,7 @@ def test_a_name_that_is_not_resolved_at_the_start_is_waited_for_and_said(
 @pytest.fixture
 def https_proxy(proxy: FaultProxy, tmp_path: Path) -> str:
     """The fault proxy behind https, with a certificate that nobody has signed; its URL."""
-    certificate = write_certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    plain = proxy.socket
-    proxy.socket = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-    return proxy.endpoint_url.replace("http:", "https:")
-
-
-def write_certificate(folder: Path) -> Path:
-    """Write a self-signed certificate for 127.0.0.1, and its key, into one file; return its path."""
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "storage")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    encoding = serialization.Encoding.PEM
-    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    path = folder / "certificate.pem"
-    path.write_bytes(private + certificate.public_bytes(encoding))
-    return path
+    return serve_https(proxy, tmp_path)
 
 
 def test_a_certificate_that_is_not_accepted_is_named_at_once(
