@@ -246,7 +246,7 @@ class S3Client:
             method = getattr(self._boto_client(), operation)
             upload = {} if body is None else {"Body": PacedBody(body, self._policy)}
             try:
-                return method(**arguments, **upload)  # type: ignore[no-any-return]
+                return method(**arguments, **upload)
             except ValueError:
                 raise Again("an answer that boto3 cannot parse") from None
 
