@@ -57,7 +57,7 @@ class Way:
     lasts_s: float | None = None  # length of the fault; None: until the end of the run
     exit_code: int = 0
     message: str = ""  # part of the run's output
-    patience_s: float = 300.0
+    patience_s: float | None = None  # cluster.storage_patience_s; None: its default
 
 
 WAYS = (
@@ -172,14 +172,13 @@ def endpoint_of(way: Way, proxy: FaultProxy, https_url: str) -> str:
     return https_url if way.name == "bad certificate" else proxy.endpoint_url
 
 
-def settings(patience_s: float) -> dict[str, object]:
+def settings() -> dict[str, object]:
     """Return the settings that all runs of this drill share."""
     return {
         "train.num_steps": NUM_STEPS,
         "model.hidden_dropout": 0.1,
         "data.heldout": None,
         "checkpoint.every_steps": 3,
-        "cluster.storage_patience_s": patience_s,
     }
 
 
@@ -190,14 +189,14 @@ def check(
     name = way.name.replace(" ", "-").replace(":", "").replace(",", "").replace("(", "").replace(")", "")
     run_dir, log = folder / name, folder / f"{name}.log"
     endpoint = endpoint_of(way, proxy, https_url)
-    remote = {
+    remote: dict[str, object] = {
         "data.endpoint_url": endpoint,
         "checkpoint.endpoint_url": endpoint,
         "checkpoint.targets": [f"{bucket}/{name}"],
     }
-    config = write_tiny_config(
-        folder / f"{name}.yaml", run_dir, f"{bucket}/corpus", **settings(way.patience_s), **remote
-    )
+    if way.patience_s is not None:
+        remote["cluster.storage_patience_s"] = way.patience_s
+    config = write_tiny_config(folder / f"{name}.yaml", run_dir, f"{bucket}/corpus", **settings(), **remote)
     shown: list[str] = []
     begin = time.monotonic()
     with faults_in_time(proxy, way, run_dir, shown) as plan:
@@ -242,7 +241,7 @@ def main() -> int:
         bucket = make_bucket(server.endpoint_url, server.env, "ways")
         write_corpus(str(folder / "corpus"), ROWS_PER_SHARD)
         write_corpus(f"{bucket}/corpus", ROWS_PER_SHARD, endpoint_url=server.endpoint_url)
-        local = write_tiny_config(folder / "local.yaml", folder / "local", f"{folder}/corpus", **settings(0.0))
+        local = write_tiny_config(folder / "local.yaml", folder / "local", f"{folder}/corpus", **settings())
         process = processes.Process(target=train, args=(str(local), str(folder / "local.log"), server.env, 0.0))
         process.start()
         process.join()
