@@ -8,7 +8,7 @@ from setuptools import Extension, find_packages, setup
 VERSION = runpy.run_path("electra_dist/version.py")["VERSION"]
 
 EXTRAS = {
-    "s3": ["boto3>=1.36"],
+    "s3": ["boto3>=1.36", "urllib3>=2.2.2"],  # urllib3 has read1 since 2.2
     "export": ["transformers>=4.50,<6"],
     "finetune": ["scikit-learn>=1.5", "scipy>=1.13"],
     # Rivals; a benchmark names those that are not installed and goes on without them.

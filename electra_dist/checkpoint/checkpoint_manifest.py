@@ -31,13 +31,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
 from electra_dist.store.interface import Store
+from electra_dist.store.retry import Rereading
 
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-READINGS = 5  # wrong readings in a row that count as damage in the store; fewer may be bits flipped in transit
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
 
 
@@ -278,8 +278,7 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 def read_manifest(store: Store, folder: str) -> Manifest:
     """Read the manifest of a committed checkpoint and verify it; the tensor files are not read.
 
-    A manifest that fails the verification is read again, up to `READINGS` times in all, because a bit may have been
-    flipped on the way from the store.
+    A manifest that fails the verification is read again, because a bit may have been flipped on its way.
 
     Raises:
         TornCheckpoint: the manifest is damaged, or it is for another step or attempt than its folder's name.
@@ -296,17 +295,25 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until a reading passes all checks of `Manifest.parse`, at most `READINGS` times.
+    """Read a manifest until a reading passes all checks of `Manifest.parse`, or fails twice with the same bytes.
 
     Raises:
         TornCheckpoint: no reading passed; this is the error of the last one.
+        StoreExhausted: no reading passed, and the bytes were others each time.
     """
-    for _ in range(READINGS - 1):
+
+    def read_once() -> tuple[Manifest | TornCheckpoint, str]:
+        """Return the manifest and no fault, or the error and a fault that names the bytes."""
+        data = store.read(key, must_exist=True)
         try:
-            return Manifest.parse(store.read(key))
-        except TornCheckpoint:
-            continue
-    return Manifest.parse(store.read(key))
+            return Manifest.parse(data), ""
+        except TornCheckpoint as error:
+            return error, f"{error} (sha256 {hashlib.sha256(data).hexdigest()[:12]})"
+
+    manifest, _ = Rereading(store.reread_pauses_s).read(f"{store.url}/{key}", read_once)
+    if isinstance(manifest, TornCheckpoint):
+        raise manifest
+    return manifest
 
 
 def set_aside(store: Store, folder: str, reason: str) -> None:

@@ -28,7 +28,6 @@ from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
-    READINGS,
     SET_ASIDE,
     FileEntry,
     Manifest,
@@ -42,6 +41,7 @@ from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, Hel
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.retry import Rereading
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
@@ -407,19 +407,25 @@ def _wait_for(target: Store, folder: str, keys: Sequence[str], give_up: Callable
 def _read_entry(target: Store, key: str) -> FileEntry:
     """Read the manifest entry of a rank's file, which the rank stored with `submit`, and verify its digest.
 
-    An entry that does not match the digest stored with it is read again, up to `READINGS` times in all.
+    An entry that does not match the digest stored with it is read again.
 
     Raises:
         StoreError: no reading matched the digest, or the object cannot be read.
     """
-    for _ in range(READINGS):
+
+    def read_once() -> tuple[bytes, str]:
+        """Return the JSON of the entry, and a fault if it does not match its digest."""
         digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
-        if hashlib.sha256(data).hexdigest().encode() == digest:
-            return FileEntry.model_validate_json(data)
-    raise StoreError(
-        f"{target.url}/{key} was read {READINGS} times and never matched its digest; check the disk or the storage "
-        f"service, then start the run again"
-    )
+        found = hashlib.sha256(data).hexdigest()
+        return data, "" if found.encode() == digest else f"it does not match its digest (found {found[:12]})"
+
+    data, fault = Rereading(target.reread_pauses_s).read(f"{target.url}/{key}", read_once)
+    if fault:
+        raise StoreError(
+            f"{target.url}/{key}: {fault}, at every reading; check the disk or the storage service, then start the "
+            f"run again"
+        )
+    return FileEntry.model_validate_json(data)
 
 
 def _is_entry(name: str) -> bool:

@@ -2,8 +2,8 @@
 
 Guarantee: callers receive exactly the bytes that the manifest describes. A file's size and header are verified by
 `file_faults`. All of its other bytes are in tensors (`Manifest.check_coverage`), each of which has a digest. A header
-or a tensor that does not match its digest is read again, up to `READINGS` times, so that a bit that was flipped on the
-way from the store does not count as damage of the checkpoint.
+or a tensor that does not match its digest is read again, with pauses, and counts as damaged only if two readings agree
+(`store/retry.py`); so a bit that was flipped on the way from the store does not count as damage of the checkpoint.
 
 Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
 requests at a time, so a rank holds at most 256 MB. SHA-256 does 1.5 GB/s on a core.
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from electra_dist.checkpoint.checkpoint_manifest import READINGS, FileEntry, Manifest, TensorEntry, read_manifest
+from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Manifest, TensorEntry, read_manifest
 from electra_dist.checkpoint.tensor_file import Fragment
-from electra_dist.errors import StoreExhausted, StoreMissing, TornCheckpoint
+from electra_dist.errors import StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
+from electra_dist.store.retry import Rereading
 
 REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger
 THREADS = 4  # requests at a time
@@ -69,20 +70,26 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
         yield Request(file.name, tuple(neighbours))
 
 
-def file_faults(store: Store, folder: str, file: FileEntry) -> list[str]:
+def file_faults(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> list[str]:
     """Compare the size and the header of a tensor file with its manifest entry; the tensors are not read.
 
-    If they do not agree, both are read again, up to `READINGS` times in all, because a bit may have been flipped on
-    the way from the store.
+    If they do not agree, both are read again, because a bit may have been flipped on the way from the store.
+
+    Args:
+        store: the store to read from.
+        folder: the checkpoint's folder in the store.
+        file: manifest entry of the file.
+        rereading: the readings of this checkpoint.
 
     Returns:
         One line for each fault of the last reading, empty for a good file; exactly `[missing(file.name)]` if there is
             no such file.
 
     Raises:
-        StoreError: the store cannot be read.
+        StoreError: the store cannot be read, or returns other bytes at each reading.
     """
-    return _repeat_while_faulty(lambda: _file_faults(store, f"{folder}/{file.name}", file))
+    key = f"{folder}/{file.name}"
+    return _repeat_while_faulty(lambda: _file_faults(store, key, file), f"{store.url}/{key}", rereading)
 
 
 def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
@@ -94,24 +101,29 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
         One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
     """
     try:
-        header = _read(store, key, 0, file.header_bytes)
+        header = store.read_range(key, 0, file.header_bytes, must_exist=True)
         size = store.size(key)
     except StoreMissing:
         return [missing(file.name)]
     faults = []
     if size != file.size_bytes:
         faults.append(f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes")
-    if hashlib.sha256(header).hexdigest() != file.header_sha256:
-        faults.append(f"the header of {file.name} does not match its digest")
+    header_sha256 = hashlib.sha256(header).hexdigest()
+    if header_sha256 != file.header_sha256:
+        faults.append(f"the header of {file.name} does not match its digest (found {header_sha256[:12]})")
     return faults
 
 
 def read_tensors(
-    store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
+    store: Store,
+    folder: str,
+    request: Request,
+    use: Callable[[TensorEntry, memoryview], None],
+    rereading: Rereading,
 ) -> list[str]:
     """Read the tensors of a request, compare each with its digest, and pass those that match to `use`.
 
-    After a fault the whole request is read again, up to `READINGS` times in all.
+    After a fault the whole request is read again.
 
     Args:
         store: the store to read from.
@@ -119,15 +131,17 @@ def read_tensors(
         request: neighbouring tensors of one file, which one read covers.
         use: called with the manifest entry and the bytes (little-endian fp32) of a tensor. After a fault it is called
             again for tensors of the request that it has received before.
+        rereading: the readings of this checkpoint.
 
     Returns:
         One line for each tensor that did not match its digest at the last reading, empty if all are good. A missing
             file is one fault.
 
     Raises:
-        StoreError: the store cannot be read.
+        StoreError: the store cannot be read, or returns other bytes at each reading.
     """
-    return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use))
+    name = f"{store.url}/{folder}/{request.file}"
+    return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use), name, rereading)
 
 
 def _read_tensors(
@@ -148,18 +162,20 @@ def _read_tensors(
     """
     first_byte = request.tensors[0].offset
     try:
-        data = _read(store, f"{folder}/{request.file}", first_byte, request.size_bytes)
+        key = f"{folder}/{request.file}"
+        data = store.read_range(key, first_byte, request.size_bytes, must_exist=True)
     except StoreMissing:
         return [missing(request.file)]
     faults = []
     for tensor in request.tensors:
         begin = tensor.offset - first_byte
         part = data[begin : begin + tensor.size_bytes]  # shorter if the file was cut off
-        if len(part) == tensor.size_bytes and hashlib.sha256(part).hexdigest() == tensor.sha256:
+        found_sha256 = hashlib.sha256(part).hexdigest()
+        if len(part) == tensor.size_bytes and found_sha256 == tensor.sha256:
             use(tensor, part)
         else:
             where = f"{tensor.kind} of {tensor.name}[{tensor.start}:{tensor.start + tensor.numel}]"
-            faults.append(f"{where} in {request.file} does not match its digest")
+            faults.append(f"{where} in {request.file} does not match its digest (found {found_sha256[:12]})")
     return faults
 
 
@@ -185,17 +201,18 @@ def fill(
         StoreError: the store cannot be read.
     """
     destinations = _Destinations(fragments)
+    rereading = Rereading(store.reread_pauses_s)
     needed_requests: list[Request] = []
     for file in manifest.files:
         needed_requests.extend(requests(file, destinations.need))
 
     def check_file(file: FileEntry) -> list[str]:
         """Return the faults in the size and the header of one file; a missing file is one fault."""
-        return file_faults(store, folder, file)
+        return file_faults(store, folder, file, rereading)
 
     def read_request(request: Request) -> list[str]:
         """Copy the intact tensors of one request into the fragments; return a line of text for each damaged one."""
-        return read_tensors(store, folder, request, destinations.copy)
+        return read_tensors(store, folder, request, destinations.copy, rereading)
 
     with ThreadPoolExecutor(THREADS) as pool:
         faults_by_file = pool.map(check_file, check)
@@ -296,11 +313,12 @@ def verify_file(
 
     def verify_request(request: Request) -> list[str]:
         """Return the faults of the tensors in one request, and pass the request's size in bytes to `advance`."""
-        request_faults = read_tensors(store, folder, request, lambda tensor, data: None)
+        request_faults = read_tensors(store, folder, request, lambda tensor, data: None, rereading)
         advance(request.size_bytes)
         return request_faults
 
-    faults = file_faults(store, folder, file)
+    rereading = Rereading(store.reread_pauses_s)
+    faults = file_faults(store, folder, file, rereading)
     if faults == [missing(file.name)]:
         return faults
     with ThreadPoolExecutor(THREADS) as pool:
@@ -317,30 +335,20 @@ def missing(file: str) -> str:
     return f"{file} is missing"
 
 
-def _repeat_while_faulty(read: Callable[[], list[str]]) -> list[str]:
-    """Call `read` until it returns no faults, at most `READINGS` times; return the faults of the last call.
+def _repeat_while_faulty(read: Callable[[], list[str]], name: str, rereading: Rereading) -> list[str]:
+    """Call `read` until it returns no faults, or the same faults twice; return the faults of the last call.
 
     `read` makes one reading and returns its faults. A bit that was flipped on the way from the store is right again at
     the next reading, whereas damage in the store stays.
-    """
-    for _ in range(READINGS):
-        faults = read()
-        if not faults:
-            break
-    return faults
-
-
-def _read(store: Store, key: str, start: int, length: int) -> memoryview:
-    """Read bytes [start, start + length) of an object that a manifest lists; return fewer if the object is shorter.
 
     Raises:
-        StoreMissing: the object does not exist. If the store has failed at all its retries, one more request asks
-            whether the object exists, and this error is raised if it does not.
-        StoreError: the store cannot be read.
+        StoreExhausted: the faults are others at each reading.
     """
-    try:
-        return store.read_range(key, start, length, must_exist=True)
-    except StoreExhausted:
-        if not store.exists(key):
-            raise StoreMissing(key) from None
-        raise
+
+    def read_once() -> tuple[list[str], str]:
+        """Return the faults of one reading, as a list and as one text."""
+        faults = read()
+        return faults, "; ".join(faults)
+
+    faults, _ = rereading.read(name, read_once)
+    return faults

@@ -3,16 +3,20 @@
 Guarantee: this file has the only table of storage failures. Every caller that must decide about one asks the functions
 below, so that equal failures have equal consequences wherever they are met.
 
-How: one row for each error number of the operating system. An error number without a row is permanent.
+How: one row for each error number of the operating system, for each error code and each HTTP status of an S3 service,
+and for each exception of boto3. An error number without a row is permanent. An S3 answer without a row is transient
+from status 500 on, and the user's below.
 
 Limits: an operating system reports a network file system that went away in many ways, and a hard mount (NFS) reports
-nothing: its calls block until the server is back, which no table can shorten.
+nothing: its calls block until the server is back, which no table can shorten. Services other than AWS may have error
+codes of their own; their HTTP status decides then.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,6 +39,21 @@ class Failure:
     kind: FailureKind
     reason: str  # what is wrong, in a few words without the path
     advice: str  # the user's next step, as an imperative
+    kind_after_success: FailureKind | None = None  # if the service has answered before; None: the same kind
+    renew_credentials: bool = False  # whether the next try must read the credentials from their source again
+
+    def kind_for(self, *, answered: bool) -> FailureKind:
+        """Return the kind of the failure of an S3 request.
+
+        Credentials or a clock that were good before are probably corrected soon, whereas those that never worked are
+        a mistake of the user's.
+
+        Args:
+            answered: Whether the service has answered an earlier request of the same store.
+        """
+        if answered and self.kind_after_success is not None:
+            return self.kind_after_success
+        return self.kind
 
 
 _FREE_SPACE = "free space there, or choose another path"
@@ -91,6 +110,227 @@ OS_FAILURES: Mapping[int, Failure] = {
         kind=FailureKind.USER, reason="too many open files", advice="raise the limit with `ulimit -n`"
     ),
 }
+
+
+_CHECK_SERVICE = "check the object and the storage service, then start again"
+_RENEW = "renew them, then start again"
+_SET_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
+_CORRECT_ENDPOINT = "check the endpoint URL and the network"
+_CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
+
+_BUSY = Failure(kind=FailureKind.TRANSIENT, reason="{status} {code}", advice=_CHECK_SERVICE)
+_EXPIRED = Failure(kind=FailureKind.AWAY, reason="the credentials have expired", advice=_RENEW, renew_credentials=True)
+_NOT_ACCEPTED = Failure(
+    kind=FailureKind.USER,
+    kind_after_success=FailureKind.AWAY,
+    reason="credentials not accepted ({code})",
+    advice="correct AWS_* in the environment or the profile in ~/.aws",
+    renew_credentials=True,
+)
+_REFUSED = Failure(
+    kind=FailureKind.USER,
+    reason="access refused",
+    advice="give these credentials the right to read and write this URL",
+)
+_OTHER_REGION = Failure(
+    kind=FailureKind.USER,
+    reason="the bucket is in another region",
+    advice="set AWS_REGION to the bucket's region, or correct the endpoint URL",
+)
+_REDIRECTED = Failure(
+    kind=FailureKind.TRANSIENT, reason="redirected to another address ({status})", advice=_CHECK_PROXY
+)
+_NO_OPERATION = Failure(
+    kind=FailureKind.USER,
+    reason="the service lacks an operation that is needed (conditional PUT?)",
+    advice="use a service that has it, such as AWS, Ceph or MinIO in a current version",
+)
+_NO_CREDENTIALS = Failure(
+    kind=FailureKind.USER,
+    kind_after_success=FailureKind.AWAY,  # Their source may be unreachable for a moment.
+    reason="no credentials",
+    advice=_SET_CREDENTIALS,
+    renew_credentials=True,
+)
+_UNREACHED = Failure(kind=FailureKind.AWAY, reason="the service cannot be reached", advice=_CORRECT_ENDPOINT)
+_BROKEN = Failure(kind=FailureKind.TRANSIENT, reason="broken connection or answer ({code})", advice=_CHECK_SERVICE)
+_NO_BUNDLE = Failure(
+    kind=FailureKind.USER,
+    reason="the file of accepted certificate authorities cannot be read",
+    advice="correct AWS_CA_BUNDLE, or remove it",
+)
+
+# Error codes with which an S3 service reports that an object or an upload does not exist.
+S3_MISSING = frozenset({"NoSuchKey", "NoSuchUpload", "NoSuchVersion"})
+
+# Error code in the answer of an S3 service -> what it means. Its texts may name {code}, {status} and {bucket}.
+S3_CODES: Mapping[str, Failure] = {
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "RequestExpired": _EXPIRED,
+    "InvalidAccessKeyId": _NOT_ACCEPTED,
+    "SignatureDoesNotMatch": _NOT_ACCEPTED,
+    "InvalidToken": _NOT_ACCEPTED,
+    "UnrecognizedClientException": _NOT_ACCEPTED,
+    "RequestTimeTooSkewed": Failure(
+        kind=FailureKind.USER,
+        kind_after_success=FailureKind.AWAY,  # A clock that jumped is set right by the time service.
+        reason="this machine's clock is wrong",
+        advice="set it (chrony, ntpd), then start again",
+    ),
+    "AccessDenied": _REFUSED,
+    "Forbidden": _REFUSED,
+    "AllAccessDisabled": _REFUSED,
+    "AccountProblem": _REFUSED,
+    "NoSuchBucket": Failure(
+        kind=FailureKind.USER, reason="no such bucket", advice="create bucket {bucket} or correct the URL"
+    ),
+    "PermanentRedirect": _OTHER_REGION,
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    "IllegalLocationConstraintException": _OTHER_REGION,
+    "NotImplemented": _NO_OPERATION,
+    "RequestTimeout": _BUSY,
+    "Throttling": _BUSY,
+    "SlowDown": _BUSY,
+    "BadDigest": _BUSY,
+    "IncompleteBody": _BUSY,
+    "XAmzContentSHA256Mismatch": _BUSY,
+    "ConditionalRequestConflict": _BUSY,
+    "OperationAborted": _BUSY,
+}
+
+# HTTP status of an answer whose error code has no row -> what it means.
+HTTP_STATUSES: Mapping[int, Failure] = {
+    301: _OTHER_REGION,
+    302: _REDIRECTED,
+    303: _REDIRECTED,
+    307: _REDIRECTED,
+    308: _REDIRECTED,
+    403: _REFUSED,
+    # S3 answers with one of S3_MISSING. Any other 404 is that of a load balancer or a proxy.
+    404: Failure(kind=FailureKind.TRANSIENT, reason="an answer 404 that is not of S3 ({code})", advice=_CHECK_PROXY),
+    407: Failure(kind=FailureKind.USER, reason="the HTTP proxy wants credentials", advice="correct HTTPS_PROXY"),
+    408: _BUSY,
+    409: _BUSY,
+    425: _BUSY,
+    429: _BUSY,
+    501: _NO_OPERATION,
+}
+
+_UNRESOLVED = Failure(
+    kind=FailureKind.AWAY,
+    reason="the name of the service cannot be resolved",
+    advice="check the endpoint URL and the DNS server of this node",
+)
+
+# Name of an exception that boto3 wraps into a general one -> what it means.
+ROOT_CAUSES: Mapping[str, Failure] = {
+    "SSLCertVerificationError": Failure(
+        kind=FailureKind.USER,
+        reason="the certificate of the service is not accepted ({code})",
+        advice="set AWS_CA_BUNDLE to a file with the certificate of its authority, or correct the endpoint URL",
+    ),
+    "gaierror": _UNRESOLVED,
+    "NameResolutionError": _UNRESOLVED,
+}
+
+# Name of an exception of boto3 or urllib3, or of one of its base classes -> what it means.
+BOTO_ERRORS: Mapping[str, Failure] = {
+    "NoCredentialsError": _NO_CREDENTIALS,
+    "PartialCredentialsError": _NO_CREDENTIALS,
+    "CredentialRetrievalError": _NO_CREDENTIALS,
+    "TokenRetrievalError": _NO_CREDENTIALS,
+    "ProfileNotFound": _NO_CREDENTIALS,
+    "SSOError": _NO_CREDENTIALS,
+    "SSLError": Failure(
+        kind=FailureKind.AWAY,
+        reason="no encrypted connection can be made",
+        advice="check whether the service speaks https at this address",
+    ),
+    "EndpointConnectionError": _UNREACHED,
+    "ConnectTimeoutError": _UNREACHED,
+    "ProxyConnectionError": _UNREACHED,
+    "ParamValidationError": Failure(
+        kind=FailureKind.USER, reason="bucket {bucket} or the key is not a valid S3 name", advice="correct the URL"
+    ),
+    "HTTPClientError": _BROKEN,
+    "HTTPError": _BROKEN,
+    "ResponseParserError": _BROKEN,
+    "IncompleteReadError": _BROKEN,
+}
+
+
+def s3_failure(code: str, status: int) -> Failure:
+    """Return the row for an error with which an S3 service has answered, by its code, otherwise by its HTTP status.
+
+    Args:
+        code: Error code of the answer, such as "SlowDown"; "" if the answer has none.
+        status: HTTP status of the answer.
+    """
+    row = S3_CODES.get(code) or HTTP_STATUSES.get(status)
+    if row is not None:
+        return row
+    if status >= 500:
+        return _BUSY
+    return Failure(
+        kind=FailureKind.USER,
+        reason="refused with {status} {code}",
+        advice="check URL, endpoint and credentials",
+    )
+
+
+# Names of exceptions for which boto3 raises SSLError, because it cannot read the file in AWS_CA_BUNDLE.
+_BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "PermissionError"})
+
+
+def boto_failure(error: BaseException) -> tuple[Failure, str]:
+    """Return the row for an exception of boto3, and the word that stands for {code} in its texts.
+
+    An exception in the chain of causes that is in `ROOT_CAUSES` decides, because boto3 wraps, for example, a
+    certificate that is not accepted into a general error of the connection. The word is the name of the exception's
+    class; for a certificate, it is what OpenSSL says of it.
+    """
+    for cause in chain_of_causes(error):
+        row = ROOT_CAUSES.get(type(cause).__name__)
+        if row is not None:
+            return row, getattr(cause, "verify_message", "") or type(cause).__name__
+        if type(error).__name__ == "SSLError" and type(cause).__name__ in _BUNDLE_CAUSES:
+            return _NO_BUNDLE, type(cause).__name__
+    for base in type(error).__mro__:
+        row = BOTO_ERRORS.get(base.__name__)
+        if row is not None:
+            return row, type(error).__name__
+    unknown = Failure(
+        kind=FailureKind.PERMANENT,
+        reason="boto3 failed with {code}",
+        advice="check the AWS configuration of this node",
+    )
+    return unknown, type(error).__name__
+
+
+def safe_code(text: str) -> str:
+    """Return an error code of a service, or "unknown code" if it is not a short word and could hold a secret."""
+    return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else "unknown code"
+
+
+def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it wraps, outermost first, at most eight.
+
+    boto3 keeps the wrapped exception in `kwargs["error"]`, urllib3 in `reason` or as the first argument.
+    """
+    current: BaseException | None = error
+    for _ in range(8):
+        if current is None:
+            return
+        yield current
+        wrapped = [
+            getattr(current, "kwargs", {}).get("error"),
+            getattr(current, "reason", None),
+            *current.args[:1],
+            current.__cause__,
+        ]
+        current = next((inner for inner in wrapped if isinstance(inner, BaseException)), None)
 
 
 def os_failure(error: OSError) -> Failure:

@@ -28,6 +28,7 @@ class Store(ABC):
     url: str  # the folder or the s3:// URL, for messages; without credentials
     retries: int = 0  # requests repeated since the store was opened
     retry_wait_s: float = 0.0  # seconds slept before these requests
+    reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # before each further reading of bytes that are wrong
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
@@ -45,11 +46,11 @@ class Store(ABC):
 
         Args:
             must_exist: Whether the caller knows that the object exists, for example because a manifest lists it. If
-                so, and S3 answers "not found", the request is retried a few times before StoreExhausted is raised.
+                so, and S3 answers "not found", the request is retried a few times before StoreMissing is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
+            StoreExhausted: All retries failed.
         """
 
     @abstractmethod
@@ -60,11 +61,11 @@ class Store(ABC):
 
         Args:
             must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
-                is retried a few times before StoreExhausted is raised.
+                is retried a few times before StoreMissing is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
+            StoreExhausted: All retries failed.
         """
 
     @abstractmethod
@@ -87,11 +88,11 @@ class Store(ABC):
 
         Args:
             must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
-                is retried a few times before StoreExhausted is raised.
+                is retried a few times before StoreMissing is raised.
 
         Raises:
             StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed; with `must_exist` also if the object stays missing.
+            StoreExhausted: All retries failed.
         """
 
     @abstractmethod

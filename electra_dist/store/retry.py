@@ -1,32 +1,41 @@
 """Decide when a failed storage request is tried again, and when the operation gives up.
 
-Guarantee: an operation ends. It gives up after `tries` failures in a row without a new byte between them, after
-`deadline_s` seconds without a new byte, or when the store's budget of retries is used up, whichever comes first. Every
-retry and every second waited is counted (`retries`, `wait_s`), so that a run can report the cost of storage faults.
+Guarantee: an operation ends. It gives up after `tries` failures in a row without progress between them, after
+`deadline_s` seconds without progress, or when the store's budget of retries is used up, whichever comes first. New
+bytes are progress if they came at `least_bytes_per_s` or faster, counted since the last progress; so one byte a second
+does not keep an operation alive. Every retry and every second waited is counted (`retries`, `wait_s`), so that a run
+can report the cost of storage faults.
 
 How: the wait before retry k = 0, 1, ... is random, uniform in [0, min(max_wait_s, first_wait_s * 2**k)] (exponential
 back-off with "full jitter"), so that a thousand ranks that failed together do not retry together. All operations of a
 store share its budget, a token bucket: a retry takes one token, and an operation that succeeds returns `REFUND`
-tokens. The other two limits start again with each new byte; the budget also ends a read from a storage that always
+tokens. The other two limits start again with each progress; the budget also ends a read from a storage that always
 delivers a few bytes and never completes.
 
 Cost: nothing while requests succeed. With the defaults, an operation survives an outage of about three minutes.
 
-Limits: `s3_errors.py` decides which errors are retried.
+Bytes that are wrong although their request succeeded are read again by `Rereading`, before they count as damage at
+rest.
+
+Limits: `failure_kinds.py` decides which errors are retried.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from electra_dist.errors import StoreExhausted
 
 CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
+_Value = TypeVar("_Value")
+
 REFUND = 10  # Tokens that a successful operation returns; more than ten retries per operation drain the bucket.
 
 
@@ -45,6 +54,10 @@ class RetryPolicy:
     budget: int = 10_000  # retries of all operations of a store together
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 20.0  # a connection that is silent for this long counts as failed
+    least_bytes_per_s: int = 16 << 10  # a slower connection counts as failed
+    rate_window_s: float = 60.0  # time over which the rate of a connection is measured
+    reread_pauses_s: tuple[float, ...] = (0.2, 1.0, 4.0, 15.0)  # before each further reading of bytes that are wrong
+    announce_after_s: float = 10.0  # a service that has never answered is reported on stderr after this time
 
 
 class RetryAccount:
@@ -60,6 +73,7 @@ class RetryAccount:
         self.retries = 0
         self.wait_s = 0.0
         self._tokens = policy.budget
+        self._announced = False
         self._lock = threading.Lock()
         self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
@@ -80,6 +94,18 @@ class RetryAccount:
         """
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
+
+    def announce_once(self, line: str) -> None:
+        """Print a line to stderr at the first call; later calls do nothing. Thread-safe.
+
+        Args:
+            line: Says what a store waits for, and what the user can check meanwhile.
+        """
+        with self._lock:
+            if self._announced:
+                return
+            self._announced = True
+        print(line, file=sys.stderr, flush=True)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
         """Take one retry from the store's budget and return how long to wait before it, in seconds. Thread-safe.
@@ -103,7 +129,7 @@ class RetryAccount:
 
 
 class Backoff:
-    """State of the retries of one storage operation: its failures since the last new byte, and its deadline.
+    """State of the retries of one storage operation: its failures since the last progress, and its deadline.
 
     The operation calls `wait_after_failure` after each failed attempt, and `progress` when new bytes have arrived.
     Not thread-safe.
@@ -119,20 +145,50 @@ class Backoff:
         self._account = account
         self._object_name = object_name
         self._failures: Counter[str] = Counter()  # by reason, since the last progress
-        self._last_progress = time.monotonic()
+        self._begin = time.monotonic()
+        self._last_progress = self._begin
+        self._new_bytes = 0  # received since the last progress
 
-    def progress(self) -> None:
-        """Record that new bytes arrived: earlier failures no longer count, and the deadline starts again."""
-        self._failures.clear()
-        self._last_progress = time.monotonic()
+    def progress(self, num_bytes: int) -> None:
+        """Record that new bytes arrived; if they came fast enough, failures and deadline start again.
 
-    def wait_after_failure(self, reason: str, tries: int | None = None, advice: str = CHECK) -> None:
+        Fast enough is `least_bytes_per_s` of the policy, on average since the last progress.
+
+        Args:
+            num_bytes: Bytes that arrived since the last call.
+        """
+        self._new_bytes += num_bytes
+        now = time.monotonic()
+        if self._new_bytes >= self._account.policy.least_bytes_per_s * (now - self._last_progress):
+            self._failures.clear()
+            self._new_bytes = 0
+            self._last_progress = now
+
+    def announce(self, reason: str, advice: str) -> None:
+        """Print one line, once per store, if the operation has failed for `announce_after_s` seconds since it began.
+
+        It is for a service that has never answered: its URL may be mistyped, or its network may come up in a minute.
+
+        Args:
+            reason: The failure in a few words.
+            advice: What the user can check meanwhile.
+        """
+        policy = self._account.policy
+        waited_s = time.monotonic() - self._begin
+        if waited_s >= policy.announce_after_s:
+            self._account.announce_once(
+                f"waiting for {self._object_name}: {reason}; {advice}; the next attempts follow by themselves"
+            )
+
+    def failures_of(self, reason: str) -> int:
+        """Return how many failures with this reason were recorded since the last progress."""
+        return self._failures[reason]
+
+    def wait_after_failure(self, reason: str, advice: str = CHECK) -> None:
         """Record a failed attempt, and sleep before the caller's next attempt; or raise if a limit is reached.
 
         Args:
             reason: The failure in a few words, for the error. Failures with equal texts are counted together.
-            tries: Number of failures with this reason, since the last progress, after which to give up. The limit of
-                the policy on failures of all reasons applies, too; None if it is the only one.
             advice: The user's next step, for the error.
 
         Raises:
@@ -142,10 +198,9 @@ class Backoff:
         policy = self._account.policy
         self._failures[reason] += 1
         num_failures = self._failures.total()
-        tries_for_reason = policy.tries if tries is None else tries
 
         # Give up if a limit is reached: the number of failures, or the time without progress.
-        if num_failures >= policy.tries or self._failures[reason] >= tries_for_reason:
+        if num_failures >= policy.tries:
             self._give_up(f"failed {num_failures} times in a row", reason, advice)
         elapsed_s = time.monotonic() - self._last_progress
         if elapsed_s >= policy.deadline_s:
@@ -167,3 +222,52 @@ class Backoff:
             advice: The user's next step.
         """
         raise StoreExhausted(f"{self._object_name}: {limit}, last: {reason}; {advice}") from None
+
+
+class Rereading:
+    """Repeated readings of bytes that do not match their digest. Thread-safe.
+
+    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
+    that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
+    serves the readings of one checkpoint: once damage is confirmed, no further reading of it pauses.
+    """
+
+    def __init__(self, pauses_s: Sequence[float]) -> None:
+        """Begin without a confirmed damage.
+
+        Args:
+            pauses_s: Pause before each further reading, in seconds; at least one.
+        """
+        self._pauses_s = pauses_s
+        self._is_confirmed = False
+
+    def read(self, name: str, read: Callable[[], tuple[_Value, str]]) -> tuple[_Value, str]:
+        """Read until there is no fault, or until all pauses are over; return the last reading.
+
+        Args:
+            name: What is read, for the error.
+            read: Makes one reading; returns its value and its fault, which is "" if the bytes are right. The fault
+                must differ if the bytes do.
+
+        Returns:
+            The value and the fault of the last reading; with a fault, the reading before it had the same one.
+
+        Raises:
+            StoreExhausted: The last two readings have different faults.
+        """
+        value, fault = read()
+        for pause_s in self._pauses_s:
+            if not fault:
+                return value, ""
+            if not self._is_confirmed:
+                time.sleep(pause_s)
+            previous_fault = fault
+            value, fault = read()
+        if fault and fault != previous_fault:
+            raise StoreExhausted(
+                f"{name} was read {1 + len(self._pauses_s)} times and was wrong in different ways, last: {fault}; "
+                f"check the network and the storage service, then start again"
+            )
+        if fault:
+            self._is_confirmed = True
+        return value, fault

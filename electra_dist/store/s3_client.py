@@ -1,15 +1,41 @@
-"""Make the boto3 client of a store, and check the URL of its service. Needs boto3."""
+"""Make the boto3 client of a store, send its requests in bounded time, and check the URL of its service.
+
+Guarantee: a connection over which less than `least_bytes_per_s` arrive or leave during `rate_window_s` counts as
+failed, and so does a request without a complete answer after the time that its bytes take at that rate, plus one
+window. The time-outs of sockets do not ensure this: they start again with every byte.
+
+How: bodies are measured while they are read (`RateMeter`) or sent (`PacedBody`). For everything else (names that are
+not resolved, headers, listings, credentials) `call_within` sends the request in a thread of its own and stops waiting
+for it.
+
+Cost: the start of a thread for each request.
+
+Limits: a request that is given up on goes on in its thread until its connection breaks. Its upload has ended by then,
+because its body is measured, so that it cannot replace what a later request writes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import concurrent.futures
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import boto3
 import botocore.client
+from botocore.exceptions import ClientError
 
 from electra_dist.errors import UserError
 from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.s3_errors import Again
+
+Answer = dict[str, Any]  # what boto3 returns: the fields of an answer by name
+_Result = TypeVar("_Result")
+_ADVICE = "check the network to the service, then start again"
 
 
 def check_endpoint(endpoint_url: str | None) -> str:
@@ -38,6 +64,9 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
 
     boto3's own retries are switched off, because `S3Store` repeats requests itself.
 
+    The answers of its `get_object` have a further field, "Stream": the connection's answer of urllib3, whose `read1`
+    returns the bytes that are there, whereas `Body` waits until as many bytes are there as were asked for.
+
     Args:
         endpoint_url: S3-compatible service; None for AWS.
         policy: Policy whose connect and read time-outs the client uses.
@@ -54,4 +83,180 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
         # Services other than AWS often have no host name for each bucket.
         s3={"addressing_style": "path" if endpoint_url else "auto"},
     )
-    return boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+    client = boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+    client.meta.events.register("after-call.s3.GetObject", _add_stream)
+    client.meta.events.register("before-parse.s3", _refuse_redirect)
+    return client
+
+
+def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
+    """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer.
+
+    boto3 would ask for the region of the bucket, and would do the same with the answer to that request if it is a
+    redirect, too, until its recursion ends. AWS names the region in each redirect.
+    """
+    is_redirect = 300 <= response_dict["status_code"] < 400
+    if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
+        status = {"HTTPStatusCode": response_dict["status_code"]}
+        raise ClientError({"Error": {}, "ResponseMetadata": status}, "redirected request") from None
+
+
+def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
+    """Add urllib3's answer to the parsed answer of a GET, as the field "Stream"; boto3 calls this after each GET."""
+    parsed["Stream"] = http_response.raw
+
+
+class RateMeter:
+    """Measurement of how fast the bytes of one connection come or go, in windows of `rate_window_s` seconds."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        """Begin the first window.
+
+        Args:
+            policy: Its `least_bytes_per_s` and `rate_window_s` are used.
+        """
+        self._policy = policy
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
+
+    def count(self, num_bytes: int, elapsed_s: float) -> None:
+        """Add bytes and the time that the connection took for them.
+
+        Args:
+            num_bytes: Bytes that came or went.
+            elapsed_s: Time that was spent on them, without the time that the caller needed to use or to make them.
+
+        Raises:
+            Again: A window is over, and too few bytes came or went in it.
+        """
+        self._num_bytes += num_bytes
+        self._elapsed_s += elapsed_s
+        if self._elapsed_s < self._policy.rate_window_s:
+            return
+        if self._num_bytes < self._policy.least_bytes_per_s * self._elapsed_s:
+            raise Again(f"slower than {self._policy.least_bytes_per_s:,} bytes/s", advice=_ADVICE)
+        self._num_bytes = 0
+        self._elapsed_s = 0.0
+
+
+class PacedBody(io.BytesIO):
+    """Body of an upload that raises Again while boto3 reads it, if the service accepts its bytes too slowly.
+
+    boto3 reads a block, sends it, and reads the next one; so the time between two reads is that of sending a block.
+    """
+
+    def __init__(self, data: bytes, policy: RetryPolicy) -> None:
+        """Begin at the first byte of `data`.
+
+        Args:
+            data: The body.
+            policy: Its `least_bytes_per_s` and `rate_window_s` are used.
+        """
+        super().__init__(data)
+        self._policy = policy
+        self._meter = RateMeter(policy)
+        self._block_bytes = 0  # size of the block that was read last
+        self._block_read = time.monotonic()
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next `size` bytes (all of the rest for -1 or None); raise Again if the last ones went slowly."""
+        now = time.monotonic()
+        self._meter.count(self._block_bytes, now - self._block_read)
+        block = super().read(size)
+        self._block_bytes = len(block)
+        self._block_read = now
+        return block
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to a byte and begin a new measurement, because boto3 also reads the body to compute its digest."""
+        self._meter = RateMeter(self._policy)
+        self._block_bytes = 0
+        self._block_read = time.monotonic()
+        return super().seek(offset, whence)
+
+
+def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
+    """Return the result of `request`, or raise its exception; wait for at most `limit_s` seconds.
+
+    Raises:
+        Again: The limit is over. The request goes on in its thread, and its result is dropped.
+    """
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        """Send the request and keep its result or its exception for the caller."""
+        try:
+            future.set_result(request())
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="s3-request", daemon=True).start()
+    concurrent.futures.wait([future], limit_s)
+    if not future.done():
+        raise Again(f"no complete answer in {limit_s:.0f} s", advice=_ADVICE)
+    return future.result()
+
+
+def limit_of_request(policy: RetryPolicy, num_bytes: int) -> float:
+    """Return how long a request may take, in seconds, that sends `num_bytes` and receives a small answer."""
+    return policy.rate_window_s + num_bytes / policy.least_bytes_per_s
+
+
+class S3Client:
+    """Client of an S3 service, whose requests end in bounded time. Thread-safe.
+
+    It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must not
+    use the connections of its parent.
+    """
+
+    def __init__(self, endpoint_url: str | None, policy: RetryPolicy) -> None:
+        """Remember the arguments; nothing is read or sent before the first request.
+
+        Args:
+            endpoint_url: S3-compatible service; None for AWS.
+            policy: Time-outs and the least rate of its connections.
+        """
+        self._endpoint_url = endpoint_url
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
+
+    def renew(self) -> None:
+        """Drop the boto3 client, so that the next request makes a new one, which reads the credentials again."""
+        self._client_of = None
+
+    def send(self, operation: str, arguments: Mapping[str, Any], body: bytes | None = None) -> Answer:
+        """Send one request and return its answer, of which only the body of a GET is still to be received.
+
+        Args:
+            operation: Name of boto3's method, for example "put_object".
+            arguments: Its arguments, without the body.
+            body: Bytes to upload; None if the operation has none.
+
+        Raises:
+            Again: The service took too long, or boto3 could not parse a date or a number of the answer.
+            Exception: One of `s3_errors.FAILURES`.
+        """
+        limit_s = limit_of_request(self._policy, len(body or b""))
+        if operation == "complete_multipart_upload":
+            limit_s = self._policy.deadline_s  # The service may copy all parts before it answers.
+
+        def request() -> Answer:
+            """Send the request; each attempt reads the body from its beginning."""
+            method = getattr(self._boto_client(), operation)
+            upload = {} if body is None else {"Body": PacedBody(body, self._policy)}
+            try:
+                return method(**arguments, **upload)
+            except ValueError:
+                raise Again("an answer that boto3 cannot parse") from None
+
+        return call_within(limit_s, request)
+
+    def _boto_client(self) -> Any:
+        """Return the boto3 client of this process, which is created at the first call."""
+        process_id = os.getpid()
+        with self._lock:
+            if self._client_of is None or self._client_of[0] != process_id:
+                self._client_of = (process_id, make_client(self._endpoint_url, self._policy))
+            _, client = self._client_of
+            return client

@@ -5,11 +5,14 @@ If the object is replaced in the meantime, the download begins again.
 A span is a range of bytes of the object.
 
 Guarantee: when `complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
-that the service announced. A span that reaches beyond the object's end gives the bytes up to the end. If the object is
-replaced and the download begins again, only bytes beyond the furthest byte so far count as progress for the retry
-limits. So a download of an object that is replaced again and again ends with an error, not in an endless loop.
+that the service announced and that the header Content-Range gives for the object. Every GET therefore asks for a
+range; for a whole object, for all bytes from 0. A span that reaches beyond the object's end gives the bytes up to the
+end. If the object is replaced and the download begins again, only bytes beyond the furthest byte so far count as
+progress for the retry limits. So a download of an object that is replaced again and again ends with an error, not in
+an endless loop. A page of HTML or an error document of S3 is not taken for the object, although its status is 200. A
+connection that is slower than the policy allows is given up, and the next one continues where it stopped.
 
-Cost: a broken connection loses at most one chunk (128 KiB), the amount that is read from it at a time.
+Cost: a broken connection loses no byte that arrived.
 
 Limits: bytes that were changed in transit have the right length and are not noticed. The callers compare SHA-256
 digests (`data/verified_shards.py`).
@@ -18,12 +21,22 @@ digests (`data/verified_shards.py`).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
+from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.s3_answers import (
+    ERROR_DOCUMENT_BYTES,
+    check_answer,
+    check_object,
+    content_range,
+    is_error_document,
+)
+from electra_dist.store.s3_client import RateMeter
 from electra_dist.store.s3_errors import Again, Taken
 
-_CHUNK = 128 << 10  # Bytes read from the connection at a time.
+_CHUNK = 128 << 10  # Most bytes read from the connection at a time.
 
 
 class Span(NamedTuple):
@@ -40,22 +53,30 @@ class Download:
     `complete` is true. After a fault, the next request asks for the missing bytes only.
     """
 
-    def __init__(self, sink: IO[bytes], progress: Callable[[], None], span: Span | None = None) -> None:
+    def __init__(
+        self, key: str, sink: IO[bytes], policy: RetryPolicy, progress: Callable[[int], None], span: Span | None = None
+    ) -> None:
         """Prepare a download; nothing is requested yet.
 
         Args:
+            key: Key of the object.
             sink: Empty, seekable file for the bytes.
-            progress: Called after each chunk (at most 128 KiB) that makes the file longer than it has ever been. After
-                a `restart`, which empties the file, it is not called again until the file exceeds its former length.
+            policy: Says how slow a connection may be.
+            progress: Called with the number of new bytes after each chunk that makes the file longer than it has ever
+                been. After a `restart`, which empties the file, it is not called again until the file exceeds its
+                former length.
             span: The part of the object to download; None for all of it.
         """
+        self._key = key
         self._sink = sink
+        self._policy = policy
         self._progress = progress
         self._has_span = span is not None
         self._span = Span(start=0, end=None) if span is None else span
         self._etag = ""  # Version of the object of which bytes were received; "" before the first answer.
         self._total = -1  # Bytes that the complete download has; -1 before the first answer.
         self._furthest = 0  # Most bytes ever received, also before a restart.
+        self._first_bytes = b""  # The object's first bytes, by which an error document is recognized.
 
     @property
     def complete(self) -> bool:
@@ -66,22 +87,19 @@ class Download:
     def ends_before_span(self) -> bool:
         """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is left.
 
-        It is True if a span was asked for and no byte of it was received. The object then ends before the span, and
-        the download ends with no bytes. It is False if bytes were received already: the object must then have been
-        replaced by a shorter one, and the caller must call `restart`.
+        It is True if no byte was received. The object is then empty or ends before the span, and the download ends
+        with no bytes. It is False if bytes were received already: the object must then have been replaced by a shorter
+        one, and the caller must call `restart`.
         """
-        return self._has_span and self._sink.tell() == 0
+        return self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
         """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
 
         `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` is the ETag of the object
-        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced. The
-        result is empty for the first request for a whole object.
+        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced.
         """
         num_received = self._sink.tell()
-        if num_received == 0 and not self._has_span:
-            return {}
         first_byte = self._span.start + num_received
         if self._span.end is None:
             conditions = {"Range": f"bytes={first_byte}-"}
@@ -100,26 +118,60 @@ class Download:
         Raises:
             Taken: The answer is of another version of the object or begins at another byte than asked for; call
                 `restart`.
-            Again: The body ended early; send another GET for the rest.
+            Again: The body ended early, came too slowly or is not the object; send another GET for the rest.
         """
-        num_received = self._sink.tell()
-        with contextlib.closing(answer["Body"]) as body:
-            # Some services ignore If-Match or Range, so the answer itself is checked.
-            if num_received > 0 and answer["ETag"] != self._etag:
-                raise Taken
-            is_ranged_request = num_received > 0 or self._has_span
-            if is_ranged_request and not _starts_at(answer, self._span.start + num_received):
-                raise Taken
+        with contextlib.closing(answer["Body"]):
+            check_answer(answer, ("ETag", "ContentLength"))
+            check_object(answer, self._key)
+            self._check_part(answer)
             self._etag = answer["ETag"]
-            self._total = num_received + answer["ContentLength"]
-            while chunk := body.read(_CHUNK):
-                self._sink.write(chunk)
-                # Bytes that were received before a restart are no progress.
-                if self._sink.tell() > self._furthest:
-                    self._furthest = self._sink.tell()
-                    self._progress()
+            self._total = self._sink.tell() + answer["ContentLength"]
+            meter = RateMeter(self._policy)
+            while True:
+                begin = time.monotonic()
+                # It returns as soon as some bytes are there; `read` would wait for a whole chunk, however slowly.
+                chunk = answer["Stream"].read1(_CHUNK)
+                if not chunk:
+                    break
+                elapsed_s = time.monotonic() - begin
+                self._append(chunk)
+                meter.count(len(chunk), elapsed_s)
         if not self.complete:
             raise Again(f"the body ended at byte {self._sink.tell()} of {self._total}")
+        if is_error_document(self._first_bytes):
+            self.restart()
+            raise Again("an error document instead of the object")
+
+    def _append(self, chunk: bytes) -> None:
+        """Write received bytes to the file; those beyond the furthest byte so far are progress."""
+        if len(self._first_bytes) < ERROR_DOCUMENT_BYTES and self._span.start == 0:
+            self._first_bytes += chunk[:ERROR_DOCUMENT_BYTES]
+        self._sink.write(chunk)
+        num_new = self._sink.tell() - self._furthest
+        if num_new > 0:
+            self._furthest = self._sink.tell()
+            self._progress(num_new)
+
+    def _check_part(self, answer: dict[str, Any]) -> None:
+        """Check that an answer has the version and the bytes that were asked for; some services ignore the conditions.
+
+        Raises:
+            Taken: It is of another version, or begins at another byte.
+            Again: It has another number of bytes than its own header Content-Range.
+        """
+        num_received = self._sink.tell()
+        if num_received > 0 and answer["ETag"] != self._etag:
+            raise Taken
+        part = content_range(answer)
+        if part is None and num_received == 0 and not self._has_span:
+            return  # The service ignores ranges and sends the whole object.
+        if part is None or part.first != self._span.start + num_received:
+            raise Taken
+        if part.end - part.first != answer["ContentLength"]:
+            raise Again("a body of another length than its range")
+        last_wanted = part.size if self._span.end is None else min(self._span.end, part.size)
+        if part.end != last_wanted:
+            raise Again("another range of bytes than was asked for")
 
     def restart(self) -> None:
         """Delete all received bytes, so that the next GET asks for the object's current version from the first byte.
@@ -128,13 +180,6 @@ class Download:
         """
         self._etag = ""
         self._total = -1
+        self._first_bytes = b""
         self._sink.seek(0)
         self._sink.truncate()
-
-
-def _starts_at(answer: dict[str, Any], first: int) -> bool:
-    """Return whether the header Content-Range of an answer, "bytes FIRST-LAST/SIZE", begins at byte `first`.
-
-    A service that ignores ranges sends the whole object without this header; the result is then False.
-    """
-    return str(answer.get("ContentRange", "")).startswith(f"bytes {first}-")

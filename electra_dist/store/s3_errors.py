@@ -1,10 +1,9 @@
-"""Classify a failed S3 request: try again, read the credentials again, or stop with an error for the user.
+"""Turn a failed S3 request into what its caller must do: try again, begin again, or stop with an error for the user.
 
 Guarantee: only the class, code and HTTP status of an error are used. The service's own text never reaches a message or
 an exception chain, because it may quote a key, a token or a signed URL.
 
-Limits: an HTTP status of 400 to 499 that this module does not list ends the operation; one of 500 and above is
-retried.
+How: `failure_kinds.py` has the table of what each failure means.
 """
 
 from __future__ import annotations
@@ -14,36 +13,20 @@ import urllib3.exceptions
 from botocore.parsers import ResponseParserError
 
 from electra_dist.errors import StoreError, StoreMissing
+from electra_dist.store.failure_kinds import (
+    S3_MISSING,
+    Failure,
+    FailureKind,
+    boto_failure,
+    chain_of_causes,
+    s3_failure,
+    safe_code,
+)
 from electra_dist.store.retry import CHECK
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
 
-# Failures after which a request is given up, where that is fewer than RetryPolicy allows:
-_TRIES_MISSING = 5  # "Not found" for an object that a manifest names.
-_TRIES_CREDENTIALS = 4  # Credentials that are missing or expired; they are read again before each attempt.
-_TRIES_UNREACHED = 8  # About ten seconds: the URL of a service that has never answered is probably mistyped.
-
-# Error codes in the answers of S3 services, by what follows from them.
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-_WRONG_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "UnrecognizedClientException"}
-_REFUSED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
-_OTHER_REGION = {"PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-_REPEATABLE = {"RequestTimeout", "Throttling", "BadDigest", "ConditionalRequestConflict", "OperationAborted"}
-# Exceptions that boto3 raises before a request is sent.
-_NO_CREDENTIALS = (
-    boto_errors.NoCredentialsError,
-    boto_errors.PartialCredentialsError,
-    boto_errors.CredentialRetrievalError,
-    boto_errors.ProfileNotFound,
-    boto_errors.SSOError,
-)
-# Exceptions that boto3 raises if no connection can be made.
-_UNREACHED = (
-    boto_errors.EndpointConnectionError,
-    boto_errors.ConnectTimeoutError,
-    boto_errors.ProxyConnectionError,
-    boto_errors.SSLError,
-)
+TRIES_MISSING = 5  # Answers "not found" for an object that a manifest names, after which the object is missing.
 
 
 class Taken(Exception):
@@ -66,18 +49,30 @@ class Again(Exception):
     It has the number of failures to tolerate, and what to advise the user if all attempts fail.
     """
 
-    def __init__(self, reason: str, *, tries: int | None = None, renew: bool = False, advice: str = CHECK) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        missing: bool = False,
+        renew: bool = False,
+        unanswered: bool = False,
+        advice: str = CHECK,
+    ) -> None:
         """Describe the failure.
 
         Args:
             reason: The failure in a few words, for the error if all attempts fail.
-            tries: Number of failures with this reason after which to give up; None for the limit of the RetryPolicy.
+            missing: Whether the service says that an object does not exist that should. It is believed after
+                `TRIES_MISSING` answers.
             renew: Whether the credentials must be read again from their source before the next attempt.
+            unanswered: Whether the service has never answered, so that the user should learn soon what is tried.
             advice: The user's next step if all attempts fail.
         """
+        super().__init__(reason)
         self.reason = reason
-        self.tries = tries
+        self.missing = missing
         self.renew = renew
+        self.unanswered = unanswered
         self.advice = advice
 
 
@@ -89,7 +84,7 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         where: URL of the object and the endpoint, for a message.
         bucket: Name of the bucket, for a message.
         answered: Whether the service has answered an earlier request of this store. If not, the URL or the credentials
-            are probably wrong, so fewer retries are allowed.
+            are probably wrong.
         must_exist: Whether the object is known to exist, so that "not found" is tried again.
 
     Returns:
@@ -97,70 +92,58 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
         is useless. Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the range of the request is not met.
     """
     if isinstance(error, boto_errors.ClientError):
-        return _classify_answer(error, where, bucket, must_exist=must_exist)
-    if isinstance(error, _NO_CREDENTIALS):
-        advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
-        if not answered:
-            return StoreError(f"{where}: no credentials; {advice}")
-        # The credentials worked before: their source may be unreachable for a moment.
-        return Again("no credentials", tries=_TRIES_CREDENTIALS, renew=True, advice=advice)
-    if isinstance(error, _UNREACHED):
-        tries = None if answered else _TRIES_UNREACHED
-        return Again("the service cannot be reached", tries=tries, advice="check the endpoint URL and the network")
-    if isinstance(error, boto_errors.ParamValidationError):
-        return StoreError(f"{where}: bucket {bucket} or the key is not a valid S3 name; correct the URL")
-    if isinstance(error, (boto_errors.HTTPClientError, urllib3.exceptions.HTTPError, ResponseParserError)):
-        return Again(f"broken connection or answer ({type(error).__name__})")
-    if isinstance(error, boto_errors.IncompleteReadError):
-        return Again("the body ended early")
-    return StoreError(f"{where}: boto3 failed with {type(error).__name__}; check the AWS configuration of this node")
+        return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
+    for cause in chain_of_causes(error):
+        if isinstance(cause, Again):  # Raised while boto3 read the body of an upload: it went out too slowly.
+            return cause
+    failure, code = boto_failure(error)
+    return _to_exception(failure, where, bucket, code=code, status=0, answered=answered)
 
 
-def _classify_answer(error: boto_errors.ClientError, where: str, bucket: str, *, must_exist: bool) -> Exception:
+def _classify_answer(
+    error: boto_errors.ClientError, where: str, bucket: str, *, answered: bool, must_exist: bool
+) -> Exception:
     """Return the exception for an error that the service itself answered with, by its code and HTTP status.
 
     Args:
-        error: boto3's exception, which holds the answer.
+        error: The error that boto3 made of the answer.
         where: URL of the object and the endpoint, for a message.
         bucket: Name of the bucket, for a message.
+        answered: Whether the service has answered an earlier request of this store.
         must_exist: Whether the object is known to exist, so that "not found" is tried again.
 
     Returns:
         Again if the request should be repeated; Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the
         range of the request is not met; otherwise StoreError or StoreMissing with a message of one line.
     """
-    code = str(error.response.get("Error", {}).get("Code", ""))
+    code = safe_code(str(error.response.get("Error", {}).get("Code", "")))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if code == "NoSuchBucket":
-        return StoreError(f"{where}: no such bucket; create bucket {bucket} or correct the URL")
     if code == "PreconditionFailed" or status == 412:
         return Taken()
     if code == "InvalidRange" or status == 416:
         return EmptyRange()
-    if status == 404:
+    if code in S3_MISSING:
         if must_exist:
-            return Again("no such object", tries=_TRIES_MISSING, advice="restore the object or build its folder again")
+            return Again("no such object", missing=True, advice="restore the object or build its folder again")
         return StoreMissing(f"{where}: no such object; check the URL, or build or restore the object")
-    if code in _EXPIRED:
-        return Again(
-            "the credentials have expired", tries=_TRIES_CREDENTIALS, renew=True, advice="renew them, then start again"
-        )
-    if code in _WRONG_CREDENTIALS:
-        return StoreError(
-            f"{where}: credentials not accepted ({code}); correct AWS_* in the environment or the profile in ~/.aws"
-        )
-    if code in _OTHER_REGION or status == 301:
-        return StoreError(f"{where}: the bucket is in another region; set AWS_REGION to the bucket's region")
-    if code == "RequestTimeTooSkewed":
-        return StoreError(f"{where}: this machine's clock is wrong; set it (chrony, ntpd), then start again")
-    if code in _REFUSED or status == 403:
-        return StoreError(f"{where}: access refused; give these credentials the right to read and write this URL")
-    if code == "NotImplemented" or status == 501:
-        return StoreError(
-            f"{where}: the service lacks an operation that is needed (conditional PUT?); use a service that has it, "
-            f"such as AWS, Ceph or MinIO in a current version"
-        )
-    is_temporary = status >= 500 or status in (408, 409, 429)  # 408 timeout, 409 conflict, 429 too many requests
-    if is_temporary or code in _REPEATABLE:
-        return Again(f"{status} {code}")
-    return StoreError(f"{where}: refused with {status} {code}; check URL, endpoint and credentials")
+    failure = s3_failure(code, status)
+    return _to_exception(failure, where, bucket, code=code, status=status, answered=answered)
+
+
+def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
+    """Return Again for a failure that may pass, otherwise StoreError.
+
+    Args:
+        failure: Row of the table of failures; its texts may name {code}, {status} and {bucket}.
+        where: URL of the object and the endpoint, for a message.
+        bucket: Name of the bucket.
+        code: Error code of the service, or name of the exception's class.
+        status: HTTP status of the answer; 0 without an answer.
+        answered: Whether the service has answered an earlier request of this store.
+    """
+    words = {"code": code, "status": status, "bucket": bucket}
+    reason = failure.reason.format(**words)
+    advice = failure.advice.format(**words)
+    if failure.kind_for(answered=answered) in (FailureKind.TRANSIENT, FailureKind.AWAY):
+        return Again(reason, renew=failure.renew_credentials, unanswered=not answered, advice=advice)
+    return StoreError(f"{where}: {reason}; {advice}")

@@ -8,9 +8,10 @@ attempt of this call created the object. Uploads carry Content-MD5, so the servi
 transit.
 
 How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
-`s3_errors.py` decides what is retried. Size and existence come from a GET of one byte, because the answer to a HEAD
-does not show whether the bucket, the key or the permission is missing. Expired credentials are read again from their
-source a few times before the operation gives up.
+`failure_kinds.py` has the table of what is retried, `s3_answers.py` checks that an answer with status 200 is one of
+S3, and `s3_client.py` ends requests that take too long. Size and existence come from a GET of one byte, because the
+answer to a HEAD does not show whether the bucket, the key or the permission is missing. Expired credentials are read
+again from their source before each further attempt.
 
 Cost: one request per object when nothing fails; `benchmarks/loader.py --s3` measures it in use.
 
@@ -23,13 +24,11 @@ import base64
 import contextlib
 import hashlib
 import io
-import os
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
@@ -37,20 +36,30 @@ from electra_dist.store.interface import Store, check_key
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:
-    from electra_dist.store.s3_client import check_endpoint, make_client
+    from electra_dist.store.s3_answers import check_answer, check_object, content_range, pages
+    from electra_dist.store.s3_client import Answer, S3Client, check_endpoint
     from electra_dist.store.s3_download import Download, Span
-    from electra_dist.store.s3_errors import FAILURES, Again, EmptyRange, Taken, classify
+    from electra_dist.store.s3_errors import FAILURES, TRIES_MISSING, Again, EmptyRange, Taken, classify
 except ModuleNotFoundError as error:
     if error.name not in ("boto3", "botocore", "urllib3"):
         raise
     raise UserError("s3:// needs boto3, which is not installed; pip install 'electra-dist[s3]'") from None
 
-_Answer = TypeVar("_Answer")
 _MULTIPART_FROM = 64 << 20  # Files of at least this many bytes are uploaded in parts.
 _PART = 16 << 20  # Least size of a part in bytes.
 _MAX_PARTS = 9_000  # S3 allows 10,000.
 _UPLOAD_THREADS = 4
 _WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
+# Fields of an answer without which the request counts as failed. A proxy's page for a PUT has no ETag.
+_NEEDED_FIELDS = {
+    "get_object": ("ETag", "ContentLength"),
+    "list_objects_v2": ("IsTruncated",),
+    "list_multipart_uploads": ("IsTruncated",),
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "complete_multipart_upload": ("ETag",),
+}
 
 
 class _ObjectInfo(NamedTuple):
@@ -93,13 +102,13 @@ class S3Store(Store):
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._endpoint_url = endpoint_url
         self._endpoint_text = check_endpoint(endpoint_url)
+        self._client = S3Client(endpoint_url, policy)
+        self._endpoint_url = endpoint_url
+        self.reread_pauses_s = policy.reread_pauses_s
         self._policy = policy
         self._account = RetryAccount(policy)
         self._answered = False  # Whether the service has answered any request of this store.
-        self._client_lock = threading.Lock()
-        self._client_of: tuple[int, Any] | None = None  # boto3 client and the id of the process that it is for.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
         """Return how a process that receives this store makes one of its own, with counters at 0."""
@@ -139,8 +148,7 @@ class S3Store(Store):
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """Download the bytes [start, start + length) of an object into new memory; fewer if the object ends earlier.
 
-        If there is no object, StoreMissing is raised at once. With `must_exist`, the request is retried a few times
-        before StoreExhausted is raised.
+        If there is no object, StoreMissing is raised at once; with `must_exist` after a few more tries.
         """
         sink = io.BytesIO()
         if length:
@@ -174,8 +182,7 @@ class S3Store(Store):
 
     def write(self, key: str, data: bytes) -> None:
         """Create or replace an object with one PUT; the service refuses bytes that were changed on the way (MD5)."""
-        put = {**self._object(key), "Body": data, "ContentMD5": _md5(data)}
-        self._call(key, lambda s3: s3.put_object(**put))
+        self._call(key, "put_object", {**self._object(key), "ContentMD5": _md5(data)}, data)
 
     def write_new(self, key: str, data: bytes) -> bool:
         """Create an object with a conditional PUT; return False if there is an object of another writer already.
@@ -185,9 +192,9 @@ class S3Store(Store):
         object is this call's own, and the call returns True.
         """
         tag = secrets.token_hex(16)
-        put = {**self._object(key), "Body": data, "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}}
+        put = {**self._object(key), "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}, "IfNoneMatch": "*"}
         try:
-            self._call(key, lambda s3: s3.put_object(**put, IfNoneMatch="*"))
+            self._call(key, "put_object", put, data)
         except Taken:
             # The object may be this call's own: an earlier attempt stored it, and only its answer was lost.
             return self._probe(key).writer_tag == tag
@@ -206,35 +213,34 @@ class S3Store(Store):
             return
         tag = secrets.token_hex(16)
         begin = {**self._object(key), "Metadata": {_WRITER_TAG: tag}}
-        answer = self._call(key, lambda s3: s3.create_multipart_upload(**begin))
+        answer = self._call(key, "create_multipart_upload", begin)
         upload = {**self._object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
         try:
             parts = self._upload_parts(path, size, key, upload)
             self._complete_upload(key, upload, parts, tag)
         except BaseException:
-            # Delete the parts with one attempt; parts that remain cost storage, but no reader ever sees them.
-            with contextlib.suppress(*FAILURES):
-                self._client().abort_multipart_upload(**upload)
+            # Delete the parts with one attempt; parts that remain cost storage, but no reader ever sees them, and
+            # `discard_unfinished` deletes them later.
+            with contextlib.suppress(*FAILURES, Again):
+                self._client.send("abort_multipart_upload", upload)
             raise
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted keys that begin with `prefix`; costs one request for each thousand keys."""
-        keys: list[str] = []
-        request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
-        while True:
-            page = self._call("", lambda s3: s3.list_objects_v2(**request))
-            for entry in page.get("Contents", []):
-                key = entry["Key"].removeprefix(self._prefix)
-                is_folder_marker = key.endswith("/")  # Web consoles create an empty object for a folder.
-                if not is_folder_marker:
-                    keys.append(key)
-            if not page["IsTruncated"]:
-                return sorted(keys)
-            request["ContinuationToken"] = page["NextContinuationToken"]
+        entries = self._list_all(
+            "list_objects_v2",
+            prefix,
+            entries_field="Contents",
+            next_fields={"ContinuationToken": "NextContinuationToken"},
+            name_of=lambda entry: (entry["Key"],),
+        )
+        keys = [entry["Key"].removeprefix(self._prefix) for entry in entries]
+        # Web consoles create an empty object for a folder, whose key ends with a slash.
+        return sorted(key for key in keys if not key.endswith("/"))
 
     def delete(self, key: str) -> None:
         """Delete an object with one request; a key without an object is no error."""
-        self._call(key, lambda s3: s3.delete_object(**self._object(key)))
+        self._call(key, "delete_object", self._object(key))
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete the parts of multipart uploads that were never completed; return the number of these uploads.
@@ -244,25 +250,59 @@ class S3Store(Store):
             doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
                 return False for a key that a living process may still be uploading.
         """
+        uploads = self._list_all(
+            "list_multipart_uploads",
+            prefix,
+            entries_field="Uploads",
+            next_fields={"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+            name_of=lambda upload: (upload["Key"], upload["UploadId"]),
+        )
         num_deleted = 0
-        request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        for upload in uploads:
+            key = upload["Key"].removeprefix(self._prefix)
+            if doomed(key):
+                self._abort_upload(key, upload["UploadId"])
+                num_deleted += 1
+        return num_deleted
+
+    def _list_all(
+        self,
+        operation: str,
+        prefix: str,
+        entries_field: str,
+        next_fields: dict[str, str],
+        name_of: Callable[[dict[str, Any]], tuple[str, ...]],
+    ) -> Sequence[dict[str, Any]]:
+        """Return all entries of a listing; a listing that does not advance begins again.
+
+        Args:
+            operation: Name of boto3's method.
+            prefix: Prefix of the keys, below that of the store.
+            entries_field: Field of a page that holds its entries.
+            next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
+            name_of: Returns what distinguishes an entry from all others.
+
+        Raises:
+            StoreExhausted: The listing never ends, or all retries failed.
+        """
+
+        def request(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
+            """Return a page of the listing that passes the check."""
+            return self._call("", operation, arguments, check=check)
+
+        first_page = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        backoff = self._account.begin(self._describe(""))
         while True:
-            page = self._call("", lambda s3: s3.list_multipart_uploads(**request))
-            for upload in page.get("Uploads", []):
-                key = upload["Key"].removeprefix(self._prefix)
-                if doomed(key):
-                    self._abort_upload(key, upload["UploadId"])
-                    num_deleted += 1
-            if not page.get("IsTruncated"):
-                return num_deleted
-            request["KeyMarker"] = page["NextKeyMarker"]
-            request["UploadIdMarker"] = page["NextUploadIdMarker"]
+            try:
+                return list(pages(request, first_page, entries_field, next_fields, name_of))
+            except Again as failure:
+                self._wait("", failure, backoff)
 
     def _abort_upload(self, key: str, upload_id: str) -> None:
         """Delete the parts of an unfinished multipart upload; an upload that no longer exists is no error."""
         upload = {**self._object(key), "UploadId": upload_id}
         with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
-            self._call(key, lambda s3: s3.abort_multipart_upload(**upload))
+            self._call(key, "abort_multipart_upload", upload)
 
     def _upload_parts(self, path: Path, size: int, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
         """Upload a file in parts, several at a time; return the number and the ETag of each part, in order.
@@ -283,8 +323,8 @@ class S3Store(Store):
             with path.open("rb") as stream:
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
-            put = {**upload, "PartNumber": number, "Body": data, "ContentMD5": _md5(data)}
-            answer = self._call(key, lambda s3: s3.upload_part(**put))
+            put = {**upload, "PartNumber": number, "ContentMD5": _md5(data)}
+            answer = self._call(key, "upload_part", put, data)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
@@ -303,8 +343,9 @@ class S3Store(Store):
         Raises:
             StoreMissing: The upload no longer exists and was not completed; another process has discarded it.
         """
+        complete = {**upload, "MultipartUpload": {"Parts": parts}}
         try:
-            self._call(key, lambda s3: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}))
+            self._call(key, "complete_multipart_upload", complete)
         except StoreMissing:
             # "No such upload": an earlier attempt may have completed it, and only its answer was lost.
             if self._probe(key).writer_tag != tag:
@@ -319,17 +360,19 @@ class S3Store(Store):
         Raises:
             StoreMissing: There is no such object.
         """
+        get = self._object(key)
         try:
-            answer = self._call(key, lambda s3: s3.get_object(**self._object(key), Range="bytes=0-0"))
+            answer = self._call(
+                key, "get_object", {**get, "Range": "bytes=0-0"}, check=lambda answer: check_object(answer, key)
+            )
         except EmptyRange:
             # An empty object has no byte 0; without a range its GET succeeds.
-            answer = self._call(key, lambda s3: s3.get_object(**self._object(key)))
+            answer = self._call(key, "get_object", get, check=lambda answer: check_object(answer, key))
         answer["Body"].close()
-        content_range = answer.get("ContentRange", "")  # For example "bytes 0-0/1234"; the object has 1234 bytes.
-        _, _, size = content_range.rpartition("/")
-        if not size:  # The answer is the whole object.
-            size = answer["ContentLength"]
-        return _ObjectInfo(size=int(size), writer_tag=answer["Metadata"].get(_WRITER_TAG))
+        part = content_range(answer)
+        # Without a range, the answer is the whole object.
+        size = answer["ContentLength"] if part is None else part.size
+        return _ObjectInfo(size=size, writer_tag=answer["Metadata"].get(_WRITER_TAG))
 
     def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
         """Download an object, or a span of its bytes, to a file; after a fault, continue from the last good byte.
@@ -345,11 +388,11 @@ class S3Store(Store):
             StoreExhausted: All retries failed.
         """
         backoff = self._account.begin(self._describe(key))
-        download = Download(sink, backoff.progress, span)
+        download = Download(key, sink, self._policy, backoff.progress, span)
         while not download.complete:
             try:
                 with self._classified(key, must_exist):
-                    answer = self._client().get_object(**self._object(key), **download.conditions())
+                    answer = self._client.send("get_object", {**self._object(key), **download.conditions()})
                     download.receive(answer)
             except EmptyRange:
                 if download.ends_before_span:
@@ -358,17 +401,27 @@ class S3Store(Store):
             except Taken:  # Another version of the object.
                 _begin_again(download, backoff)
             except Again as failure:
-                self._wait(failure, backoff)
+                self._wait(key, failure, backoff)
         self._account.succeeded()
 
-    def _call(self, key: str, request: Callable[[Any], _Answer]) -> _Answer:
+    def _call(
+        self,
+        key: str,
+        operation: str,
+        arguments: Mapping[str, Any],
+        body: bytes | None = None,
+        check: Callable[[Answer], None] = lambda answer: None,
+    ) -> Answer:
         """Send a request until it succeeds or fails for good, and return the answer.
 
         A failure is repeated if `classify` returns Again for it, until a limit of the RetryPolicy is reached.
 
         Args:
             key: Key of the object, for messages; "" for the store itself.
-            request: Receives the boto3 client and sends the request. It may be called several times.
+            operation: Name of boto3's method, for example "put_object".
+            arguments: Its arguments, without the body.
+            body: Bytes to upload; None if the operation has none.
+            check: Receives the answer, and raises Again if the request must be repeated.
 
         Raises:
             StoreError: The failure is final, or all retries failed (StoreExhausted).
@@ -379,9 +432,11 @@ class S3Store(Store):
         while True:
             try:
                 with self._classified(key):
-                    answer = request(self._client())
+                    answer = self._client.send(operation, arguments, body)
+                    check_answer(answer, _NEEDED_FIELDS.get(operation, ()))
+                    check(answer)
             except Again as failure:
-                self._wait(failure, backoff)
+                self._wait(key, failure, backoff)
             else:
                 self._account.succeeded()
                 return answer
@@ -410,30 +465,22 @@ class S3Store(Store):
             raise failure from None  # The text and traceback of boto3 may quote a signed request.
         self._answered = True
 
-    def _wait(self, failure: Again, backoff: Backoff) -> None:
+    def _wait(self, key: str, failure: Again, backoff: Backoff) -> None:
         """Sleep before the next attempt of a failed request.
 
-        If `failure.renew` is set, the boto3 client is dropped. The next attempt then makes a new client, which reads
-        the credentials again.
+        If `failure.renew` is set, the next attempt reads the credentials again.
 
         Raises:
-            StoreExhausted: A limit of the RetryPolicy or of this kind of failure is reached.
+            StoreMissing: The service has answered `TRIES_MISSING` times that the object does not exist.
+            StoreExhausted: A limit of the RetryPolicy is reached.
         """
         if failure.renew:
-            self._client_of = None
-        backoff.wait_after_failure(failure.reason, failure.tries, failure.advice)
-
-    def _client(self) -> Any:
-        """Return the boto3 client of this process, which is created at the first call. Thread-safe.
-
-        A forked process must not use the connections of its parent, so it gets a client of its own.
-        """
-        process_id = os.getpid()
-        with self._client_lock:
-            if self._client_of is None or self._client_of[0] != process_id:
-                self._client_of = (process_id, make_client(self._endpoint_url, self._policy))
-            _, client = self._client_of
-            return client
+            self._client.renew()
+        if failure.unanswered:
+            backoff.announce(failure.reason, failure.advice)
+        if failure.missing and backoff.failures_of(failure.reason) + 1 >= TRIES_MISSING:
+            raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
+        backoff.wait_after_failure(failure.reason, failure.advice)
 
     def _object(self, key: str) -> dict[str, str]:
         """Return the arguments of a boto3 request that name an object: its bucket and its full key.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ from support.s3_server import S3Server
 
 from electra_dist.checkpoint import file_reader
 from electra_dist.checkpoint.restore_state import load_newest
+from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+from electra_dist.store.retry import RetryPolicy
+
+PAUSES = RetryPolicy(reread_pauses_s=(0.01, 0.01, 0.01, 0.01))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -27,7 +32,7 @@ def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     # Each object is flipped twice before a read of it succeeds, whatever the seed.
     plan = FaultPlan(seed=seed, rate=1.0, faults=("flip:manifest", "flip:.safetensors"), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        far = open_store(target.url, proxy.endpoint_url)
+        far = open_store(target.url, proxy.endpoint_url, retry=PAUSES)
         values = small.empty()
         state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 5
@@ -36,20 +41,63 @@ def test_a_good_checkpoint_is_loaded_although_bytes_are_flipped_in_transit(
     assert plan.counts["flip"] >= 4
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_whose_every_read_is_wrong_is_set_aside(
-    open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path
-) -> None:
+@pytest.fixture
+def flipped_in_6(open_s3: Callable[[str], Store], s3: S3Server, tmp_path: Path) -> Iterator[tuple[Store, FaultPlan]]:
+    """A store with checkpoints of steps 5 and 6, in which every read of step 6 is wrong, and the schedule for it."""
     target = open_s3("checkpoints")
     for step in (5, 6):
         small.save([target], tmp_path / "staging", step)
-    with running_faults(s3.endpoint_url, FaultPlan(rate=1.0, faults=("flip:00006",), in_a_row=10**9)) as proxy:
-        values = small.empty()
-        far = open_store(target.url, proxy.endpoint_url)
-        state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    plan = FaultPlan(rate=1.0, faults=("flip:00006",), in_a_row=10**9)
+    with running_faults(s3.endpoint_url, plan) as proxy:
+        yield open_store(target.url, proxy.endpoint_url, retry=PAUSES), plan
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_with_the_same_damage_at_every_read_is_set_aside(
+    flipped_in_6: tuple[Store, FaultPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, plan = flipped_in_6
+    draw = plan.draw
+    monkeypatch.setattr(plan, "draw", lambda method, path: (draw(method, path)[0], 0.5))  # always the same byte
+    values = small.empty()
+    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
     assert state is not None and state.step == 5
     assert len(notes) == 1 and "step 5 is used instead" in notes[0]
     assert small.equal(values, small.content(5))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_is_wrong_in_another_way_at_every_read_is_not_set_aside(
+    flipped_in_6: tuple[Store, FaultPlan],
+) -> None:
+    far, plan = flipped_in_6
+    with pytest.raises(StoreError, match=r"00006-a0001/.* was read 5 times and was wrong in different ways"):
+        load_newest([far], small.share(small.empty(), 0, 1), small.state_at(0))
+    plan.rate = 0.0
+    values = small.empty()
+    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    assert state is not None and state.step == 6
+    assert notes == []
+    assert small.equal(values, small.content(6))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_wrong_body_that_lasts_longer_than_five_immediate_readings_is_waited_for(
+    flipped_in_6: tuple[Store, FaultPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same wrong bytes are served for 0.3 s, as from the cache of a proxy; the last pause is longer."""
+    far, plan = flipped_in_6
+    far.reread_pauses_s = (0.01, 0.01, 0.01, 1.0)
+    draw = plan.draw
+    monkeypatch.setattr(plan, "draw", lambda method, path: (draw(method, path)[0], 0.5))
+    timer = threading.Timer(0.3, lambda: setattr(plan, "rate", 0.0))
+    timer.start()
+    values = small.empty()
+    state, notes = load_newest([far], small.share(values, 0, 1), small.state_at(0))
+    timer.join()
+    assert state is not None and state.step == 6
+    assert notes == []
+    assert small.equal(values, small.content(6))
 
 
 def test_entries_of_ranks_that_are_flipped_in_transit_are_read_again(
@@ -58,6 +106,6 @@ def test_entries_of_ranks_that_are_flipped_in_transit_are_read_again(
     target = open_s3("checkpoints")
     plan = FaultPlan(rate=1.0, faults=("flip:.json",), in_a_row=2)
     with running_faults(s3.endpoint_url, plan) as proxy:
-        small.save([open_store(target.url, proxy.endpoint_url)], tmp_path / "staging", 5)
+        small.save([open_store(target.url, proxy.endpoint_url, retry=PAUSES)], tmp_path / "staging", 5)
     assert plan.counts["flip"] >= 2
     assert file_reader.verify(target, "step-00000005-a0001")[1] == []

@@ -86,7 +86,7 @@ def test_an_interrupted_download_resumes_where_it_stopped(faulty: Callable[..., 
     finally:
         proxy.RequestHandlerClass._forward = forward  # type: ignore[attr-defined]
     starts = [int(text[len("bytes=") : -1]) for text in sent if text]
-    assert sent[0] is None
+    assert sent[0] == "bytes=0-"
     assert starts == sorted(starts)
     assert starts[-1] > len(DATA) // 2
 
@@ -261,11 +261,11 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3_store
+    from electra_dist.store import s3_client
 
     made = itertools.count()
-    make = s3_store.make_client
-    monkeypatch.setattr(s3_store, "make_client", lambda *a: (next(made), make(*a))[1])
+    make = s3_client.make_client
+    monkeypatch.setattr(s3_client, "make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
@@ -290,7 +290,7 @@ def test_credentials_in_urls_are_refused_and_not_printed(url: str) -> None:
 def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
     quick = RetryPolicy(first_wait_s=0.001, max_wait_s=0.01)
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", retry=quick)
-    with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 8 times .*check the endpoint URL and the network"):
+    with pytest.raises(StoreExhausted, match=r"127.0.0.1:9: failed 30 times .*check the endpoint URL and the network"):
         store.read("x")
 
 

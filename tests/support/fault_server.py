@@ -12,6 +12,12 @@ Faults (--faults, comma-separated; all by default; KIND:TEXT hits only paths tha
   replaced   the body breaks in the middle and the object has another ETag afterwards
   expired    400 ExpiredToken
   lost       a PUT or POST is carried out, but its answer is lost
+More faults, which must be asked for by name:
+  away       every connection is reset before anything is answered
+  dribble    the answer comes at one byte in --drip-s seconds (of a GET, only the body)
+  slowsend   the body of a PUT is read at 4 KiB in --drip-s seconds
+  and those of wrong_answers.py: redirected, moved, balancer, page, skewed, revoked, noetag, nolength, errordoc, cut,
+  endless, stuck, notoken
 Listings of a bucket are never flipped, missing or replaced: these faults only happen to objects.
 
 The fault of a request is a function of (seed, method, key, number of earlier requests for them), so a schedule
@@ -31,13 +37,26 @@ import json
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, if this file is started as a program
+
+from support.wrong_answers import (
+    LISTING_FAULTS,
+    OBJECT_ANSWERS,
+    OWN_ANSWERS,
+    WRONG_ANSWERS,
+    changed_answer,
+    own_answer,
+)
 
 ANSWERS = {
     "slowdown": (503, "SlowDown", "Please reduce your request rate."),
@@ -49,6 +68,7 @@ OBJECT_FAULTS = ("flip", "missing", "replaced")
 UPLOAD_FAULTS = ("slowdown", "reset", "expired", "lost")
 DOWNLOAD_FAULTS = (*ANSWERS, *BODY_FAULTS)
 ALL_FAULTS = (*DOWNLOAD_FAULTS, "lost")
+MORE_FAULTS = ("away", "dribble", "slowsend", *WRONG_ANSWERS)  # only those that are asked for
 HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
@@ -63,6 +83,7 @@ class FaultPlan:
     in_a_row: int = 3
     most: int | None = None  # largest number of faults in total; None: no limit
     stall_s: float = 3.0
+    drip_s: float = 1.0
     counts: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
     requests: int = 0
@@ -97,9 +118,11 @@ class FaultPlan:
     def _possible(self, method: str, path: str) -> list[str]:
         """Return the kinds of `faults` that can hit a request of `method` and `path`."""
         kinds = [kind for kind, _, text in (fault.partition(":") for fault in self.faults) if text in path]
-        possible = set(DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS)
-        if "/" not in path.strip("/"):  # the bucket itself
-            possible -= set(OBJECT_FAULTS)
+        possible = {"away", "dribble", "noetag", *OWN_ANSWERS}
+        possible |= set(DOWNLOAD_FAULTS if method == "GET" else UPLOAD_FAULTS)
+        possible |= {"GET": {*OBJECT_ANSWERS, *LISTING_FAULTS}, "PUT": {"slowsend"}}.get(method, set())
+        is_bucket = "/" not in path.strip("/")
+        possible -= set(OBJECT_FAULTS) if is_bucket else set(LISTING_FAULTS)
         return [kind for kind in kinds if kind in possible]
 
 
@@ -112,6 +135,7 @@ class FaultProxy(http.server.ThreadingHTTPServer):
     def __init__(self, upstream: str, plan: FaultPlan, port: int = 0) -> None:
         self.upstream = urlsplit(upstream)
         self.plan = plan
+        self.listings: dict[str, tuple[int, dict[str, str], bytes]] = {}  # path -> first page of its listing
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -131,11 +155,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        num_bytes = int(self.headers.get("Content-Length", 0))
         if self.path == "/-/faults":
             self._answer(200, {}, json.dumps(self.server.plan.counts).encode())
             return
         fault, where = self.server.plan.draw(self.command, urlsplit(self.path).path)
+        if fault == "slowsend":
+            self._read_slowly(num_bytes)
+            return
+        body = self.rfile.read(num_bytes)
+        if fault == "away":
+            self._reset()
+            return
+        if fault in OWN_ANSWERS:
+            self._answer(*own_answer(fault, f"http://{self.headers['Host']}{self.path}"))
+            return
         if fault in ANSWERS:
             status, code, message = ANSWERS[fault]
             text = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
@@ -144,8 +178,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault == "reset" and self.command != "GET":
             self._reset()
             return
-        status, headers, answer = self._forward(body)
-        if fault == "lost":
+        status, headers, answer = self._forward_page(body) if fault in LISTING_FAULTS else self._forward(body)
+        if fault == "dribble":
+            self._dribble(status, headers, answer)
+        elif fault in (*OBJECT_ANSWERS, *LISTING_FAULTS) and status < 300:
+            wrong = changed_answer(fault, status, headers, answer)
+            self._answer(*wrong, with_length=fault != "nolength")
+        elif fault == "lost":
             self._reset()
         elif fault is None or status >= 300 or not answer:
             self._answer(status, headers, answer)
@@ -171,9 +210,45 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 headers["Content-Length"] = answer.getheader("Content-Length", "0")
             return answer.status, headers, data
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self._send_head(status, {"Content-Length": str(len(body)), **headers})
+    def _forward_page(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Send a request for a page of a listing to the real server, which is asked for the first one only."""
+        listings = self.server.listings
+        path = urlsplit(self.path).path
+        if "endless-" not in self.path:
+            listings[path] = self._forward(body)
+        return listings[path]
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, with_length: bool = True) -> None:
+        if with_length:
+            headers = {"Content-Length": str(len(body)), **headers}
+        else:
+            headers = {"Connection": "close", **headers}
+            self.close_connection = True
+        self._send_head(status, headers)
         self.wfile.write(body)
+
+    def _dribble(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """Send an answer at one byte in `drip_s` seconds; the head of an object's answer comes at once."""
+        headers = {"Content-Length": str(len(body)), **headers}
+        is_object = self.command == "GET" and "/" in urlsplit(self.path).path.strip("/")
+        if is_object:
+            self._send_head(status, headers)
+            slow = body
+        else:
+            lines = [f"HTTP/1.1 {status} OK", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+            slow = "\r\n".join(lines).encode() + body
+        for number in range(len(slow)):
+            self.wfile.write(slow[number : number + 1])
+            time.sleep(self.server.plan.drip_s)
+
+    def _read_slowly(self, num_bytes: int) -> None:
+        """Read the body of an upload at 4 KiB in `drip_s` seconds, until the client gives up."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.close_connection = True
+        for _ in range(0, num_bytes, 4096):
+            if not self.rfile.read(4096):
+                return
+            time.sleep(self.server.plan.drip_s)
 
     def _send_head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response_only(status)
@@ -238,11 +313,12 @@ def main() -> None:
     )
     parser.add_argument("--most", type=int, help="largest number of faults in total (default: no limit)")
     parser.add_argument("--stall-s", type=float, default=defaults.stall_s, help="length of a stall, in seconds")
+    parser.add_argument("--drip-s", type=float, default=defaults.drip_s, help="time between two dribbled bytes")
     args = parser.parse_args()
     kinds = tuple(args.faults.split(","))
-    if unknown := {kind.partition(":")[0] for kind in kinds} - set(ALL_FAULTS):
-        parser.error(f"unknown fault {', '.join(sorted(unknown))}; there are {', '.join(ALL_FAULTS)}")
-    plan = FaultPlan(args.seed, args.rate, kinds, args.only, args.in_a_row, args.most, args.stall_s)
+    if unknown := {kind.partition(":")[0] for kind in kinds} - {*ALL_FAULTS, *MORE_FAULTS}:
+        parser.error(f"unknown fault {', '.join(sorted(unknown))}; there are {', '.join((*ALL_FAULTS, *MORE_FAULTS))}")
+    plan = FaultPlan(args.seed, args.rate, kinds, args.only, args.in_a_row, args.most, args.stall_s, args.drip_s)
     with FaultProxy(args.upstream, plan, args.port) as proxy:
         print(f"{proxy.endpoint_url} -> {args.upstream}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

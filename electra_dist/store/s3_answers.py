@@ -1,0 +1,132 @@
+"""Check that an answer with HTTP status 200 is an answer of S3, and has the fields that its operation needs.
+
+Proxies, load balancers and services that are half down answer with status 200 and a page of HTML, an error document,
+or a part of what was asked for. Such an answer counts as a failed attempt, and the request is repeated. A listing also
+fails if it would never end.
+
+Limits: the bytes of an object are not known. Its readers compare digests, where there are any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from electra_dist.errors import StoreError
+from electra_dist.store.s3_errors import Again
+
+_CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
+_MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")
+_MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")
+_ERROR_DOCUMENT = re.compile(rb"\s*(<\?xml[^>]*\?>)?\s*<Error[\s>]")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_EMPTY_PAGES = 100  # pages without an entry, one after another, that a listing may have
+_MOST_PAGES = 10_000  # pages of a listing; of a thousand entries each
+
+ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error document is recognized
+
+
+class ContentRange(NamedTuple):
+    """Part of an object that a ranged GET was answered with: bytes [first, end) of an object of `size` bytes."""
+
+    first: int
+    end: int
+    size: int
+
+
+def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
+    """Raise Again if an answer lacks a field that S3 always sends.
+
+    Without such a field (deletions), it must not be a page of HTML with status 200; S3 answers with status 204.
+
+    Args:
+        answer: What boto3 returned.
+        fields: Fields that S3 always sends, for example ("ETag",).
+    """
+    for field in fields:
+        if field not in answer:
+            raise Again(f"an answer without {field}", advice=_CHECK_PROXY)
+    about = answer["ResponseMetadata"]
+    is_page = about["HTTPStatusCode"] == 200 and about["HTTPHeaders"].get("content-type", "").startswith("text/html")
+    if not fields and is_page:
+        raise Again("a page of HTML instead of an answer of S3", advice=_CHECK_PROXY)
+
+
+def check_object(answer: dict[str, Any], key: str) -> None:
+    """Raise Again if the answer to a GET is a page of HTML or XML, although the key is not that of such a file.
+
+    Args:
+        answer: What boto3's `get_object` returned.
+        key: Key of the object.
+    """
+    is_markup = str(answer.get("ContentType", "")).startswith(_MARKUP_TYPES)
+    if is_markup and not key.lower().endswith(_MARKUP_ENDINGS):
+        raise Again("a page of HTML or XML instead of the object", advice=_CHECK_PROXY)
+
+
+def is_error_document(first_bytes: bytes) -> bool:
+    """Return whether the bytes that an object begins with are those of an error document of S3, `<Error>` in XML."""
+    return _ERROR_DOCUMENT.match(first_bytes) is not None
+
+
+def content_range(answer: dict[str, Any]) -> ContentRange | None:
+    """Return the part of the object that an answer has, from its header Content-Range; None without a valid header.
+
+    A service that ignores ranges sends the whole object without the header.
+    """
+    match = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange", "")))
+    if match is None:
+        return None
+    first, last, size = (int(group) for group in match.groups())
+    return ContentRange(first=first, end=last + 1, size=size)
+
+
+def pages(
+    request: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], dict[str, Any]],
+    arguments: dict[str, Any],
+    entries_field: str,
+    next_fields: dict[str, str],
+    name_of: Callable[[dict[str, Any]], tuple[str, ...]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a listing of S3, page by page; fail if the listing does not advance.
+
+    Args:
+        request: Sends the request for a page with the given arguments, and passes each answer to the given check,
+            which raises Again for a wrong page; it repeats the request then.
+        arguments: Arguments of the request for the first page.
+        entries_field: Field of a page that holds its entries.
+        next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
+        name_of: Returns what distinguishes an entry from all others of the listing.
+
+    Raises:
+        Again: A page has no new entry, or too many pages are empty; the listing must begin again.
+        StoreError: The listing has more than ten million entries.
+    """
+
+    def check_page(page: dict[str, Any]) -> None:
+        """Raise Again for a page from which the next one cannot be asked for."""
+        if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):
+            raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
+
+    seen: set[tuple[str, ...]] = set()
+    num_empty = 0
+    for _ in range(_MOST_PAGES):
+        page = request(arguments, check_page)
+        entries = page.get(entries_field, [])
+        if entries and seen.issuperset(name_of(entry) for entry in entries):
+            raise Again("a listing that repeats a page", advice=_CHECK_PROXY)
+        num_empty = 0 if entries else num_empty + 1
+        if num_empty > _EMPTY_PAGES:
+            raise Again("a listing of empty pages without an end", advice=_CHECK_PROXY)
+        for entry in entries:
+            if name_of(entry) not in seen:
+                seen.add(name_of(entry))
+                yield entry
+        if not page["IsTruncated"]:
+            return
+        arguments = {**arguments, **{argument: page[field] for argument, field in next_fields.items()}}
+    raise StoreError(
+        f"{arguments['Bucket']}/{arguments['Prefix']}: the listing has more than {_MOST_PAGES:,} pages; name a longer "
+        f"prefix"
+    )
