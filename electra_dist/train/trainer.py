@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
+from electra_dist.checkpoint.commit import Fenced
 from electra_dist.collectives import gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
@@ -30,6 +31,7 @@ from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, UserErr
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
+from electra_dist.run.lease.run_lease import LeaseLost
 from electra_dist.run.node_strikes import node_name
 from electra_dist.schedule import value_at
 from electra_dist.train.evaluator import Evaluator
@@ -155,6 +157,9 @@ class Trainer:
             if self.state.step < self.config.train.num_steps:
                 code = self._train()
             ending = _ENDINGS[code]
+        except (LeaseLost, Fenced):
+            ending = "replaced"
+            raise
         finally:
             if self.reporter:
                 stop_reason = self.stop.reason if ending == "stop" else ""

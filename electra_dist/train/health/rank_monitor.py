@@ -29,6 +29,7 @@ from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import Heartbeat, Phase
+from electra_dist.run.lease.run_lease import RunLease
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
 
@@ -53,7 +54,7 @@ class RankMonitor:
     phase, `look` at every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, lease: RunLease | None = None) -> None:
         """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
 
         The process group must exist.
@@ -62,11 +63,13 @@ class RankMonitor:
             run_dir: folder of the run, for the heartbeats and for strikes.jsonl, the record of faulty nodes.
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
                 which the timeouts of collectives follow.
+            lease: the lease of the run folder, on rank 0; every heartbeat checks it.
 
         Raises:
             StoreError: the run folder cannot be written.
         """
         self._run_dir = run_dir
+        self._lease = lease
         self._limits = hang_limits(cluster)
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
         is_first_on_node = int(os.environ["LOCAL_RANK"]) == 0
@@ -89,7 +92,12 @@ class RankMonitor:
         Args:
             phase: what this rank is about to do.
             step: optimizer steps done.
+
+        Raises:
+            LeaseLost: on rank 0, if another start has taken the run folder, or the folder was deleted or moved.
         """
+        if self._lease is not None:
+            self._lease.check()
         self._heartbeat.beat(phase, step)
         hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
         limit_s = min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S)

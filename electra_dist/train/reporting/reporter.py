@@ -47,7 +47,7 @@ from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.step import StepResult
 
-Ending = Literal["done", "stop", "unhealthy", "crash", "rollback"]
+Ending = Literal["done", "stop", "unhealthy", "crash", "rollback", "replaced"]
 
 _LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
 _NO_GPU_READING = GpuReading(
@@ -459,12 +459,12 @@ class Reporter:
 
         Args:
             ending: how it ended: "done", "stop", "unhealthy" or "crash", which is recorded as an event, or "rollback",
-                which is not, because `rolled_back` has recorded it.
+                which is not, because `rolled_back` has recorded it, or "replaced", because the ledger is another's then.
             step: optimizer steps done.
             why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
         """
-        if ending != "rollback":
+        if ending not in ("rollback", "replaced"):
             reason = {"why": why} if why else {}
             self._record(ending, step, **reason, spent_s=spent_s)
         self._refresh.close()
