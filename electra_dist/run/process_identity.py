@@ -18,7 +18,7 @@ _START_FIELD = 19  # of /proc/PID/stat, counted from the field after the command
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process of a machine. Numbers of processes are used again; the boot and the time of the start tell them apart."""
+    """A process of a machine; its boot and the time of its start tell it from a later one with the same number."""
 
     pid: int
     start: int  # clock ticks from the boot to the start of the process; 0 if unknown

@@ -341,7 +341,7 @@ def _context_auc_lines(seen: Facts) -> list[str]:
 
 
 def _owner_lines(seen: Facts) -> list[str]:
-    """Return a line on the process that holds the lease of the run folder, and may train in it; none if nobody does."""
+    """Return a line on the process that holds the lease of the run folder, and trains in it; none if nobody does."""
     if seen.owner is None:
         return []
     owner, renewed = seen.owner

@@ -164,8 +164,8 @@ class Supervisor:
     def _kill_orphans(self) -> None:
         """Kill the processes that a killed supervisor of this run left on this node, and delete its state folders.
 
-        The processes would hold the GPUs. They are found by an environment variable that a supervisor sets for all processes that it starts. Logs how
-        many there are; does nothing if there are none.
+        The processes would hold the GPUs. They are found by an environment variable that a supervisor sets for all
+        processes that it starts. Logs how many there are.
         """
         orphans = marked_pids(self._mark)
         if orphans:

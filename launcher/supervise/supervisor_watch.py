@@ -4,8 +4,9 @@ Guarantee: when the supervisor's process ends while the rank runs, the rank save
 SIGTERM. A rank that has nothing to save yet, because it is still importing, ends at once, and one that has not ended
 `_GRACE_S` seconds later is ended without a save.
 
-How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for the end of the supervisor's process. A death signal of the kernel (PR_SET_PDEATHSIG) would not
-do, because it follows the direct parent: that is DeepSpeed's launcher, which the supervisor ends before its ranks.
+How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for
+the end of that process. A death signal of the kernel (PR_SET_PDEATHSIG) would not do, because it follows the direct
+parent: that is DeepSpeed's launcher, which the supervisor ends before its ranks.
 
 Cost: one thread that sleeps in the kernel.
 """

@@ -1,17 +1,17 @@
 """Take and hold the lease of a run folder, so that only one start of a run at a time trains in it.
 
-Guarantee: of all starts in a folder, on any machines and in any containers, one holds the lease; another one is refused
-in one line that names the owner. A lease is free at once when it was released, or when its owner was killed on this
-machine. From another machine a killed owner cannot be told from a slow one, so the lease is free after the owner has
-not renewed it for `LEASE_S` seconds. An owner whose lease was taken meanwhile notices it within `RENEW_S` seconds and
-ends, and so does one whose run folder was deleted or moved.
+Guarantee: of all starts in a folder, on any machines and in any containers, one holds the lease; another one is
+refused in one line that names the owner. A lease is free at once when it was released, or when its owner was killed on
+this machine. From another machine a killed owner cannot be told from a slow one, so the lease is free after the owner
+has not renewed it for `LEASE_S` seconds. An owner whose lease was taken meanwhile notices it within `RENEW_S` seconds
+and ends, and so does one whose run folder was deleted or moved.
 
-How: to take a lease is to create the file of the next number (`lease_file.py`), which only one process can do. Whoever
-waits looks whether the owner renews its file, and measures how long it does not by a clock of its own, so clocks of two
-machines are never compared. The owner also locks the file: the kernel drops that lock when the process ends, which
-shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is the owner; its
-ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor, rank 0 is the
-owner.
+How: to take a lease is to create the file of the next number (`lease_file.py`), which only one process can do. A
+process that waits looks whether the owner renews its file, and measures by its own clock how long it does not, so the
+clocks of two machines are never compared. The owner also locks the file: the kernel drops that lock when the process
+ends, which shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is
+the owner; its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor,
+rank 0 is the owner.
 
 Cost: two fsyncs for each start; a thread that reads one file and lists one folder every `RENEW_S` seconds; one `stat`
 for each `check`. Imports no torch.
@@ -233,7 +233,8 @@ def take_lease(
         elif now - begin > _SAY_AFTER_S and not has_said:
             has_said = True
             say(
-                f"waiting for the lease of {run_dir}, up to {LEASE_S:.0f} s after the last sign of {newest.description}"
+                f"waiting for the lease of {run_dir}, which is free {LEASE_S:.0f} s after the last renewal by "
+                f"{newest.description}"
             )
         if give_up():
             raise KeyboardInterrupt

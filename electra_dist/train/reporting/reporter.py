@@ -459,7 +459,8 @@ class Reporter:
 
         Args:
             ending: how it ended: "done", "stop", "unhealthy" or "crash", which is recorded as an event, or "rollback",
-                which is not, because `rolled_back` has recorded it, or "replaced", because the ledger is another's then.
+                which is not, because `rolled_back` has recorded it, or "replaced", because another start writes the
+                ledger.
             step: optimizer steps done.
             why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.

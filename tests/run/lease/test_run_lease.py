@@ -174,8 +174,8 @@ def test_a_start_that_takes_over_waits_for_the_end_of_the_owner(tmp_path: Path) 
     second = take(tmp_path, patience_s=FOREVER_S, give_up=release_later)
     second.check()
     second.release()
+    forge(tmp_path, boot_id="of another machine")
     with pytest.raises(KeyboardInterrupt):
-        forge(tmp_path, boot_id="of another machine")
         take(tmp_path, give_up=lambda: True)
 
 
@@ -187,7 +187,7 @@ def test_an_owner_that_was_replaced_notices_it_and_leaves_the_lease_of_the_other
     path = forge(tmp_path, pid=4711)
     for loser in (lease, rank):
         wait_until_lost(loser)
-        with pytest.raises(LeaseLost, match="taken over by another start: supervisor on host .*pid 4711"):
+        with pytest.raises(LeaseLost, match=r"taken over by another start: supervisor on host .*pid 4711"):
             loser.check()
         loser.release()
     assert path.exists()
