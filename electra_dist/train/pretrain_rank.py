@@ -40,7 +40,7 @@ from electra_dist.run.folder import (
     run_identity,
 )
 from electra_dist.run.lease.run_lease import RunLease, hold_lease
-from electra_dist.train.health.error_relay import another_rank_reported, reporting
+from electra_dist.train.health.error_relay import another_rank_reported, report_once
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs
@@ -88,8 +88,7 @@ def run(
     try:
         return _run(config, inputs, import_s, begin, predict_rows, from_scratch)
     except UserError as error:
-        with reporting(error):
-            dist.destroy_process_group()
+        report_once(error)
         return EXIT_USER_ERROR
     except RuntimeError:
         # A collective fails when another rank has ended; that rank has printed the cause.
@@ -97,8 +96,7 @@ def run(
             return EXIT_USER_ERROR
         raise
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()  # without it, one rank in four aborts at exit
+        dist.destroy_process_group()  # without it, one rank in four aborts at exit
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
-from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, RunLease, take_lease
+from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
@@ -186,8 +186,11 @@ class Supervisor:
             num_fruitless: restarts in a row before this crash without a new checkpoint; the first start is not one of
                 them. It grows by one at a time, so on node 0 it reaches the limit and never exceeds it.
         """
-        if self._lease is not None and self._lease.lost:
-            return StartOutcome(code=EXIT_USER_ERROR, why=self._lease.lost)
+        if self._lease is not None:
+            try:
+                self._lease.check()
+            except LeaseLost as error:
+                return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
         if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
             why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
             return StartOutcome(code=EXIT_CRASH, why=why)
@@ -321,7 +324,7 @@ class Supervisor:
         Args:
             end: the exit code, and the reason for the log; the other nodes receive only the code.
         """
-        has_run_folder = self._lease is None or not self._lease.lost
+        has_run_folder = self._lease is None or not self._lease.is_lost
         if has_run_folder:
             self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")

@@ -95,9 +95,13 @@ class FoundLease:
         if owner is None:
             return None
         lives = is_running(owner.process)
-        if lives is None and owner.has_lock and is_of_this_machine(owner.process):
-            return _is_unlocked(self.path)  # The owner is in another container.
-        return None if lives is None else not lives
+        if lives is False:
+            return True
+        if not owner.has_lock or not is_of_this_machine(owner.process):
+            return None if lives is None else False
+        if lives and _is_unlocked(self.path):
+            return None  # The folder is a copy, or a network file system has lost the lock.
+        return _is_unlocked(self.path)  # The owner may be in another container, where its process cannot be seen.
 
 
 def find_newest(folder: Path) -> FoundLease:

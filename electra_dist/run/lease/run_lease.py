@@ -14,7 +14,7 @@ the owner; its ranks get the token of the lease in the environment variable `TOK
 rank 0 is the owner.
 
 Cost: two fsyncs for each start; a thread that reads one file and lists one folder every `RENEW_S` seconds; one `stat`
-for each `check`. Imports no torch.
+at each step. Imports no torch.
 
 Limits: a process that did not run for `LEASE_S` seconds, such as one in a suspended virtual machine, may write for up
 to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then (`checkpoint/commit.py`).
@@ -61,7 +61,7 @@ class LeaseLost(UserError):
 class RunLease:
     """The lease of a run folder, in the process that owns it or in a rank that the owner started.
 
-    `take_lease` and `join_lease` make it. Call `check` before every step and every save, and `release` at the end.
+    `take_lease` and `join_lease` make it. Look at `is_lost` at every step, and call `release` at the end.
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
@@ -94,20 +94,23 @@ class RunLease:
         return owner.token
 
     @property
-    def lost(self) -> str:
-        """Why this process must not write into the run folder any more, as one line; empty while it may."""
-        return self._lost
+    def is_lost(self) -> bool:
+        """Whether this process must not write into the run folder any more.
 
-    def check(self) -> None:
-        """Raise if the lease was lost. Costs one `stat`, and in a rank of the owner a read every `RENEW_S` seconds.
-
-        Raises:
-            LeaseLost: another process has taken the lease, or the run folder was deleted or moved.
+        Costs one `stat`, and in a rank of the owner a read every `RENEW_S` seconds.
         """
         is_due = self._thread is None and time.monotonic() > self._next_look
         if is_due or _is_missing(self._lease.path):
             self._look()
-        if self._lost:
+        return self._lost != ""
+
+    def check(self) -> None:
+        """Raise if `is_lost`.
+
+        Raises:
+            LeaseLost: another process has taken the lease, or the run folder was deleted or moved.
+        """
+        if self.is_lost:
             raise LeaseLost(self._lost)
 
     def release(self) -> None:

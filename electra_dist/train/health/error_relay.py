@@ -6,8 +6,7 @@ Guarantee: the error is printed once, by the first rank that meets it, and every
 group's key-value store ends with exit code 78. Without this module, rank 0 would end with the broken connection that
 follows when another rank ends, and the launcher would take whichever exit code it received first.
 
-How: the rank sets a key in that store. The store lives in rank 0's process and does not need the other ranks. If rank
-0 itself meets the error, it keeps the store until the other ranks have read the key, for up to `_READ_S` seconds.
+How: the rank sets a key in that store. The store lives in rank 0's process and does not need the other ranks.
 
 Limits: a rank that hangs in a collective that does not notice a missing peer (NCCL) is ended by its launcher.
 """
@@ -16,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -26,8 +23,6 @@ from electra_dist.errors import UserError, error_line
 # Keys of the process group's store.
 _NUM_ERRORS = "user_errors"
 _IS_REPORTED = "user_error_reported"
-_NUM_INFORMED = "ranks_that_know_of_the_user_error"
-_READ_S = 10.0
 
 
 def report_once(error: UserError) -> None:
@@ -51,26 +46,6 @@ def report_once(error: UserError) -> None:
         print(error_line(error), file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def reporting(error: UserError) -> Iterator[None]:
-    """Report an error as `report_once` does. Destroy the process group in the `with` block: other ranks notice that.
-
-    At the end of the block rank 0 waits until every other rank has met an error of its own or has called
-    `another_rank_reported`, because the store that they read ends with rank 0's process.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    has_store = dist.get_rank() == 0
-    num_ranks = dist.get_world_size()
-    report_once(error)
-    yield
-    deadline = time.monotonic() + _READ_S
-    with contextlib.suppress(RuntimeError):
-        while has_store and time.monotonic() < deadline:
-            if store.add(_NUM_ERRORS, 0) + store.add(_NUM_INFORMED, 0) >= num_ranks:
-                break
-            time.sleep(0.05)
-
-
 def another_rank_reported() -> bool:
     """Return whether any rank has reported an error that the user must fix, with `report_once`.
 
@@ -79,8 +54,5 @@ def another_rank_reported() -> bool:
     """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
-        is_reported = bool(store.check([_IS_REPORTED]))
-        if is_reported:
-            store.add(_NUM_INFORMED, 1)
-        return is_reported
+        return bool(store.check([_IS_REPORTED]))
     return False

@@ -63,7 +63,7 @@ class RankMonitor:
             run_dir: folder of the run, for the heartbeats and for strikes.jsonl, the record of faulty nodes.
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
                 which the timeouts of collectives follow.
-            lease: the lease of the run folder, on rank 0; every heartbeat checks it.
+            lease: the lease of the run folder, on rank 0; None on the other ranks.
 
         Raises:
             StoreError: the run folder cannot be written.
@@ -92,12 +92,7 @@ class RankMonitor:
         Args:
             phase: what this rank is about to do.
             step: optimizer steps done.
-
-        Raises:
-            LeaseLost: on rank 0, if another start has taken the run folder, or the folder was deleted or moved.
         """
-        if self._lease is not None:
-            self._lease.check()
         self._heartbeat.beat(phase, step)
         hang_limit_s = self._limits.of_its_collective(self._heartbeat.last)
         limit_s = min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S)
@@ -111,6 +106,20 @@ class RankMonitor:
         self._collective_limit_s = limit_s
         for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
             c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+
+    @property
+    def has_lost_folder(self) -> bool:
+        """Whether this process must not write into the run folder any more; always False on ranks other than 0."""
+        return self._lease is not None and self._lease.is_lost
+
+    def check_folder(self) -> None:
+        """Raise if `has_lost_folder`. Rank 0 only.
+
+        Raises:
+            LeaseLost: another start has taken the run folder, or the folder was deleted or moved.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
