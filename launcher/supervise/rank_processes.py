@@ -46,16 +46,14 @@ class RankProcesses:
     the other methods read the state of the ranks or send signals. Not thread-safe.
     """
 
-    def __init__(self, mark: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, mark: str) -> None:
         """Make the state folder, into which the ranks write their pids, exit codes and stacks. No process is started.
 
         Args:
             mark: value of the environment variable MARK, which all processes of this run on this node have; `kill`
                 finds the processes by it. Pass the result of `electra_dist.run.marked_processes.mark_of`.
-            environment: further variables for the ranks; None means none.
         """
         self._mark = mark
-        self._environment = {**(environment or {}), MARK: mark}
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.state = Path(self._folder.name)
         write_owner(self.state, mark)
@@ -63,17 +61,18 @@ class RankProcesses:
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.monotonic()
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run the command that starts the ranks, in a session of its own; do not wait for it.
 
         Args:
             command: the result of `Placement.command`.
+            environment: variables for the ranks, besides those of this process.
         """
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **self._environment},
+            env={**os.environ, **environment, MARK: self._mark},
             start_new_session=True,
         )
 

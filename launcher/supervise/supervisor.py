@@ -219,10 +219,11 @@ class Supervisor:
         """
         num_events_before = len(read_ledger(self._run_dir))
         num_strikes_before = len(read_strikes(self._run_dir))
-        ranks = RankProcesses(self._mark, {TOKEN_VARIABLE: self._lease.token if self._lease else ""})
+        ranks = RankProcesses(self._mark)
+        environment = {TOKEN_VARIABLE: self._lease.token if self._lease is not None else ""}
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
-            ranks.start(self._placement.command(ranks.state, port, rank_arguments))
+            ranks.start(self._placement.command(ranks.state, port, rank_arguments), environment)
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
                 run_dir=self._run_dir,

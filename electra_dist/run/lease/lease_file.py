@@ -27,7 +27,8 @@ from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machin
 from electra_dist.store.atomic_files import replacing
 
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
-_KINDS = {"str": str, "int": int, "float": (int, float), "bool": bool}  # of the fields of LeaseOwner in JSON
+# The types of the fields of LeaseOwner in JSON.
+_KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
 _LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 

@@ -465,7 +465,7 @@ class Reporter:
             why: reason of a stop on request; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
         """
-        if ending not in ("rollback", "replaced"):
+        if ending != "rollback" and ending != "replaced":
             reason = {"why": why} if why else {}
             self._record(ending, step, **reason, spent_s=spent_s)
         self._refresh.close()
