@@ -214,12 +214,12 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
     Those of files that only the process that trains writes are deleted at once. Another process may be about to write
     any other file, such as report.html or one in `meeting/`, so such a temporary file is deleted when it is an hour
-    old. Checkpoints and caches are left out: each has its own sweep. Rank 0 calls it, with the lease of the folder.
+    old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it, with the lease of the folder.
 
     Args:
         run_dir: folder of the run, which need not exist.
     """
-    for folder in (run_dir, run_dir / LEASE_DIR, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
+    for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
         for path in [*folder.glob(".*.tmp"), *folder.glob("preflight-*")]:
             is_of_training = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
             with contextlib.suppress(OSError):

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from electra_dist.errors import StoreError
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import is_temporary, replacing
 
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
 # The types of the fields of LeaseOwner in JSON.
@@ -123,7 +124,7 @@ def find_newest(folder: Path) -> FoundLease:
 
 
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
-    """Create the file of a lease for this process, and delete those of earlier leases.
+    """Create the file of a lease for this process, and delete those of earlier leases and unfinished ones.
 
     Args:
         folder: the folder of leases; created if it is missing.
@@ -143,9 +144,10 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
     lock = write_locked(path, lambda has_lock: _encode(_describe_this_process(holder, has_lock=has_lock)))
     if lock is None:
         return None
-    for file_of_lease in lease_files(folder):
-        if number_of(file_of_lease) < number:
-            file_of_lease.unlink(missing_ok=True)
+    for file in folder.iterdir():
+        is_older = _LEASE_NAME.fullmatch(file.name) is not None and number_of(file) < number
+        if is_older or is_temporary(file.name):
+            file.unlink(missing_ok=True)
     content = path.read_bytes()
     return FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns), lock
 
@@ -169,9 +171,12 @@ def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | Non
         with replacing(path, only_new=True) as file:
             lock = os.dup(file.fileno())  # keeps the lock when `file` is closed
             file.write(make_content(_try_lock(lock, fcntl.LOCK_EX)))
-    except FileExistsError:
-        os.close(lock)
-        return None
+    except (FileExistsError, StoreError):
+        if lock >= 0:
+            os.close(lock)
+        if path.exists():
+            return None  # Another process was faster, and may have deleted the unfinished file of this one.
+        raise
     return lock
 
 

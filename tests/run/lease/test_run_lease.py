@@ -248,6 +248,7 @@ def test_a_damaged_lease_is_waited_for_like_that_of_an_unknown_owner(tmp_path: P
     folder.mkdir()
     (folder / "000003.json").write_bytes(content)
     (folder / ".DS_Store").write_bytes(b"x")
+    (folder / ".000003.json.0a1b2c3d.tmp").write_bytes(b"left by a killed start")
     assert read_owner(tmp_path) is None
     lines: list[str] = []
     lease = take_lease(tmp_path, "rank 0", say=lines.append)
