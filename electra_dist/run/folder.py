@@ -214,7 +214,7 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
     Those of files that only the process that trains writes are deleted at once. Another process may be about to write
     any other file, such as report.html or one in `meeting/`, so such a temporary file is deleted when it is an hour
-    old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it, with the lease of the folder.
+    old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it, with the folder's lease.
 
     Args:
         run_dir: folder of the run, which need not exist.
