@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -30,6 +31,7 @@ from electra_dist.store.atomic_files import is_temporary, replacing
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
 # The types of the fields of LeaseOwner in JSON.
 _KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+_TRIES = 20  # of reading the newest lease, which may be released or taken over meanwhile
 _LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 
@@ -112,7 +114,7 @@ def find_newest(folder: Path) -> FoundLease:
     Raises:
         OSError: the folder exists and cannot be read.
     """
-    while True:
+    for _ in range(_TRIES):
         files = lease_files(folder)
         if not files:
             return FoundLease(number=0, path=folder, content=b"", renewed_ns=0)
@@ -121,6 +123,7 @@ def find_newest(folder: Path) -> FoundLease:
             return FoundLease(
                 number=number_of(path), path=path, content=path.read_bytes(), renewed_ns=path.stat().st_mtime_ns
             )
+    raise OSError(errno.ESTALE, "the newest lease is listed and is not there", str(folder))
 
 
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
@@ -147,7 +150,8 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
     for file in folder.iterdir():
         is_older = _LEASE_NAME.fullmatch(file.name) is not None and number_of(file) < number
         if is_older or is_temporary(file.name):
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # A foreign folder may have such a name.
+                file.unlink()
     content = path.read_bytes()
     return FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns), lock
 

@@ -264,6 +264,16 @@ def test_a_lease_with_a_senseless_value_has_no_owner(tmp_path: Path, field: str)
     take(tmp_path).release()
 
 
+@pytest.mark.parametrize("foreign", [Path.mkdir, lambda path: path.symlink_to("nowhere")], ids=["folder", "link"])
+def test_a_foreign_folder_or_link_with_the_name_of_a_lease_is_an_error_of_one_line(
+    tmp_path: Path, foreign: Callable[[Path], None]
+) -> None:
+    (tmp_path / "lease").mkdir()
+    foreign(tmp_path / "lease" / "000003.json")
+    with pytest.raises(UserError, match="lease"):
+        take(tmp_path)
+
+
 def test_a_folder_in_which_no_run_was_begun_is_removed_by_the_release(tmp_path: Path) -> None:
     take(tmp_path / "new").release()
     assert not (tmp_path / "new").exists()
