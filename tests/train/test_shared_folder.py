@@ -83,6 +83,7 @@ def test_all_ranks_of_a_start_whose_folder_was_taken_end_with_78_and_one_line(
         assert (run_dir / "ledger.jsonl").read_bytes() == ledger  # it belongs to the other start now
 
 
+@pytest.mark.drill
 @pytest.mark.multiproc
 def test_a_second_interrupt_ends_all_ranks_and_releases_the_folder(tiny_config: MakeConfig, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -193,15 +193,16 @@ def test_a_supervised_run_reaches_its_end_without_a_reader_of_its_output(
     config, run_dir = tiny_config(**{"train.num_steps": 20}), tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "chatty").touch()
-    command = [*FAKE, "--config", str(config), "--gpus-per-node", "2"]
+    options = ["--config", str(config), "--gpus-per-node", "2"]
     if way == "reader ends":
+        command = [*FAKE, *options]  # DeepSpeed's launchers print to the pipe, too
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
             process.stdout.readline()
             process.stdout.close()
             assert process.wait(timeout=120) == 0
     else:
-        shell = f"exec {shlex.join(command)} 1>&- 2>&-"
+        shell = f"exec {shlex.join([*FAKE_WITHOUT_DEEPSPEED, *options])} 1>&- 2>&-"
         assert subprocess.run(shell, shell=True, stdin=subprocess.DEVNULL, timeout=120).returncode == 0
     log = (run_dir / "supervise-0.log").read_text()
     assert log.count("starting ranks") == 1 and "the target step 20 is reached" in log
