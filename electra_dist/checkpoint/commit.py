@@ -20,6 +20,7 @@ Limits: every rank calls `submit`. Only rank 0, or a command outside the run, ca
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,11 +51,12 @@ _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.js
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
-class Fenced(RuntimeError):
+class Fenced(UserError):
     """Error raised in a start of a run ("attempt") when a newer start of the same run has replaced it.
 
     The process that receives it must end without committing or deleting anything. No other action is needed: the newer
-    attempt goes on from the newest committed checkpoint.
+    attempt goes on from the newest committed checkpoint. It counts as a user's error, so that the process ends with
+    one line and is not started again.
     """
 
 
@@ -220,8 +222,14 @@ def sweep(target: Store, attempt: int) -> list[str]:
     leftover_keys = leftovers(target, attempt)
     for key in leftover_keys:
         target.delete(key)
-    target.discard_unfinished("step-", lambda key: is_older(key, attempt))
+    target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
     return leftover_keys
+
+
+def _attempt_of(key: str) -> float:
+    """Return the number of a start of the run from the key of its file; infinity for any other key."""
+    name = _ATTEMPT_KEY.fullmatch(key)
+    return int(name["number"]) if name is not None else math.inf
 
 
 def is_older(key: str, attempt: int) -> bool:

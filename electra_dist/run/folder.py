@@ -9,7 +9,9 @@ Cost: opening reads one YAML file. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,10 @@ JOBS_FILE = f"{SLURM_DIR}/jobs.jsonl"
 TRACKING_FILE = "tracking.json"
 MLFLOW_FILE = "mlflow.db"
 WANDB_DIR = "wandb"
+LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
+_OLD_S = 3600.0  # age from which a temporary file is no longer being written
 # Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
@@ -207,6 +211,24 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
     for name, content in contents.items():
         with replacing(Path(config.run_dir) / name) as file:
             file.write(content)
+
+
+def delete_unfinished_files(run_dir: Path) -> None:
+    """Delete the temporary files that killed processes left in a run folder, `.NAME.<hex>.tmp` and `preflight-<hex>`.
+
+    Those of files that only the process that trains writes are deleted at once. Another process may be about to write
+    any other file, such as report.html or one in `meeting/`, so such a temporary file is deleted when it is an hour
+    old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it, with the folder's lease.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+    """
+    for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
+        for path in [*folder.glob(".*.tmp"), *folder.glob("preflight-*")]:
+            is_of_training = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
+            with contextlib.suppress(OSError):
+                if is_of_training or time.time() - path.stat().st_mtime > _OLD_S:
+                    path.unlink()
 
 
 def move_records_aside(run_dir: Path) -> list[str]:

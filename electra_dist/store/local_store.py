@@ -161,7 +161,7 @@ class LocalStore(Store):
                     folder.rmdir()
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete temporary files that killed writers left in the folder; return their number.
+        """Delete temporary files and empty folders that killed writers left in the folder; return the number of files.
 
         Args:
             prefix: Only temporary files of keys that begin with this string are considered.
@@ -170,8 +170,10 @@ class LocalStore(Store):
         """
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
-        for folder, _, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):
+        for folder, folder_names, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):
             key_folder = Path(folder).relative_to(self._folder)
+            if not names and not folder_names:
+                self._remove_empty(key_folder.as_posix(), prefix, doomed)
             temporary_names = [name for name in names if is_temporary(name)]
             for name in temporary_names:
                 final_key = (key_folder / _final_name(name)).as_posix()
@@ -179,6 +181,12 @@ class LocalStore(Store):
                     self.delete((key_folder / name).as_posix())
                     num_deleted += 1
         return num_deleted
+
+    def _remove_empty(self, key_folder: str, prefix: str, doomed: Callable[[str], bool]) -> None:
+        """Remove a folder that a writer has created for a file that it never began; arguments as above."""
+        if key_folder.startswith(prefix) and doomed(f"{key_folder}/"):
+            with contextlib.suppress(OSError):  # It has just received a file, or has gone.
+                (self._folder / key_folder).rmdir()
 
 
 def _raise_unless_missing(error: OSError) -> None:

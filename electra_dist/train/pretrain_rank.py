@@ -33,7 +33,14 @@ from electra_dist.objectives.build_objective import build_objective, needs_token
 from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.frozen_generator import read_frozen_generator, with_generator_digest
 from electra_dist.pretrained.starting_weights import begin_with_source
-from electra_dist.run.folder import begin_run_folder, move_records_aside, run_identity
+from electra_dist.run.folder import (
+    begin_run_folder,
+    check_run_folder,
+    delete_unfinished_files,
+    move_records_aside,
+    run_identity,
+)
+from electra_dist.run.lease.run_lease import RunLease, hold_lease
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.train.health.error_relay import report_once, reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
@@ -140,7 +147,7 @@ def _run(
     from_scratch: bool,
     patience: Patience,
 ) -> int:
-    """Build the model and the engine and train until the run ends. Collective.
+    """Take the lease of the run folder, train until the run ends, and release it. Collective.
 
     Args:
         config: the resolved config of the run.
@@ -156,15 +163,74 @@ def _run(
 
     Raises:
         StorageLost: storage stayed away for longer than `cluster.storage_patience_s`.
-        UserError: starting weights, a checkpoint store or the run folder cannot be used, or the run diverges.
+        UserError: another start trains in the run folder; starting weights, a checkpoint store or the run folder
+            cannot be used; or the run diverges.
     """
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
     if pause_after_lost_storage(run_dir, stop):
         return EXIT_STOPPED
+    # Targets are checked before anything is written into the run folder.
+    from_rank_0(lambda: patience.call(lambda: check_targets(config)))
+    lease = _hold_run_folder(config, inputs, patience)
+    try:
+        return _train(config, inputs, stop, lease, import_s, begin, predict_rows, from_scratch, patience)
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
+    """Take the lease of the run folder on rank 0, and check once more that the folder holds no other run. Collective.
+
+    Another run may have begun in the folder since `check_inputs` has looked. With the lease, none can begin any more.
+
+    Returns:
+        The lease; None on the other ranks.
+
+    Raises:
+        UserError: another start holds the lease, or the folder holds another run.
+    """
+    run_dir = Path(config.run_dir)
+    identity = run_identity(config, inputs.corpus.manifest.fingerprint)
+    leases: list[RunLease] = []
+
+    def hold() -> None:
+        lease = hold_lease(run_dir, say=lambda line: print(line, flush=True))
+        try:
+            check_run_folder(run_dir, identity, inputs.accept_new_numerics)
+            delete_unfinished_files(run_dir)
+        except UserError:
+            lease.release()
+            raise
+        leases.append(lease)
+
+    from_rank_0(lambda: patience.call(hold))
+    return leases[0] if leases else None
+
+
+def _train(
+    config: Config,
+    inputs: RunInputs,
+    stop: StopRequest,
+    lease: RunLease | None,
+    import_s: float,
+    begin: float,
+    predict_rows: PredictRows | None,
+    from_scratch: bool,
+    patience: Patience,
+) -> int:
+    """Build the model and the engine and train until the run ends. Collective.
+
+    Args:
+        stop: requests to stop or save that this rank receives.
+        lease: the lease of the run folder; None on ranks other than 0.
+
+    The other arguments, the result and the errors are those of `_run`.
+    """
+    run_dir = Path(config.run_dir)
     wait = patience.call
-    from_rank_0(lambda: wait(lambda: check_targets(config)))  # before anything is written into the run folder
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     notes = from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config))) if from_scratch else []
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
@@ -177,7 +243,7 @@ def _run(
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
-    monitor = RankMonitor(run_dir, config.cluster, patience)
+    monitor = RankMonitor(run_dir, config.cluster, patience, lease)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
     skips = SkipList(run_dir, config.train.skip_steps)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
-from electra_dist.collectives import gather
+from electra_dist.checkpoint.commit import Fenced
+from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.row_order import RowOrder
@@ -31,6 +32,7 @@ from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, Storage
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
+from electra_dist.run.lease.run_lease import LeaseLost
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.number_formats import format_duration
 from electra_dist.schedule import value_at
@@ -184,6 +186,9 @@ class Trainer:
                 code = self._train()
             ending = _ENDINGS[code]
             why = self.stop.reason if ending == "stop" else ""
+        except (LeaseLost, Fenced):
+            ending = "replaced"
+            raise
         except StorageLost as lost:
             ending = "storage"
             why = str(lost)
@@ -244,6 +249,9 @@ class Trainer:
 
         Returns:
             An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
+
+        Raises:
+            LeaseLost: on all ranks, if another start has taken the run folder, or the folder was deleted or moved.
         """
         guard = self.config.guard
         state = self.state
@@ -265,6 +273,8 @@ class Trainer:
             if step not in state.skips.steps:
                 result = self._run_step(step, loader, train_step)
                 flags = result.flags
+                if flags.stop:
+                    from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
                     self.checkpointer.close()
                     first, stopped = self._roll_back(state.skips)
@@ -375,12 +385,12 @@ class Trainer:
 
         The counters are failed requests to the stores of corpus and checkpoints that were repeated, and shards that
         were fetched again. The step adds up all of these over the ranks, so that all ranks stop or save after the same
-        step.
+        step. They stop, too, when rank 0 has lost the run folder.
         """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
         return RankFlags(
-            stop=self.stop.wants_stop(),
+            stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
             retries=store.retries + self.checkpointer.retries,

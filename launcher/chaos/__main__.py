@@ -34,6 +34,7 @@ from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS, SmallDisk
+from launcher.lasting_output import outlive_the_reader
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 _S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
@@ -342,4 +343,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_the_reader()
     sys.exit(main())

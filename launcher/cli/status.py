@@ -25,9 +25,12 @@ from electra_dist.errors import UserError
 from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
+from electra_dist.run.lease.lease_file import LeaseOwner
+from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
+from electra_dist.run.process_identity import is_running
 from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.atomic_files import disk_problem
 from launcher.cli.console import open_console, print_json
@@ -59,6 +62,7 @@ class Facts:
     strikes: list[Strike]
     queue: QueueView | None  # None without Slurm, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
+    owner: tuple[LeaseOwner, float] | None  # who holds the lease of the run folder, and when it was renewed; or nobody
 
 
 def status(
@@ -107,6 +111,7 @@ def facts(run: Path) -> Facts:
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
         submitted_by=_submit_command(newest_script) if newest_script else "",
+        owner=read_owner(run),
     )
 
 
@@ -146,6 +151,7 @@ def lines(seen: Facts) -> list[str]:
         f"  step        {_step(seen)}",
         f"  checkpoint  {_newest_checkpoint(seen)}",
         *_context_auc_lines(seen),
+        *_owner_lines(seen),
     ]
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
@@ -185,6 +191,7 @@ def json_tree(seen: Facts) -> dict[str, Any]:
         "eta_s": seen.last["step_s"] * max(0, seen.config.train.num_steps - step) if seen.last else None,
         "checkpoint": _newest_checkpoint_event(seen),
         "context_auc": evaluation.get("context_auc"),
+        "owner": _owner_tree(seen),
         "goodput": account.fraction,
         "seconds": account.parts(),
         "jobs": [asdict(job) for job in _jobs(seen)],
@@ -338,6 +345,25 @@ def _context_auc_lines(seen: Facts) -> list[str]:
     if is_stuck(newest, seen.config):
         page_lines.append(f"  warning     {stuck_warning(newest, seen.config)}")
     return page_lines
+
+
+def _owner_lines(seen: Facts) -> list[str]:
+    """Return a line on the process that holds the lease of the run folder, and trains in it; none if nobody does."""
+    if seen.owner is None:
+        return []
+    owner, renewed = seen.owner
+    age = format_duration(max(0.0, seen.now - renewed))
+    gone = ", which has ended" if is_running(owner.process) is False else ""
+    return [f"  owner       {owner.description}{gone}; last renewed {age} ago"]
+
+
+def _owner_tree(seen: Facts) -> dict[str, Any] | None:
+    """Return the process that holds the lease of the run folder, with Unix times; None if nobody does."""
+    if seen.owner is None:
+        return None
+    owner, renewed = seen.owner
+    names = ("holder", "host", "pid", "since", "slurm_job")
+    return {**{name: getattr(owner, name) for name in names}, "renewed": renewed}
 
 
 def _hung_ranks(seen: Facts) -> list[Hung]:

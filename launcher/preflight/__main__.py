@@ -25,6 +25,7 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.run.node_strikes import add_strike, node_name
+from launcher.lasting_output import outlive_the_reader
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
 
@@ -120,4 +121,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    outlive_the_reader()
     sys.exit(main())

@@ -12,6 +12,7 @@ Two nodes; run this on each, with K = 0 on the node whose address is H and K = 1
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ from launcher.supervise.supervisor import Supervisor
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise this node's ranks until the run ends on this node, and return the process's exit code.
 
-    Blocks for as long as the run takes. A `UserError` (wrong option or config, a run folder that cannot be written, a
-    second supervisor on this node) is printed to stderr as one line and returned as exit code 78.
+    Blocks for as long as the run takes. A `UserError` (wrong option or config, a run folder that cannot be written or
+    in which another start trains) is printed to stderr as one line and returned as exit code 78.
 
     Args:
         argv: command-line arguments without the program name; None means those of this process.
@@ -57,18 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor = patience.call(
             lambda: Supervisor(config, placement, pretrain_arguments, args.session, rank_options)
         )
-        if args.preflight:
-            preflight_code = supervisor.check()
-            if preflight_code != EXIT_DONE:
-                return preflight_code
-        return supervisor.run()
+        with contextlib.closing(supervisor):
+            if args.preflight:
+                preflight_code = supervisor.check()
+                if preflight_code != EXIT_DONE:
+                    return preflight_code
+            return supervisor.run()
     except (StorageLost, StoreAway) as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_STOPPED
     except UserError as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
-    except KeyboardInterrupt:  # before the supervisor handles signals
+    except KeyboardInterrupt:  # before the supervisor handles signals, or while it waits for the run folder
         print("interrupted; no rank was started", file=sys.stderr, flush=True)
         return EXIT_STOPPED
 

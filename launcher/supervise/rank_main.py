@@ -6,6 +6,8 @@ Guarantee: the folder given by `--state` holds the files of one start of a node'
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
   a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
 
+The rank saves and stops if its supervisor, which the file `supervisor` there names, ends (supervisor_watch.py).
+
 Cost: none until STACK_SIGNAL is received.
 
 Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
@@ -25,6 +27,8 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 from launcher import pretrain
+from launcher.lasting_output import outlive_the_reader
+from launcher.supervise.supervisor_watch import read_supervisor, watch_supervisor
 
 _PATIENCE_S = 900.0  # the config, which may set another patience, is not read yet
 STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
@@ -50,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
     args, pretrain_arguments = parser.parse_known_args(argv)
     rank = int(os.environ["RANK"])
+    outlive_the_reader()
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)
     _write(args.state / f"pid-{rank}", os.getpid())
+    watch_supervisor(read_supervisor(args.state), rank)
     code = EXIT_CRASH  # This is recorded if pretrain raises anything other than SystemExit.
     try:
         code = pretrain.main(pretrain_arguments)

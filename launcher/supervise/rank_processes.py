@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -30,7 +31,9 @@ from pathlib import Path
 
 from electra_dist.run.marked_processes import MARK, is_alive, marked_pids, status_field
 from launcher.supervise.rank_main import STACK_SIGNAL
+from launcher.supervise.supervisor_watch import is_state_folder_of, write_owner
 
+_FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the folder for temporary files
 _STACK_WAIT_S = 3.0  # how long `stacks` waits for all ranks to write theirs
 _KILL_WAIT_S = 30.0  # how long `kill` repeats SIGKILL before it gives up
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
@@ -51,23 +54,25 @@ class RankProcesses:
                 finds the processes by it. Pass the result of `electra_dist.run.marked_processes.mark_of`.
         """
         self._mark = mark
-        self._folder = tempfile.TemporaryDirectory(prefix="electra-dist-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.state = Path(self._folder.name)
+        write_owner(self.state, mark)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.monotonic()
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run the command that starts the ranks, in a session of its own; do not wait for it.
 
         Args:
             command: the result of `Placement.command`.
+            environment: variables for the ranks, besides those of this process.
         """
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, MARK: self._mark},
+            env={**os.environ, **environment, MARK: self._mark},
             start_new_session=True,
         )
 
@@ -219,6 +224,19 @@ class RankProcesses:
             rank = int(file.name.rpartition("-")[2])
             numbers[rank] = int(file.read_text())
         return numbers
+
+
+def delete_old_state_folders(mark: str) -> None:
+    """Delete the state folders that killed supervisors of this run left on this node.
+
+    Call it while no other supervisor of this run and node is active, and after its processes were killed.
+
+    Args:
+        mark: as for `RankProcesses`.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if is_state_folder_of(folder, mark):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def condensed(stacks: str) -> list[str]:

@@ -78,6 +78,7 @@ class Rendezvous:
         self._session = session
         self._sessions = Path(run_dir) / MEETING_DIR / "sessions"
         self.number = 0
+        self._has_begun_session = False
         self._next_look = 0.0
 
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
@@ -109,6 +110,18 @@ class Rendezvous:
                 return None
             time.sleep(_POLL_S / 4)
         return None
+
+    def begin_session(self) -> None:
+        """Append the name of this job to RUN/meeting/sessions, once; supervisors of older jobs read it there and end.
+
+        Only node 0 calls it. Without a session name nothing is written.
+        """
+        if not self._session or self._has_begun_session:
+            return
+        self._has_begun_session = True
+        self._sessions.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._sessions, "a", encoding="ascii") as sessions:
+            sessions.write(self._session + "\n")
 
     def end(self, code: int, *, final: bool) -> None:
         """Report to the other nodes that this node's ranks have ended in the current start, and with which exit code.
@@ -187,14 +200,10 @@ class Rendezvous:
     def _announce(self) -> int:
         """Begin the next start as node 0: write the file that announces it, delete old files, and return the port.
 
-        The first start of a job also appends the job's name to RUN/meeting/sessions. Supervisors of older jobs read it
-        there and end.
+        The first start of a job also begins its session.
         """
         is_first = self.number == 0
-        if self._session and is_first:
-            self._sessions.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._sessions, "a", encoding="ascii") as sessions:
-                sessions.write(self._session + "\n")
+        self.begin_session()
         # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
         increment = 2 if is_first else 1
         self.number = self._newest_start() + increment

@@ -8,11 +8,13 @@ decided from the ledger (the run's log of events) and the exit codes that the ra
 end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
 the node's number.
 
+The supervisor of node 0 holds the lease of the run folder, so no other start trains in it. If a supervisor is killed,
+its ranks save and stop (supervisor_watch.py), and the next supervisor of this run on this node kills what is left.
+
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
-Limits: Slurm or a person must keep the supervisor itself alive. If it is killed, its ranks run on until they end or
-until the next supervisor of this run on this node kills them. If a node is cut off from the network,
-its own supervisor ends its ranks.
+Limits: Slurm or a person must keep the supervisor itself alive. If a node is cut off from the network, its own
+supervisor ends its ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from pathlib import Path
 
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
@@ -33,7 +36,7 @@ from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.notify import event_of, notify
 from launcher.supervise.rank_placement import Placement
-from launcher.supervise.rank_processes import RankProcesses
+from launcher.supervise.rank_processes import RankProcesses, delete_old_state_folders
 from launcher.supervise.rendezvous import Rendezvous
 from launcher.supervise.start_outcome import StartEnd, StartOutcome, awaits_ledger, outcome
 from launcher.supervise.supervisor_lock import lock_node
@@ -41,6 +44,7 @@ from launcher.supervise.supervisor_log import Log
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
 _PREFLIGHT_S = 600.0  # time limit of the preflight checks
+_TAKE_OVER_S = 180.0  # how long a new job waits until the supervisor of the job before it has ended its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
 
@@ -59,7 +63,9 @@ class Supervisor:
         session: str = "",
         rank_options: Sequence[str] = (),
     ) -> None:
-        """Open the log, take the lock of this node and install the signal handlers. No rank is started.
+        """Make this process the only supervisor of its node: take the lease of the run folder, or the node's lock.
+
+        Node 0 takes the lease, the other nodes a lock each. Signal handlers are installed first. No rank is started.
 
         Args:
             config: the resolved config of the run.
@@ -70,7 +76,9 @@ class Supervisor:
             rank_options: further options of launcher/pretrain.py, which preflight does not have.
 
         Raises:
-            UserError: the run folder cannot be written, or this node already has a supervisor of this run.
+            UserError: the run folder cannot be written, this node already has a supervisor of this run, or another
+                start trains in the run folder.
+            KeyboardInterrupt: a signal was received while it waited for the lease.
         """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
@@ -79,14 +87,39 @@ class Supervisor:
         self._rank_options = rank_options
         self._placement = placement
         self._limits = hang_limits(config.cluster)
-        self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
-        self.log = Log(self._run_dir, placement.node)
-        self._mark = mark_of(self._run_dir, placement.node)
-        self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
         self._signals = ReceivedSignals()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._signals.handle)
+        self._mark = mark_of(self._run_dir, placement.node)
+        self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
+        self._lease: RunLease | None = None
+        if placement.node == 0:
+            self._lease = self._take_lease(session)
+        else:
+            self._lock = lock_node(self._run_dir, placement.node)  # held until this process ends
+        self.log = Log(self._run_dir, placement.node)
+
+    def _take_lease(self, session: str) -> RunLease:
+        """Take the lease of the run folder. The supervisor of an older job is given the time to end its ranks.
+
+        Raises:
+            UserError: another start trains in the run folder.
+            KeyboardInterrupt: a signal was received meanwhile.
+        """
+        self._meeting.begin_session()
+        return take_lease(
+            self._run_dir,
+            "supervisor",
+            say=lambda line: print(f"supervise: {line}", flush=True),
+            patience_s=_TAKE_OVER_S if session else 0.0,
+            give_up=lambda: self._signals.number != 0,
+        )
+
+    def close(self) -> None:
+        """Release the lease of the run folder. Call it when no rank runs any more."""
+        if self._lease is not None:
+            self._lease.release()
 
     def check(self) -> int:
         """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit.
@@ -103,10 +136,10 @@ class Supervisor:
     def run(self) -> int:
         """Start and restart the ranks until this node must not start them again, and return the exit code.
 
-        First kills processes that a killed supervisor of this run left on this node. The ranks are started again only
-        after a crash, and not if a GPU of this node is then found unhealthy. Node 0 also ends after
-        `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. The other nodes do not count: they
-        join each start of node 0 and end when its supervisor ends.
+        First kills the processes and deletes the temporary folders that a killed supervisor of this run left on this
+        node. The ranks are started again only after a crash, and not if a GPU of this node is then found unhealthy.
+        Node 0 also ends after `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. The other
+        nodes do not count: they join each start of node 0 and end when its supervisor ends.
         """
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
@@ -131,28 +164,35 @@ class Supervisor:
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that a killed supervisor of this run left on this node, because they would hold the GPUs.
+        """Kill the processes that a killed supervisor of this run left on this node, and delete its state folders.
 
-        They are found by an environment variable that a supervisor sets for all processes that it starts. Logs how
-        many there are; does nothing if there are none.
+        The processes would hold the GPUs. They are found by an environment variable that a supervisor sets for all
+        processes that it starts. Logs how many there are.
         """
         orphans = marked_pids(self._mark)
         if orphans:
             self.log(f"killing {len(orphans)} processes that an earlier supervisor left running")
             RankProcesses(self._mark).close()
+        delete_old_state_folders(self._mark)
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
         """Return the result to end with if the ranks must not be started again after a crash; None if they may be.
 
-        Node 0 ends if it has used up the `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint.
-        Only node 0 checks this number, because the other nodes follow its starts and its end. Otherwise the node
-        checks its own GPUs; if one is unhealthy, it records a strike (the record of a fault) against itself and ends.
+        Node 0 ends if it has lost the lease of the run folder, or if it has used up the
+        `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. Only node 0 checks this number,
+        because the other nodes follow its starts and its end. Otherwise the node checks its own GPUs; if one is
+        unhealthy, it records a strike (the record of a fault) against itself and ends.
 
         Args:
             crash: the result of the start that crashed.
             num_fruitless: restarts in a row before this crash without a new checkpoint; the first start is not one of
                 them. It grows by one at a time, so on node 0 it reaches the limit and never exceeds it.
         """
+        if self._lease is not None:
+            try:
+                self._lease.check()
+            except LeaseLost as error:
+                return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
         if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
             why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
             return StartOutcome(code=EXIT_CRASH, why=why)
@@ -182,9 +222,10 @@ class Supervisor:
         num_events_before = len(read_ledger(self._run_dir))
         num_strikes_before = len(read_strikes(self._run_dir))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
+        environment = {TOKEN_VARIABLE: self._lease.token if self._lease is not None else ""}
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
-            ranks.start(self._placement.command(ranks.state, port, rank_arguments))
+            ranks.start(self._placement.command(ranks.state, port, rank_arguments), environment)
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
                 run_dir=self._run_dir,
@@ -202,6 +243,9 @@ class Supervisor:
             if unkillable:
                 self.log(f"processes {unkillable} cannot be killed: they are blocked in the kernel; reboot this node")
         result = outcome(end)
+        if self._signals.interrupts > 1 and result.code == EXIT_CRASH:
+            why = "SIGINT received twice: ended without a save; the next start goes on from the newest checkpoint"
+            return StartOutcome(code=EXIT_STOPPED, why=why)
         if why_killed and result.code == EXIT_CRASH:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
@@ -283,7 +327,9 @@ class Supervisor:
         Args:
             end: the exit code, and the reason for the log; the other nodes receive only the code.
         """
-        self._meeting.end(end.code, final=True)
+        has_run_folder = self._lease is None or not self._lease.is_lost
+        if has_run_folder:
+            self._meeting.end(end.code, final=True)
         self.log(f"end, exit code {end.code}: {end.why}")
         event = event_of(end.code, self._placement.node)
         was_killed = end.code == EXIT_CRASH and self._signals.number  # by a person or by Slurm

@@ -1,4 +1,4 @@
-"""Lock that prevents a second supervisor of the same run on the same node."""
+"""Lock that prevents a second supervisor of the same run on a node other than node 0, which has the run's lease."""
 
 from __future__ import annotations
 

@@ -82,6 +82,24 @@ def test_of_two_runs_that_start_at_once_in_one_target_one_is_refused(tmp_path: P
     assert begin_attempt([LocalStore(tmp_path)], other) == 2
 
 
+def test_a_start_deletes_empty_folders_and_unfinished_files_of_earlier_starts(tmp_path: Path) -> None:
+    target = LocalStore(tmp_path)
+    begin_attempt([target], RUN)
+    old, own = tmp_path / folder_name(10, 1), tmp_path / folder_name(10, 2)
+    unfinished = [tmp_path / "attempts" / f".{number:04d}.json.0a1b2c3d.tmp" for number in (1, 3)]
+    for folder in (old, own):
+        folder.mkdir()
+    for file in unfinished:
+        file.touch()
+    assert begin_attempt([target], RUN) == 2
+    assert not old.exists() and own.exists()  # a process of start 2 may be about to write there
+    assert [file.exists() for file in unfinished] == [False, True]
+
+
+def test_a_replaced_attempt_ends_like_a_mistake_of_the_user_with_one_line() -> None:
+    assert issubclass(Fenced, UserError)  # so that it is neither a traceback nor restarted into a fight
+
+
 def test_target_of_another_run_is_refused_and_left_unchanged(target: Store, tmp_path: Path) -> None:
     begin_attempt([target], RUN)
     small.save([target], tmp_path / "staging", 10)

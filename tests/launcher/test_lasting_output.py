@@ -54,3 +54,12 @@ def test_a_command_without_a_reader_of_its_output_ends_well() -> None:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()  # long before the command prints: it has to import its modules first
     assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+
+
+def test_preflight_judges_the_node_without_a_reader_of_its_output(tiny_config: Callable[..., Path]) -> None:
+    command = [sys.executable, "-m", "launcher.preflight", "--config", str(tiny_config("run"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # long before the command prints: it has to import its modules first
+        assert "Error" not in process.stderr.read()
+        assert process.wait(timeout=120) == 0

@@ -32,6 +32,7 @@ from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Heartbeat, Phase
+from electra_dist.run.lease.run_lease import RunLease
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from electra_dist.store.patience import Patience
 from electra_dist.train.health.gpu_monitor import GpuReading, GpuSampler, gone_bad
@@ -58,7 +59,13 @@ class RankMonitor:
     phase, `look` at every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        cluster: ClusterConfig,
+        patience: Patience | None = None,
+        lease: RunLease | None = None,
+    ) -> None:
         """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
 
         The process group must exist.
@@ -68,11 +75,13 @@ class RankMonitor:
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
                 which the timeouts of collectives follow.
             patience: waits of this rank for storage, which the heartbeats then report; None if it never waits.
+            lease: the lease of the run folder, on rank 0; None on the other ranks.
 
         Raises:
             StoreError: the run folder cannot be written.
         """
         self._run_dir = run_dir
+        self._lease = lease
         self._limits = hang_limits(cluster)
         self._patience = Patience(0.0) if patience is None else patience
         self._least_collective_s = 0.0
@@ -157,6 +166,20 @@ class RankMonitor:
         self._collective_limit_s = limit_s
         for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
             c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+
+    @property
+    def has_lost_folder(self) -> bool:
+        """Whether this process must not write into the run folder any more; always False on ranks other than 0."""
+        return self._lease is not None and self._lease.is_lost
+
+    def check_folder(self) -> None:
+        """Raise if `has_lost_folder`. Rank 0 only.
+
+        Raises:
+            LeaseLost: another start has taken the run folder, or the folder was deleted or moved.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.

@@ -50,7 +50,7 @@ from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
 from electra_dist.train.step import StepResult
 
-Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback"]
+Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback", "replaced"]
 
 _LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
 _NO_GPU_READING = GpuReading(
@@ -482,7 +482,8 @@ class Reporter:
 
         Args:
             ending: how it ended: "done", "stop", "storage", "unhealthy" or "crash", which is recorded as an event, or
-                "rollback", which is not, because `rolled_back` has recorded it.
+                "rollback", which is not, because `rolled_back` has recorded it, or "replaced", because another start
+                writes the ledger.
             step: optimizer steps done.
             why: reason of a stop on request or for lack of storage; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
@@ -491,7 +492,7 @@ class Reporter:
             StorageLost: the records of a run that ended well could not be written for too long.
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
-        if ending != "rollback":
+        if ending != "rollback" and ending != "replaced":
             reason = {"why": why} if why else {}
             record = self._record_soon if is_lost else self._record
             record(ending, step, **reason, spent_s=spent_s)

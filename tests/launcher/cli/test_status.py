@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.run.lease.run_lease import take_lease
+from electra_dist.run.node_strikes import Strike, add_strike, node_name
 from launcher.cli import status
 from launcher.cli.main import app
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView
@@ -239,3 +241,15 @@ def test_a_run_that_ended_for_lack_of_storage_is_stopped_with_the_reason(run: Pa
     write(run / "slurm" / "jobs.jsonl", [])
     ledger(run, event("storage", 30, step=12, why="/data/metrics.jsonl: disk full"))
     assert shown(run)[0].endswith(": stopped (storage: /data/metrics.jsonl: disk full, 30s ago)")
+
+
+def test_the_owner_of_the_run_folder_is_shown_in_the_text_and_as_json(run: Path) -> None:
+    assert json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["owner"] is None
+    lease = take_lease(run, "supervisor", say=print)
+    (line,) = [line for line in shown(run) if line.startswith("  owner  ")]
+    assert f"supervisor on host {node_name()}, pid {os.getpid()}, since 2" in line and "last renewed 0s ago" in line
+    owner = json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["owner"]
+    assert (owner["holder"], owner["host"], owner["pid"]) == ("supervisor", node_name(), os.getpid())
+    assert NOW <= owner["since"] <= owner["renewed"] + 1
+    lease.release()
+    assert not [line for line in shown(run) if line.startswith("  owner  ")]

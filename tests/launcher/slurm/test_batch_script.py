@@ -84,6 +84,20 @@ def test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor(tmp_path: Path
     assert (state / "exit-n1").read_text() == "75\n"
 
 
+def test_the_nodes_shell_ends_with_a_supervisor_that_a_signal_has_killed(tmp_path: Path):
+    python = tmp_path / "supervisor"
+    python.write_text("#!/bin/bash\nkill -TERM $$\nsleep 60\n")
+    python.chmod(0o755)
+    script = tmp_path / "script.sh"
+    request = dataclasses.replace(REQUEUED, run_dir=str(tmp_path), python=str(python))
+    script.write_text(batch_script(request).replace("trap '' USR1 USR2 TERM", ":"))
+    state = tmp_path / "slurm" / "job-7-0"
+    state.mkdir(parents=True)
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    assert subprocess.run(["bash", str(script), "node"], env=environment, timeout=30).returncode == 143
+    assert (state / "exit-n1").read_text() == "143\n"
+
+
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 
 

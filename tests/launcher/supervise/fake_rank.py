@@ -6,6 +6,7 @@ of one rank crashes the others; real ranks do both through an all-reduce. Files 
     crash        every start crashes
     exit-R       rank R ends with the exit code in this file
     deaf         ranks ignore stop requests
+    chatty       ranks print a line at each step
     linger       processes stay alive after their training has ended
     slow-start   seconds until the signal handlers are installed, as imports take
 """
@@ -54,6 +55,8 @@ def train(arguments: list[str]) -> int:
         time.sleep(STEP_S)
         if any(b.attempt == attempt and b.phase != "done" and not is_alive(b.pid) for b in read_heartbeats(run)):
             raise RuntimeError("connection reset by peer")
+        if (run / "chatty").exists():
+            print(f"step {step}", flush=True)
         if (run / "crash").exists():
             raise RuntimeError("a crash before the first checkpoint")
         if (run / f"exit-{rank}").exists():

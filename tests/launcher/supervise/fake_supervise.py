@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launcher.lasting_output import outlive_the_reader
 from launcher.supervise import __main__ as supervise
 from launcher.supervise import wait_for_ranks
 from launcher.supervise.rank_placement import Placement
@@ -41,6 +42,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "ranks":
         start_ranks(sys.argv[2].split(","), sys.argv[3:])
         sys.exit(0)  # the supervisor does not rely on the exit code of a launcher
+    outlive_the_reader()
     DEEPSPEED = sys.argv[1] != "--without-deepspeed"
     wait_for_ranks._LEAVE_S = 3.0
     Placement.command = with_fake_ranks  # type: ignore[method-assign]

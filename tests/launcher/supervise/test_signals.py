@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +140,8 @@ def test_a_signal_during_the_start_stops_the_run_once_the_ranks_have_their_handl
 
 def test_a_new_supervisor_kills_the_orphans_of_a_killed_one(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
     config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "deaf").touch()  # otherwise the ranks stop when their supervisor has ended
     with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as first:
         first.wait_for_step(7)
         orphans = [beat.pid for beat in read_heartbeats(run_dir)]
@@ -148,5 +152,57 @@ def test_a_new_supervisor_kills_the_orphans_of_a_killed_one(tiny_config: Callabl
             second.wait_for_step(12, attempt=3)
             assert second.logged("that an earlier supervisor left")
             assert not any(pid in second.pids() for pid in orphans)
+            (run_dir / "deaf").unlink()
             second.process.send_signal(signal.SIGUSR1)
             assert second.end() == 75
+
+
+def test_ranks_save_and_stop_when_their_supervisor_is_killed_and_the_next_one_sweeps_what_is_left(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run_dir = tiny_config(**{"train.num_steps": 100_000}), tmp_path / "run"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    of_another_run = temporary / "electra-dist-ranks-other"
+    of_another_run.mkdir()
+    with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as first:
+        first.wait_for_step(7)
+        first.process.kill()
+        first.process.wait()
+        deadline = time.monotonic() + 30
+        while first.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert first.pids() == []
+        (stop,) = first.events("stop")
+        assert first.events("checkpoint")[-1]["step"] == stop["step"] >= 7
+    left_by_first = [folder for folder in temporary.glob("electra-dist-ranks-*") if folder != of_another_run]
+    assert len(left_by_first) == 1
+    with supervised(FAKE_WITHOUT_DEEPSPEED, config, run_dir, "--gpus-per-node", "2") as second:
+        second.wait_for_step(int(stop["step"]) + 1, attempt=2)
+        assert not left_by_first[0].exists() and of_another_run.exists()
+        second.process.send_signal(signal.SIGTERM)
+        assert second.end() == 75, second.story()
+    assert list(temporary.glob("electra-dist-ranks-*")) == [of_another_run]
+
+
+@pytest.mark.parametrize("way", ["reader ends", "closed at the start"])
+def test_a_supervised_run_reaches_its_end_without_a_reader_of_its_output(
+    tiny_config: Callable[..., Path], tmp_path: Path, way: str
+) -> None:
+    config, run_dir = tiny_config(**{"train.num_steps": 20}), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "chatty").touch()
+    options = ["--config", str(config), "--gpus-per-node", "2"]
+    if way == "reader ends":
+        command = [*FAKE, *options]  # DeepSpeed's launchers print to the pipe, too
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(timeout=120) == 0
+    else:
+        shell = f"exec {shlex.join([*FAKE_WITHOUT_DEEPSPEED, *options])} 1>&- 2>&-"
+        assert subprocess.run(shell, shell=True, stdin=subprocess.DEVNULL, timeout=120).returncode == 0
+    log = (run_dir / "supervise-0.log").read_text()
+    assert log.count("starting ranks") == 1 and "the target step 20 is reached" in log

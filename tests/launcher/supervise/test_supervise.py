@@ -13,6 +13,7 @@ import pytest
 from support.real_runs import read_losses
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
+from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.node_strikes import node_name, read_strikes
 from launcher.preflight.node_check import preflight
 
@@ -131,7 +132,7 @@ def test_a_second_supervisor_of_the_same_node_is_refused(tiny_config: MakeConfig
         second = subprocess.run(
             [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), *TWO], capture_output=True, text=True, timeout=30
         )
-        assert second.returncode == 78 and "another supervisor" in second.stderr
+        assert second.returncode == 78 and f"supervisor on host {node_name()}, pid {run.process.pid}" in second.stderr
         assert len(run.pids("fake_rank.py")) == 2  # the ranks of the first supervisor still run
 
 
@@ -164,8 +165,9 @@ def test_a_second_interrupt_ends_ranks_that_ignore_the_first(tiny_config: MakeCo
         run.process.send_signal(signal.SIGINT)
         run.wait(lambda: run.logged("received SIGTERM"))
         run.process.send_signal(signal.SIGINT)
-        assert run.end(10) == 1, run.story()
+        assert run.end(10) == 75, run.story()
         assert run.pids() == []
+        assert "without a save" in run.log()[-1] and read_owner(run_dir) is None
 
 
 def test_two_nodes_start_again_together_after_one_loses_a_rank(tiny_config: MakeConfig, tmp_path: Path) -> None:

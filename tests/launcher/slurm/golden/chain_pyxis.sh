@@ -40,11 +40,9 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     supervisor=$!
     [ -z "$received" ] || kill -"$received" "$supervisor" # It came before the supervisor's number was known.
     wait "$supervisor"
+    while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
+    wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
     code=$?
-    while [[ " 138 140 143 " = *" $code "* ]]; do # A trap has ended the wait; the supervisor still runs.
-        wait "$supervisor"
-        code=$?
-    done
     echo "$code" >"$state/exit-$SLURMD_NODENAME"
     exit "$code"
 fi

@@ -1,0 +1,90 @@
+"""End a rank whose supervisor has ended, so that no rank trains on unwatched, whatever killed the supervisor.
+
+Guarantee: when the supervisor's process ends while the rank runs, the rank saves a checkpoint and stops, as after
+SIGTERM. A rank that has nothing to save yet, because it is still importing, ends at once, and one that has not ended
+`_GRACE_S` seconds later is ended without a save.
+
+How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for
+the end of that process. A death signal of the kernel (PR_SET_PDEATHSIG) would not do, because it follows the direct
+parent: that is DeepSpeed's launcher, which the supervisor ends before its ranks.
+
+Cost: one thread that sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.run.process_identity import ProcessIdentity, is_running, this_process
+
+_GRACE_S = 120.0  # how long the rank may take to save and end
+_POLL_S = 1.0  # between two looks at the supervisor, on a kernel that cannot wait for the process of another
+_SUPERVISOR_FILE = "supervisor"
+_MARK_FILE = "mark"
+
+
+def write_owner(state: Path, mark: str) -> None:
+    """Write into a new state folder which supervisor it belongs to: this process, and the mark of its run and node.
+
+    Args:
+        state: the folder.
+        mark: the result of `electra_dist.run.marked_processes.mark_of`.
+    """
+    (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())))
+    (state / _MARK_FILE).write_text(mark)  # written last: the folder of another run is never taken for one of this
+
+
+def is_state_folder_of(state: Path, mark: str) -> bool:
+    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
+    try:
+        return (state / _MARK_FILE).read_text() == mark
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def read_supervisor(state: Path) -> ProcessIdentity:
+    """Return the supervisor that made a state folder."""
+    return ProcessIdentity(**json.loads((state / _SUPERVISOR_FILE).read_text()))
+
+
+def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:
+    """Begin to wait for the end of this rank's supervisor, in a thread.
+
+    Args:
+        supervisor: the process that started this rank.
+        rank: number of this rank, for the line that it prints.
+    """
+    threading.Thread(target=_end_with, args=(supervisor, rank), name="supervisor-watch", daemon=True).start()
+
+
+def _end_with(supervisor: ProcessIdentity, rank: int) -> None:
+    """Wait for the end of the supervisor, then stop this process. The body of the thread."""
+    _wait_for_end(supervisor)
+    print(f"rank {rank}: its supervisor (pid {supervisor.pid}) has ended; saving and stopping", flush=True)
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        os._exit(EXIT_STOPPED)  # The training has not begun.
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(EXIT_CRASH)
+
+
+def _wait_for_end(supervisor: ProcessIdentity) -> None:
+    """Return when the process of the supervisor has ended."""
+    try:
+        descriptor = os.pidfd_open(supervisor.pid)
+    except OSError:  # It has ended already, or the kernel is older than 5.3.
+        descriptor = -1
+    if descriptor >= 0 and is_running(supervisor):  # The number may be that of a later process.
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+    while is_running(supervisor):
+        time.sleep(_POLL_S)
