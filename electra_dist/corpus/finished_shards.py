@@ -22,8 +22,10 @@ from pydantic import Field
 
 from electra_dist.config import Section, canonical_json
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
+from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
@@ -210,6 +212,47 @@ class BuildProgress:
                     f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
                     f"{key} = {value}; delete that corpus or choose another --output"
                 )
+
+
+def read_output_vocabulary(store: Store) -> Vocabulary:
+    """Return the vocabulary in the output of a build, whose digest must be the one that the build has recorded.
+
+    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
+    file is not of a build, and only its form is checked.
+
+    Args:
+        store: output of the build; it holds a vocab.txt.
+
+    Raises:
+        ManifestMismatch: the file has another digest.
+        UserError: the file is not a vocabulary, or progress/build.json is damaged.
+    """
+    if store.exists(MANIFEST_KEY):
+        return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
+    expected = None
+    if store.exists(_BUILD_KEY):
+        expected = NamedDigest(
+            sha256=_recorded_vocabulary(store),
+            named_by=f"{store.url}/{_BUILD_KEY}",
+            next_step="restore the file or give it with --vocab, because the finished shards need it",
+        )
+    return read_named_vocabulary(store, VOCAB_FILE, expected)
+
+
+def _recorded_vocabulary(store: Store) -> str:
+    """Return the SHA-256 of the vocabulary that progress/build.json records for a half-built corpus.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        parameters = json.loads(store.read(_BUILD_KEY))
+        return str(parameters["tokenizer"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{store.url}/{_BUILD_KEY}: damaged, because it records no vocabulary; delete the folder {_FOLDER} and "
+            "the shards beside it, and build again"
+        ) from None
 
 
 def _record_key(number: int) -> str:

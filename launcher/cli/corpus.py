@@ -17,6 +17,7 @@ from rich.console import Console
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
+from electra_dist.corpus.finished_shards import read_output_vocabulary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
 from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
@@ -240,8 +241,8 @@ def _find_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
 
-    Without `path`, the vocab.txt in the output is used, which an earlier build has written there. If there is none, a
-    vocabulary is trained on `files`.
+    Without `path`, the vocab.txt in the output is used, which an earlier build has written there, if it has the digest
+    that this build has recorded. If there is none, a vocabulary is trained on `files`.
 
     Args:
         path: vocab.txt that the user gave with --vocab; None if there is none.
@@ -258,7 +259,7 @@ def _find_vocabulary(
         return Vocabulary.read(path)
     store = open_store(output, settings.data.endpoint_url)
     if store.exists(VOCAB_FILE):
-        return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
+        return read_output_vocabulary(store)
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
     return _train(files, settings.model.vocab_size, corpus.lowercase, text_field, corpus.undecodable)
