@@ -41,7 +41,7 @@ from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 
 MEMBER_SUFFIX = ".rows.npy"
-_BYTES_AT_A_TIME = 1 << 20  # of a shard that is read whole
+_BYTES_AT_A_TIME = 1 << 18  # of a shard that is read whole; it stays in the cache of a core
 _MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
 _HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
