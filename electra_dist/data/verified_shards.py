@@ -1,19 +1,20 @@
 """Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
 
-Guarantee: each time that a shard is opened, its bytes have the SHA-256 and the number of rows that the manifest lists.
-Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row had then, so a bit that flips on
-the disk while the shard is open does not reach a batch. A cached shard is then fetched again, and the reading goes on;
-a local one ends the run with an error that names the shard and the block. No shard is skipped silently.
+Guarantee: when a process opens a shard first, its bytes have the SHA-256 and the number of rows that the manifest
+lists. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row had then, so a bit that
+flips on the disk afterwards does not reach a batch. A cached shard is then fetched again, and the reading goes on; a
+local one ends the run with an error that names the shard and the block. No shard is skipped silently.
 
 How: `prefetch` queues shards for `fetch_threads` threads, which fetch them (`node_disk_cache.py`) and read them once:
 the SHA-256 and the checksums of the rows (`row_checksums.py`) are made of the same bytes. `open` waits for its shard
-and maps it into memory. The checksums stay in memory while the shard is open, for local and for cached shards alike,
-so they need no file of their own that could be damaged, and older corpora have them, too. The threads are daemons: a
-process that ends does not wait for a download. The file of an interrupted download is deleted by the next process that
-needs the shard.
+and maps it into memory. The checksums stay in memory, for local and for cached shards alike, so they need no file of
+their own that could be damaged, and older corpora have them, too. Those of closed shards are kept up to `_KEPT_BYTES`;
+a shard without them is read and verified again when it is opened again. The threads are daemons: a process that ends
+does not wait for a download. The file of an interrupted download is deleted by the next process that needs the shard.
 
-Cost: one SHA-256 of each shard per opening, outside the training thread (10 to 40 ms for 16 MB); 8 bytes of memory for
-each row, one memory map and one file descriptor for each open shard. `benchmarks/loader.py` measures the checksums.
+Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB), and one more at each
+later opening in a corpus of more than 8 million rows; 8 bytes of memory for each row, one memory map and one file
+descriptor for each open shard. `benchmarks/loader.py --checksums` measures the checksums.
 
 Limits: all methods must be called by the same thread, in a run the loader's. A file that becomes shorter while it is
 mapped ends the process with SIGBUS; the next start refuses it by its size.
@@ -42,6 +43,7 @@ from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
+_KEPT_BYTES = 64 << 20  # Checksums of closed shards that stay in memory.
 _READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
@@ -76,6 +78,7 @@ class ShardCache:
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
         # Checksums of a shard's rows, when it is on this node and verified.
         self._prepared: dict[int, Future[Checksums]] = {}
+        self._checksums: dict[int, Checksums] = {}  # of shards that this process has verified
         # None ends a thread.
         self._queue: queue.SimpleQueue[tuple[int, Future[Checksums]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
@@ -103,10 +106,19 @@ class ShardCache:
                 disk is full.
             ManifestMismatch: The shard is not the one that the manifest lists.
         """
+        is_second_try = False
         while shard_index not in self._shards:
             self.prefetch([shard_index])  # Does nothing if the shard is queued already.
             checksums = self._prepared[shard_index].result()  # Waits, and raises the background thread's error.
-            shard = self._map(shard_index, checksums)
+            self._keep_checksums(shard_index, checksums)
+            try:
+                shard = self._map(shard_index, checksums)
+            except ManifestMismatch:
+                if is_second_try:
+                    raise
+                is_second_try = True
+                self._forget(shard_index)  # Its headers may have changed since it was verified.
+                continue
             if shard is not None:
                 self._shards[shard_index] = shard
             else:
@@ -158,8 +170,7 @@ class ShardCache:
         path = self._shards[index].path
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.refetches
-        self._shards.pop(index).close()
-        del self._prepared[index]
+        self._forget(index)
         try:
             self.open(index)
         except ManifestMismatch:
@@ -168,6 +179,19 @@ class ShardCache:
             ) from None
         outcome = "fetched again" if self.refetches > refetches_before else "verified again and good"
         print(f"{path}: {place}; {outcome}, and the reading goes on", file=sys.stderr, flush=True)
+
+    def _keep_checksums(self, index: int, checksums: Checksums) -> None:
+        """Keep the checksums of a shard for its next opening, if there is room for them in memory."""
+        kept_bytes = sum(kept.nbytes for kept in self._checksums.values())
+        if kept_bytes + checksums.nbytes <= _KEPT_BYTES:
+            self._checksums[index] = checksums
+
+    def _forget(self, index: int) -> None:
+        """Close a shard and forget that it was verified, so that its next opening verifies it again."""
+        self._checksums.pop(index, None)
+        del self._prepared[index]
+        if index in self._shards:
+            self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
         """Begin to fetch and verify shards in the background, in the order given; returns at once.
@@ -237,6 +261,8 @@ class ShardCache:
     def _prepare(self, index: int) -> Checksums:
         """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows.
 
+        A shard whose checksums this process has kept is not verified again, because each copy of a row will be.
+
         Args:
             index: Index of the shard in the manifest.
 
@@ -247,6 +273,11 @@ class ShardCache:
         """
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
+        kept = self._checksums.get(index)
+        if kept is not None:
+            if local_path is None:
+                self._node_cache.ensure(self.store, entry, verify=False)
+            return kept
         if local_path is not None:
             checksums = self._verified_checksums(local_path, entry)
             if checksums is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.config_file import load_config
-from electra_dist.data import verified_read
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.library.corpus import Corpus
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.store.local_store import LocalStore
 from electra_dist.tokenizer import NamedDigest, Vocabulary
@@ -130,17 +131,17 @@ class WrongAtFirst(LocalStore):
 def test_an_error_document_is_not_taken_for_a_file_of_the_corpus(
     config: Path, tmp_path: Path, monkeypatch: Any, num_wrong: int
 ) -> None:
-    from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
-
-    monkeypatch.setattr(verified_read, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     expected = read_manifest(LocalStore(tmp_path / "corpus"))
     store = WrongAtFirst(tmp_path / "corpus", num_wrong)
+    corpus = Corpus(store, expected, seed=1, shuffle_window_shards=1, cache_dir=tmp_path / "cache")
     if num_wrong == 5:
         with pytest.raises(ManifestMismatch, match=r"corpus\.json"):
             read_manifest(store)
         with pytest.raises(ManifestMismatch, match=r"vocab.txt: its sha256 is .* restore the file"):
-            read_corpus_vocabulary(store, expected.tokenizer)
+            corpus.vocabulary()
     else:
         assert read_manifest(store).fingerprint == expected.fingerprint
-        assert read_corpus_vocabulary(store, expected.tokenizer).sha256 == expected.tokenizer.sha256
+        assert corpus.vocabulary().sha256 == expected.tokenizer.sha256
+    corpus.close()
     assert set(store.readings.values()) == {min(num_wrong + 1, 5)}
