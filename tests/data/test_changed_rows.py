@@ -137,6 +137,32 @@ def test_the_error_of_a_local_shard_names_row_and_block(four_shards: Any, tmp_pa
             count_tokens(cache, [1], 60_000)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 64 << 20])
+@pytest.mark.parametrize("damage", ["row", "header of a block", "length"])
+def test_a_cached_shard_that_changes_while_it_is_closed_is_fetched_again(
+    four_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, damage: str
+) -> None:
+    """With and without the checksums of its first opening."""
+    corpus = four_shards
+    monkeypatch.setattr(verified_shards, "_KEPT_BYTES", kept_bytes)
+    store = Fetched(Path(corpus.store.url))
+    path = tmp_path / "cache" / f"{corpus.manifest.shards[0].sha256}.tar"
+    shard, rows = np.zeros(ROWS_OF_A_SHARD, np.int64), np.arange(ROWS_OF_A_SHARD)
+    with closing(ShardCache(store, corpus.manifest, tmp_path / "cache", fetch_threads=1)) as cache:
+        assert (cache.read_rows(shard, rows) == corpus.rows[:ROWS_OF_A_SHARD]).all()
+        cache.keep_only([])
+        data = path.read_bytes()
+        if damage == "row":
+            flip_last_token_of_every_row(path, corpus.rows[7:8])
+        elif damage == "length":
+            path.write_bytes(data[:-512])
+        else:
+            path.write_bytes(data.replace(b"NUMPY", b"NUMPX", 1))
+        assert (cache.read_rows(shard, rows) == corpus.rows[:ROWS_OF_A_SHARD]).all()
+        assert cache.refetches == 1
+        assert path.read_bytes() == data
+
+
 def test_a_change_that_is_gone_at_the_second_look_is_reported_and_the_reading_goes_on(
     four_shards: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
