@@ -21,15 +21,39 @@ import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
-from electra_dist.errors import UserError
+from electra_dist.errors import ManifestMismatch, UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json.
 MAX_WORD_CHARS = 100
 _MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
+
+
+class NamedDigest(NamedTuple):
+    """SHA-256 that a file must have, and what a message says where the file has another one."""
+
+    sha256: str  # hexadecimal
+    named_by: str  # path or URL of the file that names this digest
+    next_step: str  # what the user can do about another digest, as an imperative
+
+
+def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
+    """Raise ManifestMismatch if the content of a file does not have the SHA-256 that another file names.
+
+    Args:
+        data: content of the file.
+        name: path or URL of the file, for the message.
+        expected: the digest, who names it, and the user's next step.
+    """
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected.sha256:
+        raise ManifestMismatch(
+            f"{name}: its sha256 is {found}, but {expected.named_by} names {expected.sha256}; {expected.next_step}"
+        )
 
 
 class Vocabulary:
@@ -71,16 +95,47 @@ class Vocabulary:
             UserError: The file is missing, cannot be read or is not a vocabulary.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            data = Path(path).read_bytes()
         except FileNotFoundError:
             raise UserError(
                 f"{path}: no such vocabulary; check the path, or train one with `electra-dist corpus vocab`"
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise UserError(
                 f"{path}: cannot be read as a vocabulary ({error}); give a readable vocab.txt in UTF-8"
             ) from None
-        return cls(text, str(path))
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
+        """Return the vocabulary in the bytes of a vocab.txt, after a check of its digest where one is known.
+
+        Every vocab.txt that a run, a build, an export or a command reads comes through this function. The digest is
+        that of the file or of its lines with `\\n` as their ends, which a copy between systems may change.
+
+        Args:
+            data: content of the file, UTF-8; `\\r\\n` also ends a line.
+            name: path or URL of the file, for messages.
+            expected: the SHA-256 that the vocabulary must have; None if nothing names one, as for a model of another
+                program. Then only the special tokens are required, and no token may occur twice.
+
+        Raises:
+            ManifestMismatch: the digest is another one.
+            UserError: the content is not a vocabulary.
+        """
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if expected is not None:
+                check_digest(data, name, expected)
+            raise UserError(
+                f"{name}: cannot be read as a vocabulary ({error}); give a readable vocab.txt in UTF-8"
+            ) from None
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        has_lines_of_digest = expected is not None and _lines_sha256(text) == expected.sha256
+        if expected is not None and not has_lines_of_digest:
+            check_digest(data, name, expected)
+        return cls(text, name)
 
     @property
     def text(self) -> str:
@@ -100,12 +155,17 @@ class Vocabulary:
     @cached_property
     def sha256(self) -> str:
         """Return the SHA-256 of `text` in hexadecimal; equal digests mean equal vocabularies."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        return _lines_sha256(self.text)
 
     @property
     def ids(self) -> dict[str, int]:
         """Return a new dictionary from every token to its id."""
         return dict(self._ids)
+
+
+def _lines_sha256(text: str) -> str:
+    """Return the SHA-256 of the lines of a vocabulary with a line feed after each, in hexadecimal."""
+    return hashlib.sha256((text.removesuffix("\n") + "\n").encode()).hexdigest()
 
 
 class WordPieceTokenizer:

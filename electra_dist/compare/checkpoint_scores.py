@@ -224,16 +224,14 @@ class Scores:
     was computed. Otherwise it counts as missing, and the next score replaces its file.
     """
 
-    def __init__(self, folder: Path, vocab_file: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path, fingerprint: str) -> None:
         """Use a folder as the store of scores; it is created when the first score is written.
 
         Args:
             folder: folder of the scores.
-            vocab_file: vocabulary of the corpus, with which encoders are loaded.
             fingerprint: digest of the corpus's content; scores from another corpus count as missing.
         """
         self._folder = folder
-        self._vocab_file = vocab_file
         self._fingerprint = fingerprint
 
     def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
@@ -292,9 +290,9 @@ class Scores:
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
-            encoder = load_pretrained(f"random:{cell.file}", vocab=self._vocab_file, step=None)
+            encoder = load_pretrained(f"random:{cell.file}")
         else:
-            encoder = load_pretrained(cell.config.run_dir, vocab=self._vocab_file, step=step)
+            encoder = load_pretrained(cell.config.run_dir, step=step)
         for measure in measures:
             start = time.monotonic()
             measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))

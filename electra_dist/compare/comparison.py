@@ -70,14 +70,15 @@ class Comparison:
             # A finished run of an older version is only read; the process that continues another one checks it.
             inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
             corpus = inputs.corpus  # the same one for all runs
+            vocabulary = inputs.vocabulary
 
         # Everything is valid, so the output folder may be written.
         tokenizer = corpus.manifest.tokenizer
         vocab_file = self.folder / tokenizer.vocab_file
-        _replace_file(vocab_file, corpus.store.read(tokenizer.vocab_file))
+        _replace_file(vocab_file, vocabulary.text.encode())
         for cell in self.plan.cells:
             _replace_file(cell.file, dump_yaml(cell.config).encode())
-        self._scores = Scores(self.folder / "scores", vocab_file, corpus.manifest.fingerprint)
+        self._scores = Scores(self.folder / "scores", corpus.manifest.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}

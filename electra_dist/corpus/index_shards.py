@@ -22,7 +22,8 @@ import numpy as np
 
 from electra_dist.corpus.build_request import tokenizer_entry
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
-from electra_dist.data.shard import MEMBER_SUFFIX, Shard
+from electra_dist.data.shard import Shard
+from electra_dist.data.shard_writer import MEMBER_SUFFIX
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary

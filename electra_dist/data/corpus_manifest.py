@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from electra_dist.config import Positive, Section, canonical_json
+from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
 
@@ -144,7 +145,7 @@ class CorpusManifest(Section):
 
 
 def read_manifest(store: Store) -> CorpusManifest:
-    """Read and validate the manifest of the corpus in `store`.
+    """Read and validate the manifest of the corpus in `store`; a wrong body from S3 is read again a few times.
 
     Raises:
         StoreMissing: There is no corpus.json, because there is no corpus or its build is unfinished.
@@ -153,13 +154,12 @@ def read_manifest(store: Store) -> CorpusManifest:
     """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
-        text = store.read(MANIFEST_KEY)
+        manifest = read_verified(store, MANIFEST_KEY, lambda text: _parse_manifest(text, url))
     except StoreMissing:
         raise StoreMissing(
             f"{url}: no finished corpus; build it with `electra-dist corpus build --output "
             f"{store.url}`, or correct data.corpus"
         ) from None
-    manifest = _parse_manifest(text, url)
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")
     return manifest

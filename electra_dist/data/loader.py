@@ -2,8 +2,9 @@
 
 Guarantee: the rows of a step do not depend on restarts or on earlier steps. The row order (`row_order.py`) is an
 infinite sequence of rows. With G rows in a global batch, step t uses its positions [t * G, (t + 1) * G). These are
-cut into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete, verified
-batch or raises an error. A step in `skip_steps` uses no rows, and the rows of all other steps do not shift.
+cut into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete batch, in
+which the checksum of every row was verified, or raises an error. A step in `skip_steps` uses no rows, and the rows of
+all other steps do not shift.
 
 How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (a group of shards whose rows are
 shuffled together), the shards of the next window are downloaded. `RowLoader.next` raises the thread's errors.
@@ -29,7 +30,6 @@ from numpy.typing import NDArray
 
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.row_receipt import Receipt
-from electra_dist.data.shard import rows_of
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 
@@ -147,10 +147,11 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how many times this rank has fetched a shard again because its bytes did not have the right SHA-256.
+        """Return how many times this rank has fetched a shard again because its bytes were wrong.
 
-        A number above 0 points to a faulty network, disk or storage service. Training used only rows of verified
-        shards.
+        They may have been wrong on arrival or have changed on the disk since.
+
+        A number above 0 points to a faulty network, disk or storage service. Training used only verified rows.
         """
         return self._cache.refetches
 
@@ -193,10 +194,7 @@ class RowLoader:
         first_position = step * self._global_batch + self._row0
         self._look_ahead(first_position, first_position + self._num_rows)
         shard_of_row, row_in_shard = self._locate(step)
-        # `rows_of` needs each shard once, and for each row the index of its shard in that list.
-        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
-        open_shards = [self._cache.open(int(shard)) for shard in distinct_shards]
-        ids = rows_of(open_shards, index_of_row, row_in_shard)
+        ids = self._cache.read_rows(shard_of_row, row_in_shard)
         # The next window is fetched only now, so that the first batch of a run waits for its own window alone.
         self._cache.prefetch(self._next_window)
         row_ids = self._order.row_ids(shard_of_row, row_in_shard)

@@ -83,6 +83,8 @@ class NodeCache:
                 return
             # Delete a wrong shard, and the unfinished files of killed processes: `<sha256>.unverified` and
             # `.<sha256>.unverified.<random>.tmp`.
+            if path.exists():
+                self.refetches += 1
             for leftover in self._directory.glob(f"*{entry.sha256}.*"):
                 leftover.unlink(missing_ok=True)
             self._fetch(store, entry)

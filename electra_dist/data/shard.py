@@ -11,6 +11,8 @@ by the array, so a row is a slice of the memory-mapped file. The greatest common
 is the stride of a NumPy view of the file. Every row is then one element of that view, and one indexing operation
 copies any set of rows.
 
+A shard that was opened with the checksums of its rows verifies each copy of a row before it returns it.
+
 Cost: opening reads one header per block (about 0.3 ms for 16 blocks). Reading a row copies its own bytes once.
 
 Limits: a compressed tar cannot be mapped and is refused.
@@ -19,6 +21,7 @@ Limits: a compressed tar cannot be mapped and is refused.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import math
 import mmap
@@ -32,59 +35,18 @@ import numpy as np
 from electra_kernels.native import cpu_library
 from numpy.typing import NDArray
 
+from electra_dist.data.row_checksums import Checksums, checksum_keys, row_checksums
+from electra_dist.data.shard_writer import MEMBER_SUFFIX
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 
-MEMBER_SUFFIX = ".rows.npy"
+_BYTES_AT_A_TIME = 1 << 18  # of a shard that is read whole; it stays in the cache of a core
 _MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
 _HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-
-
-def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
-    """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
-
-    Equal rows give equal bytes. The write is not atomic; write to a temporary name and rename the file afterwards.
-
-    Args:
-        target: Path or binary stream.
-        rows: [n, seq_len] uint16 or uint32, n > 0.
-        block_rows: Rows per member of the tar; the last member may have fewer.
-    """
-    assert rows.ndim == 2
-    assert len(rows) > 0
-    assert rows.dtype in (np.uint16, np.uint32)
-    assert block_rows > 0
-    if isinstance(target, Path):
-        with target.open("wb") as stream:
-            write_shard(stream, rows, block_rows)
-        return
-    with tarfile.open(fileobj=target, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for block_number, first_row in enumerate(range(0, len(rows), block_rows)):
-            _add_block(tar, block_number, rows[first_row : first_row + block_rows])
-
-
-def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> None:
-    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`.
-
-    Equal rows give equal bytes.
-
-    Args:
-        tar: Tar that is open for writing.
-        block_number: Number of the block in the shard, from 0; it is the NNNNNN in the name of the member.
-        rows: [n, seq_len] uint16 or uint32.
-    """
-    little_endian_rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
-    content = io.BytesIO()
-    np.lib.format.write_array(content, little_endian_rows, version=(1, 0), allow_pickle=False)
-    # TarInfo's defaults do not depend on time or user: mtime, uid and gid are 0, the mode is 0644.
-    info = tarfile.TarInfo(f"{block_number:06d}{MEMBER_SUFFIX}")
-    info.size = content.tell()
-    content.seek(0)
-    tar.addfile(info, content)
 
 
 class _Block(NamedTuple):
@@ -94,13 +56,36 @@ class _Block(NamedTuple):
     num_rows: int
 
 
+class ChangedRow(Exception):
+    """Error for a row whose bytes have another checksum than when its shard was verified."""
+
+    def __init__(self, shard_index: int, row: int) -> None:
+        """Remember which row has changed.
+
+        Args:
+            shard_index: Index of the row's shard in the list that `rows_of` was called with.
+            row: Number of the row in that shard.
+        """
+        super().__init__(f"row {row} of shard {shard_index} has changed")
+        self.shard_index = shard_index
+        self.row = row
+
+
 class Shard:
     """Open shard: a tar of .npy arrays of rows, which are read from a memory map of the file.
 
     The object holds the map and a file descriptor; the caller must call `close` at the end.
     """
 
-    def __init__(self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        seq_len: int,
+        dtype: np.dtype[Any],
+        *,
+        lock: bool = False,
+        checksums: Checksums | None = None,
+    ) -> None:
         """Map the file and read the headers of its blocks.
 
         Args:
@@ -108,9 +93,12 @@ class Shard:
             seq_len: Tokens per row that every block must have.
             dtype: Type of the token ids that every block must have, uint16 or uint32.
             lock: Hold a shared flock on the file until `close`, so that `NodeCache` does not delete the file.
+            checksums: Checksum of each row, from `digest_and_checksums`; copies of rows are then verified. With
+                None they are not.
 
         Raises:
-            ManifestMismatch: The file is not a tar of row blocks, or its rows have another length or type.
+            ManifestMismatch: The file is not a tar of row blocks, has another number of rows than `checksums`, or its
+                rows have another length or type.
             StoreMissing: The file does not exist.
             StoreError: The file cannot be read.
         """
@@ -124,22 +112,70 @@ class Shard:
         self._block_starts = np.concatenate([[0], np.cumsum(rows_per_block)])
         self.num_rows = int(self._block_starts[-1])
         self._view_all_rows(rows_per_block)
+        self._checksums = checksums
+        self.has_checksums = checksums is not None
+        if checksums is not None and len(checksums) != self.num_rows:
+            raise self._mismatch(f"has {self.num_rows} rows, but had {len(checksums)}; build this shard again")
         # Addresses for the C function `cpu_library.gather_rows`, valid until `close`. The view of all rows begins at
         # the first block in the file, so the mapping begins that block's offset before it.
         map_address = self._view.ctypes.data - int(self._offsets.min())
-        self.table = (map_address, len(self._offsets), self._block_starts.ctypes.data, self._offsets.ctypes.data)
+        self.table = (
+            map_address,
+            len(self._offsets),
+            self._block_starts.ctypes.data,
+            self._offsets.ctypes.data,
+            0 if checksums is None else checksums.ctypes.data,
+        )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Return copies of rows, [k, seq_len], in the order of `indices`.
 
         Args:
             indices: [k] numbers of rows in the shard, each in [0, num_rows), in any order and with repetitions.
+
+        Raises:
+            ChangedRow: The shard was opened with checksums, and that of a row is wrong.
         """
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
         # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.
         elements = self._first_element[block_of_row] + row_in_block * self._elements_per_row
-        return self._view[elements]
+        copies = self._view[elements]
+        if self._checksums is not None:
+            has_changed = row_checksums(copies) != self._checksums[indices]
+            if has_changed.any():
+                raise ChangedRow(0, int(indices[np.flatnonzero(has_changed)[0]]))
+        return copies
+
+    def block_of_row(self, row: int) -> int:
+        """Return the number of the block (member of the tar) that holds a row, both counted from 0."""
+        return int(np.searchsorted(self._block_starts, row, side="right")) - 1
+
+    def digest_and_checksums(self) -> tuple[str, Checksums]:
+        """Read the whole file once; return its SHA-256, in hexadecimal, and the checksum of each row, uint64.
+
+        Both are of the same bytes, so checksums that come with the right SHA-256 are those of the right rows. If the
+        file has become shorter since it was mapped, the SHA-256 is that of what is left, and checksums are missing.
+
+        Raises:
+            StoreError: The file cannot be read.
+        """
+        seq_len, dtype = self.kind
+        row_bytes = seq_len * dtype.itemsize
+        rows_at_a_time = max(1, _BYTES_AT_A_TIME // row_bytes)
+        digest = hashlib.sha256()
+        parts = [np.empty(0, np.uint64)]
+        with readable(self.path), self.path.open("rb") as stream:
+            for offset, num_rows in zip(self._offsets.tolist(), np.diff(self._block_starts).tolist()):
+                _hash_bytes(digest, stream, offset - stream.tell())
+                for first_row in range(0, num_rows, rows_at_a_time):
+                    num_bytes = row_bytes * min(rows_at_a_time, num_rows - first_row)
+                    content = stream.read(num_bytes)
+                    digest.update(content)
+                    if len(content) == num_bytes:
+                        parts.append(row_checksums(np.frombuffer(content, dtype).reshape(-1, seq_len)))
+            _hash_bytes(digest, stream, len(self._map))
+        return digest.hexdigest(), np.concatenate(parts)
 
     def close(self) -> None:
         """Unmap the file and release the lock; the shard cannot be read afterwards, copies of its rows can."""
@@ -264,22 +300,41 @@ class Shard:
         return ManifestMismatch(f"{self.path}: {reason}")
 
 
+def _hash_bytes(digest: hashlib._Hash, stream: IO[bytes], num_bytes: int) -> None:
+    """Add the next `num_bytes` bytes of a file to a digest, or as many as it still has."""
+    while num_bytes > 0:
+        content = stream.read(min(num_bytes, _BYTES_AT_A_TIME))
+        if not content:
+            return
+        digest.update(content)
+        num_bytes -= len(content)
+
+
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
     """Copy rows from several shards: element i of the result is row rows[i] of shards[which[i]]; [k, seq_len].
 
     Uses the C function of `electra_kernels.native.cpu_library` if it was built, otherwise NumPy, with equal results.
 
     Args:
-        shards: Open shards, at least one; all with the same row length and type.
+        shards: Open shards, at least one; all with the same row length and type, and all with or without checksums.
         which: [k] index into `shards` of each row's shard.
         rows: [k] number of each row within its shard.
+
+    Raises:
+        ChangedRow: The shard of a row was opened with checksums, and that of the row's copy is wrong.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)
     if cpu_library.gather_rows:
-        cpu_library.gather_rows([shard.table for shard in shards], which, rows, out)
+        keys = checksum_keys(seq_len * dtype.itemsize) if shards[0].has_checksums else None
+        changed = cpu_library.gather_rows([shard.table for shard in shards], which, rows, out, keys)
+        if changed is not None:
+            raise ChangedRow(int(which[changed]), int(rows[changed]))
         return out
     for shard_index, shard in enumerate(shards):
         positions_of_shard = np.flatnonzero(which == shard_index)
-        out[positions_of_shard] = shard.rows(rows[positions_of_shard])
+        try:
+            out[positions_of_shard] = shard.rows(rows[positions_of_shard])
+        except ChangedRow as error:
+            raise ChangedRow(shard_index, error.row) from None
     return out

@@ -1,36 +1,50 @@
 """Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
 
-Guarantee: a shard that `ShardCache.open` returns has the SHA-256 and the number of rows that the manifest lists; each
-process verifies the SHA-256 of each shard once. No shard is skipped silently: one that is missing or damaged ends the
-run with an error that names it.
+Guarantee: when a process opens a shard first, its bytes have the SHA-256 and the number of rows that the manifest
+lists. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row had then, so a bit that
+flips on the disk afterwards does not reach a batch. A cached shard is then fetched again, and the reading goes on; a
+local one ends the run with an error that names the shard and the block. No shard is skipped silently.
 
-How: `prefetch` queues shards for `fetch_threads` threads, which fetch (`node_disk_cache.py`) and verify them. `open`
-waits for its shard and maps it into memory. The threads are daemons: a process that ends does not wait for a download.
-The file of an interrupted download is deleted by the next process that needs the shard.
+How: `prefetch` queues shards for `fetch_threads` threads, which fetch them (`node_disk_cache.py`) and read them once:
+the SHA-256 and the checksums of the rows (`row_checksums.py`) are made of the same bytes. `open` waits for its shard
+and maps it into memory. The checksums stay in memory, for local and for cached shards alike, so they need no file of
+their own that could be damaged, and older corpora have them, too. Those of closed shards are kept up to `_KEPT_BYTES`;
+a shard without them is read and verified again when it is opened again. The threads are daemons: a process that ends
+does not wait for a download. The file of an interrupted download is deleted by the next process that needs the shard.
 
-Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB); one memory map and
-one file descriptor for each open shard.
+Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB), and one more at each
+later opening in a corpus of more than 8 million rows; 8 bytes of memory for each row, one memory map and one file
+descriptor for each open shard. `benchmarks/loader.py --checksums` measures the checksums.
 
-Limits: `open`, `prefetch`, `keep_only` and `close` must all be called by the same thread, in a run the loader's.
+Limits: all methods must be called by the same thread, in a run the loader's. A file that becomes shorter while it is
+mapped ends the process with SIGBUS; the next start refuses it by its size.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.shard import Shard
-from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
+from electra_dist.data.row_checksums import Checksums
+from electra_dist.data.shard import ChangedRow, Shard, rows_of
+from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
+_KEPT_BYTES = 64 << 20  # Checksums of closed shards that stay in memory.
+_READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
 
@@ -62,16 +76,18 @@ class ShardCache:
         self.manifest = manifest
         self._node_cache = NodeCache(directory, limit_bytes)
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
-        self._prepared: dict[int, Future[None]] = {}  # done when the shard is on this node and verified
-        self._verified: set[int] = set()
-        self._queue: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()  # None ends a thread
+        # Checksums of a shard's rows, when it is on this node and verified.
+        self._prepared: dict[int, Future[Checksums]] = {}
+        self._checksums: dict[int, Checksums] = {}  # of shards that this process has verified
+        # None ends a thread.
+        self._queue: queue.SimpleQueue[tuple[int, Future[Checksums]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
         for thread in self._threads:
             thread.start()
 
     @property
     def refetches(self) -> int:
-        """Return how many times a shard was fetched again because its bytes did not have the right SHA-256.
+        """Return how many times a shard was fetched again because its bytes were wrong, on arrival or on the disk.
 
         The count begins when this object is created. It stays 0 for a corpus in a local folder, which is not fetched.
         """
@@ -90,20 +106,96 @@ class ShardCache:
                 disk is full.
             ManifestMismatch: The shard is not the one that the manifest lists.
         """
+        is_second_try = False
         while shard_index not in self._shards:
             self.prefetch([shard_index])  # Does nothing if the shard is queued already.
             try:
-                self._prepared[shard_index].result()  # Waits, and raises the error of the background thread.
+                checksums = self._prepared[shard_index].result()  # Waits, and raises the background thread's error.
             except UserError:
                 del self._prepared[shard_index]  # A later call tries again.
                 raise
-            shard = self._map(shard_index)
+            self._keep_checksums(shard_index, checksums)
+            try:
+                shard = self._map(shard_index, checksums)
+            except ManifestMismatch:
+                if is_second_try:
+                    raise
+                is_second_try = True
+                self._forget(shard_index)  # Its headers may have changed since it was verified.
+                continue
             if shard is not None:
                 self._shards[shard_index] = shard
             else:
                 # Another process evicted the shard before it was mapped; the next round fetches it again.
                 del self._prepared[shard_index]
         return self._shards[shard_index]
+
+    def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
+        """Return copies of rows of any shards, [k, seq_len], whose checksums were verified; open shards as needed.
+
+        If a row has changed since its shard was verified, the shard is verified again: a cached one that is wrong is
+        fetched again. One line on stderr reports it.
+
+        Args:
+            shard_of_row: [k] index in the manifest of each row's shard.
+            row_in_shard: [k] number of each row within its shard.
+
+        Raises:
+            StoreError: A shard is missing, could not be fetched, or the disk is full; StoreExhausted also if rows
+                change again and again although their shards are right.
+            ManifestMismatch: A shard is not the one that the manifest lists, or has changed on the disk and there is
+                no other source; the message names the shard and the block.
+        """
+        # `rows_of` needs each shard once, and for each row the index of its shard in that list.
+        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
+        for _ in range(_READINGS):
+            shards = [self.open(int(index)) for index in distinct_shards]
+            try:
+                return rows_of(shards, index_of_row, row_in_shard)
+            except ChangedRow as error:
+                changed = shards[error.shard_index]
+                self._verify_again(int(distinct_shards[error.shard_index]), error.row, changed.block_of_row(error.row))
+        raise StoreExhausted(
+            f"{changed.path}: rows were changed {_READINGS} times in a row after they were verified; test the memory "
+            "and the disk of this node"
+        )
+
+    def _verify_again(self, index: int, row: int, block: int) -> None:
+        """Close a shard of which a row has changed, verify it again, fetch it again if it is wrong, and report it.
+
+        Args:
+            index: Index of the shard in the manifest.
+            row: Number of the changed row in the shard.
+            block: Number of its block, the member of the tar.
+
+        Raises:
+            ManifestMismatch: The shard is local, and its file has changed.
+        """
+        path = self._shards[index].path
+        place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
+        refetches_before = self.refetches
+        self._forget(index)
+        try:
+            self.open(index)
+        except ManifestMismatch:
+            raise ManifestMismatch(
+                f"{path}: {place}; check the disk, restore the file or build the corpus again"
+            ) from None
+        outcome = "fetched again" if self.refetches > refetches_before else "verified again and good"
+        print(f"{path}: {place}; {outcome}, and the reading goes on", file=sys.stderr, flush=True)
+
+    def _keep_checksums(self, index: int, checksums: Checksums) -> None:
+        """Keep the checksums of a shard for its next opening, if there is room for them in memory."""
+        kept_bytes = sum(kept.nbytes for kept in self._checksums.values())
+        if kept_bytes + checksums.nbytes <= _KEPT_BYTES:
+            self._checksums[index] = checksums
+
+    def _forget(self, index: int) -> None:
+        """Close a shard and forget that it was verified, so that its next opening verifies it again."""
+        self._checksums.pop(index, None)
+        del self._prepared[index]
+        if index in self._shards:
+            self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
         """Begin to fetch and verify shards in the background, in the order given; returns at once.
@@ -115,7 +207,7 @@ class ShardCache:
         """
         for index in map(int, shard_indices):
             if index not in self._prepared:
-                future: Future[None] = Future()
+                future: Future[Checksums] = Future()
                 self._prepared[index] = future
                 self._queue.put((index, future))
 
@@ -151,8 +243,9 @@ class ShardCache:
     def _work(self) -> None:
         """Fetch and verify queued shards, one after another, until the queue yields None.
 
-        This is the body of each background thread. The future that is queued with a shard is completed when the shard
-        is on this node and verified; if that fails, the future receives the error, which `open` then raises.
+        This is the body of each background thread. The future that is queued with a shard receives the checksums of
+        its rows when the shard is on this node and verified; if that fails, it receives the error, which `open` then
+        raises.
         """
         while True:
             item = self._queue.get()
@@ -163,38 +256,86 @@ class ShardCache:
             if was_cancelled:
                 continue
             try:
-                self._prepare(index)
+                checksums = self._prepare(index)
             except BaseException as error:  # noqa: BLE001 - `open` raises it in the loader's thread.
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(checksums)
 
-    def _prepare(self, index: int) -> None:
-        """Fetch a shard to this node unless it is there, and verify its SHA-256 unless this process has done so.
+    def _prepare(self, index: int) -> Checksums:
+        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows.
+
+        A shard whose checksums this process has kept is not verified again, because each copy of a row will be.
 
         Args:
             index: Index of the shard in the manifest.
 
         Raises:
             StoreError: The shard cannot be read or fetched.
-            ManifestMismatch: A shard of a local corpus has another size or digest than the manifest lists.
+            ManifestMismatch: A shard of a local corpus has another size or digest than the manifest lists, or the
+                shard is not a tar of row blocks.
         """
         entry = self.manifest.shards[index]
-        must_verify = index not in self._verified
         local_path = self.store.local_path(entry.name)
-        if local_path is None:
-            self._node_cache.ensure(self.store, entry, verify=must_verify)
-        elif must_verify:
-            _verify_local_shard(local_path, entry)
-        self._verified.add(index)
+        kept = self._checksums.get(index)
+        if kept is not None:
+            if local_path is None:
+                self._node_cache.ensure(self.store, entry, verify=False)
+            return kept
+        if local_path is not None:
+            checksums = self._verified_checksums(local_path, entry)
+            if checksums is None:
+                raise ManifestMismatch(
+                    f"{local_path}: not the shard that corpus.json lists, which has {entry.bytes} bytes and sha256 "
+                    f"{entry.sha256[:12]}...; restore the file or build the corpus again"
+                )
+            return checksums
+        path = self._node_cache.path(entry)
+        num_wrong = 0
+        while num_wrong < _READINGS:
+            self._node_cache.ensure(self.store, entry, verify=num_wrong > 0)
+            try:
+                checksums = self._verified_checksums(path, entry)
+            except StoreMissing:
+                continue  # Another process evicted the shard meanwhile.
+            if checksums is not None:
+                return checksums
+            num_wrong += 1
+        raise StoreExhausted(
+            f"{path}: wrong bytes {_READINGS} times in a row, although those that were fetched were right; test the "
+            "memory and the disk of this node, or set data.cache_dir to another disk"
+        )
 
-    def _map(self, index: int) -> Shard | None:
+    def _verified_checksums(self, path: Path, entry: ShardEntry) -> Checksums | None:
+        """Return the checksums of the rows in a file that is the shard of a manifest entry; None if it is not.
+
+        Raises:
+            StoreMissing: The file does not exist.
+            ManifestMismatch: It is that shard, but the shard is not a tar of row blocks of the manifest's kind.
+        """
+        with readable(path):
+            if path.stat().st_size != entry.bytes:
+                return None
+            try:
+                shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype)
+            except ManifestMismatch:
+                if file_sha256(path) == entry.sha256:
+                    raise
+                return None
+        try:
+            digest, checksums = shard.digest_and_checksums()
+        finally:
+            shard.close()
+        return checksums if digest == entry.sha256 else None
+
+    def _map(self, index: int, checksums: Checksums) -> Shard | None:
         """Open a shard that has been fetched and verified, and check its number of rows.
 
         Returns None if another process has deleted the shard from the node's cache meanwhile; fetch it again then.
 
         Args:
             index: Index of the shard in the manifest.
+            checksums: Checksums of its rows.
 
         Raises:
             ManifestMismatch: The shard has another number of rows than the manifest lists, or is no tar of row blocks.
@@ -202,9 +343,9 @@ class ShardCache:
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         if local_path is not None:
-            shard = Shard(local_path, self.manifest.seq_len, self.manifest.numpy_dtype)
+            shard = Shard(local_path, self.manifest.seq_len, self.manifest.numpy_dtype, checksums=checksums)
         else:
-            cached_shard = self._map_cached(self._node_cache.path(entry))
+            cached_shard = self._map_cached(self._node_cache.path(entry), checksums)
             if cached_shard is None:
                 return None
             shard = cached_shard
@@ -215,33 +356,18 @@ class ShardCache:
             )
         return shard
 
-    def _map_cached(self, path: Path) -> Shard | None:
+    def _map_cached(self, path: Path, checksums: Checksums) -> Shard | None:
         """Open a shard in the node's cache, with a lock that keeps the cache from deleting it while it is open.
 
         Returns None if the cache has deleted the file already. The file's modification time is set to the current
         time, because the cache deletes the files with the oldest modification time first.
         """
         try:
-            shard = Shard(path, self.manifest.seq_len, self.manifest.numpy_dtype, lock=True)
+            manifest = self.manifest
+            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True, checksums=checksums)
             os.utime(path)
         except (StoreMissing, FileNotFoundError):
             return None
         if not shard.is_linked:  # The file was deleted between its opening and the lock.
             return None
         return shard
-
-
-def _verify_local_shard(path: Path, entry: ShardEntry) -> None:
-    """Verify that a shard of a corpus in a local folder has the size and the SHA-256 of its manifest entry.
-
-    Raises:
-        StoreMissing: The file does not exist.
-        ManifestMismatch: The size or the SHA-256 differs.
-    """
-    with readable(path):
-        is_good = path.stat().st_size == entry.bytes and file_sha256(path) == entry.sha256
-    if not is_good:
-        raise ManifestMismatch(
-            f"{path}: not the shard that corpus.json lists, which has {entry.bytes} bytes and sha256 "
-            f"{entry.sha256[:12]}...; restore the file or build the corpus again"
-        )

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import RowOrder
-from electra_dist.data.shard import rows_of
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch
 from electra_dist.model.row_layout import SpecialIds
@@ -79,10 +79,9 @@ class Corpus:
         """Read the vocabulary of the corpus.
 
         Raises:
-            UserError: the file is missing or is not a vocabulary.
+            UserError: the file is missing, or is not the one that corpus.json names.
         """
-        name = self.manifest.tokenizer.vocab_file
-        return Vocabulary(self._store.read(name).decode(), f"{self._store.url}/{name}")
+        return read_corpus_vocabulary(self._store, self.manifest.tokenizer)
 
     def batch(self, step: int, global_batch: int) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
@@ -99,11 +98,10 @@ class Corpus:
             ManifestMismatch: a shard is not the one that the manifest lists.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
-        distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
+        distinct_shards = np.unique(shard_of_row)
         self._cache.keep_only(distinct_shards)
         self._cache.prefetch(distinct_shards)
-        shards = [self._cache.open(int(shard)) for shard in distinct_shards]
-        rows = rows_of(shards, index_of_row, row_in_shard)
+        rows = self._cache.read_rows(shard_of_row, row_in_shard)
         return torch.from_numpy(rows.astype(np.int64))
 
     def row_ids(self, step: int, global_batch: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained.hf_conversion import export_towers
 from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
 from electra_dist.pretrained.run_weights import load_chosen_weights
+from electra_dist.tokenizer import VOCAB_FILE
 from electra_dist.version import VERSION
 
 
@@ -54,14 +56,18 @@ def export_run(
     for line in run.damaged:
         print(line, file=sys.stderr)
     tokenizer = run.tokenizer
-    folders = export_towers(
-        state=run.weights,
-        model=run.config.model,
-        special=SpecialIds.from_tokens(tokenizer.special),
-        vocab_file=run.vocab_file,
-        lowercase=tokenizer.lowercase,
-        out_dir=output,
-    )
+    vocabulary = run.vocabulary
+    with tempfile.TemporaryDirectory() as temporary:
+        vocab_file = Path(temporary) / VOCAB_FILE
+        vocab_file.write_text(vocabulary.text, "utf-8")
+        folders = export_towers(
+            state=run.weights,
+            model=run.config.model,
+            special=SpecialIds.from_tokens(tokenizer.special),
+            vocab_file=vocab_file,
+            lowercase=tokenizer.lowercase,
+            out_dir=output,
+        )
     for tower, folder in folders.items():
         record = PretrainingRecord(
             objective=run.config.objective.name,

@@ -24,18 +24,21 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config_file import load_config
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
 from electra_dist.pretrained.load_towers import read_weights
-from electra_dist.pretrained.pretraining_record import read_pretraining_record
+from electra_dist.pretrained.pretraining_record import check_tokenizer_files, read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.json_file import read_json_object
+from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
@@ -316,20 +319,40 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
         UserError: the config is not valid, or the vocabulary file does not exist.
     """
     config = load_config(file)
-    path = vocab or Path(config.data.corpus) / VOCAB_FILE
-    if not path.exists():
-        raise UserError(f"{path}: no such vocabulary; pass the vocab.txt that belongs to {file} with --vocab")
     return Pretrained.from_state(
         name=f"{_RANDOM}{file}",
         state=build_towers(config.model, config.seed, config.objective).state_dict(),
         model=config.model,
-        vocabulary=Vocabulary.read(path),
+        vocabulary=Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file),
         lowercase=config.corpus.lowercase,
         tower=tower,
         reads_masks=_reads_masks(config.objective.name, tower),
         gives_energies=_gives_energies(config.objective.name, tower),
         trained_length=config.data.seq_len,
     )
+
+
+def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
+    """Return the vocabulary of a config's corpus, verified against corpus.json.
+
+    A folder without corpus.json is not a finished corpus; of a vocab.txt in it only the form is checked.
+
+    Args:
+        config: the config that names the corpus.
+        file: its file, for messages.
+
+    Raises:
+        UserError: the corpus has no vocabulary, or its vocabulary is not the one that corpus.json names.
+    """
+    store = open_store(config.data.corpus, config.data.endpoint_url)
+    if store.exists(MANIFEST_KEY):
+        return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
+    path = store.local_path(VOCAB_FILE)
+    if path is None or not path.exists():
+        raise UserError(
+            f"{store.url}/{VOCAB_FILE}: no such vocabulary; pass the vocab.txt that belongs to {file} with --vocab"
+        )
+    return Vocabulary.read(path)
 
 
 def _reads_masks(objective_name: str, tower: TowerName) -> bool:
@@ -365,7 +388,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
         name=f"{run_dir} at step {run.state.step:,}",
         state=run.weights,
         model=run.config.model,
-        vocabulary=Vocabulary.read(run.vocab_file),
+        vocabulary=run.vocabulary,
         lowercase=run.tokenizer.lowercase,
         tower=tower,
         reads_masks=_reads_masks(run.config.objective.name, tower),
@@ -461,9 +484,15 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
     tokenizer_config.json for lower-casing, whose default is True.
 
+    The files of an export are verified against the digests in its pretraining.json. A model of another program names
+    none; then the ids in tokenizer.json must be 0, 1, 2, ..., and vocab.txt, if there is one, must have the same
+    tokens.
+
     Raises:
+        ManifestMismatch: a file of an export has another digest.
         UserError: the folder has no vocabulary, or a file of the tokenizer is damaged.
     """
+    check_tokenizer_files(folder)
     tokenizer_file = folder / "tokenizer.json"
     vocab_file = folder / VOCAB_FILE
     settings_file = folder / "tokenizer_config.json"
@@ -478,10 +507,32 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
                 f"{tokenizer_file}: not the tokenizer of an ELECTRA model, because it has no model.vocab or no "
                 f"normalizer.lowercase; {_AGAIN}"
             ) from None
-        return Vocabulary("\n".join(tokens_by_id), str(tokenizer_file)), lowercase
+        vocabulary = Vocabulary("\n".join(tokens_by_id), str(tokenizer_file))
+        _check_same_tokens(vocabulary, ids, tokenizer_file, vocab_file)
+        return vocabulary, lowercase
     if not vocab_file.exists():
         raise UserError(
             f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
         )
     settings = read_json_object(settings_file, _AGAIN) if settings_file.exists() else {}
     return Vocabulary.read(vocab_file), settings.get("do_lower_case", True)
+
+
+def _check_same_tokens(vocabulary: Vocabulary, ids: dict[str, int], tokenizer_file: Path, vocab_file: Path) -> None:
+    """Raise UserError if tokenizer.json skips ids, or if the vocab.txt beside it has other tokens.
+
+    Args:
+        vocabulary: tokens of tokenizer.json in the order of their ids.
+        ids: their ids.
+        tokenizer_file: path of tokenizer.json.
+        vocab_file: path of vocab.txt, which may be missing.
+    """
+    if vocabulary.ids != ids:
+        raise UserError(
+            f"{tokenizer_file}: the ids of its {vocabulary.size} tokens are not 0 to {vocabulary.size - 1}; {_AGAIN}"
+        )
+    if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
+        raise UserError(
+            f"{vocab_file}: its tokens are not those of {tokenizer_file}, so one of the two is not the model's; "
+            f"{_AGAIN}"
+        )

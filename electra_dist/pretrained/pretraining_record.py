@@ -15,9 +15,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import file_sha256, readable, replacing
+from electra_dist.store.interface import check_key
+from electra_dist.tokenizer import NamedDigest, check_digest
 
 PRETRAINING_FILE = "pretraining.json"
+TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 
 
 class PretrainingRecord(BaseModel):
@@ -32,14 +35,19 @@ class PretrainingRecord(BaseModel):
     rows: int  # rows trained on up to the last of these steps
     corpus_fingerprint: str  # of the training corpus
     electra_dist: str  # version of this package that wrote the file
+    tokenizer_sha256: dict[str, str] = {}  # file of the tokenizer -> its SHA-256; empty in an older export
 
 
 def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
     """Write FOLDER/pretraining.json, indented JSON; an existing file is replaced atomically.
 
+    It also records the digests of the tokenizer's files, which must be in the folder.
+
     Raises:
         StoreError: the folder cannot be written.
     """
+    digests = {name: file_sha256(folder / name) for name in TOKENIZER_FILES}
+    record = record.model_copy(update={"tokenizer_sha256": digests})
     text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
     with replacing(folder / PRETRAINING_FILE) as file:
         file.write(text.encode())
@@ -59,3 +67,24 @@ def read_pretraining_record(folder: Path) -> PretrainingRecord | None:
     except (ValidationError, UnicodeDecodeError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(f"{file}: damaged ({reason}); export the model again, or delete the file") from None
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Verify the tokenizer's files of an export against the digests in its pretraining.json.
+
+    Nothing is checked in the folder of another program's model or of an older export, which name no digests.
+
+    Raises:
+        ManifestMismatch: a file has another digest.
+        StoreMissing: a file is missing.
+        UserError: pretraining.json is damaged.
+    """
+    record = read_pretraining_record(folder)
+    if record is None:
+        return
+    for name, sha256 in record.tokenizer_sha256.items():
+        file = folder / check_key(name)
+        with readable(file):
+            data = file.read_bytes()
+        named_by = str(folder / PRETRAINING_FILE)
+        check_digest(data, str(file), NamedDigest(sha256, named_by, "restore the file, or export the model again"))

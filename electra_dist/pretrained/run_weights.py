@@ -20,8 +20,10 @@ from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, r
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
-from electra_dist.errors import UserError
-from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run
+from electra_dist.store.atomic_files import readable
+from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
 
 
 class RunWeights(NamedTuple):
@@ -34,28 +36,73 @@ class RunWeights(NamedTuple):
     steps: tuple[int, ...]  # of the checkpoints in a mean, ascending; of a single checkpoint, its step
 
     @property
-    def vocab_file(self) -> Path:
-        """Return the path of the run's copy of the corpus's vocab.txt."""
-        return Path(self.config.run_dir) / RUN_VOCAB_FILE
-
-    @property
     def tokenizer(self) -> TokenizerEntry:
         """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access.
 
         Raises:
             UserError: the file is missing or damaged; the next start of the run writes it again.
         """
-        file = Path(self.config.run_dir) / TOKENIZER_FILE
-        try:
-            return TokenizerEntry.model_validate_json(file.read_bytes())
-        except OSError as error:
-            reason = error.strerror
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-        raise UserError(
-            f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
-            f"of this run, or start the run once more, which writes it again from the corpus"
+        return read_run_tokenizer(Path(self.config.run_dir))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return the vocabulary of the corpus, read from a file of the run folder at each access.
+
+        Raises:
+            UserError: the file is missing or damaged; the next start of the run writes it again.
+        """
+        return read_run_vocabulary(Path(self.config.run_dir))
+
+
+def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
+    """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
+
+    The folder of an older run has no SHA256SUMS. Its settings are then compared with its vocabulary alone
+    (`read_run_vocabulary`), which covers all of them but the case.
+
+    Raises:
+        ManifestMismatch: the file has another digest than SHA256SUMS names.
+        UserError: the file is missing or damaged.
+    """
+    file = run_dir / TOKENIZER_FILE
+    try:
+        data = file.read_bytes()
+        expected = named_digest(run_dir, TOKENIZER_FILE)
+        if expected is not None:
+            check_digest(data, str(file), expected)
+        return TokenizerEntry.model_validate_json(data)
+    except OSError as error:
+        reason = error.strerror
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+    raise UserError(
+        f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
+        f"of this run, or start the run once more, which writes it again from the corpus"
+    )
+
+
+def read_run_vocabulary(run_dir: Path) -> Vocabulary:
+    """Return the vocabulary in a run folder, verified against the digest in tokenizer.json there.
+
+    Raises:
+        ManifestMismatch: vocab.txt has another digest, or tokenizer.json has other special ids or another size.
+        UserError: a file is missing or damaged.
+    """
+    tokenizer = read_run_tokenizer(run_dir)
+    settings_file = run_dir / TOKENIZER_FILE
+    next_step = "restore both from a backup of this run, or start the run once more, which writes both again"
+    file = run_dir / RUN_VOCAB_FILE
+    with readable(file):
+        data = file.read_bytes()
+    expected = NamedDigest(sha256=tokenizer.sha256, named_by=str(settings_file), next_step=next_step)
+    vocabulary = Vocabulary.parse(data, str(file), expected)
+    fits = tokenizer.vocab_size == vocabulary.size and tokenizer.special.items() <= vocabulary.ids.items()
+    if not fits:
+        raise ManifestMismatch(
+            f"{settings_file}: its size or special ids are not those of {file}, which has {vocabulary.size} tokens; "
+            f"{next_step}"
         )
+    return vocabulary
 
 
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:

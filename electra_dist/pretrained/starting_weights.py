@@ -25,7 +25,8 @@ from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, standalone
 from electra_dist.pretrained.load_towers import check_shape, load_pretrained, load_towers, shape_of
-from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.pretrained.pretraining_record import check_tokenizer_files
+from electra_dist.pretrained.run_weights import load_run_weights, read_run_vocabulary
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -107,10 +108,18 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
         vocabulary: vocabulary of `data.corpus`.
 
     Raises:
+        ManifestMismatch: the file is not the one that the run or the export names.
         UserError: the tokens differ.
     """
     vocab_file = folder / VOCAB_FILE
-    if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
+    if not vocab_file.exists():
+        return
+    if is_run_folder(folder):
+        found = read_run_vocabulary(folder)
+    else:
+        check_tokenizer_files(folder)
+        found = Vocabulary.read(vocab_file)
+    if found.tokens != vocabulary.tokens:
         raise UserError(
             f"{key}: {vocab_file} is not the vocabulary of data.corpus, whose tokens differ; "
             f"build the corpus with --vocab {vocab_file}"

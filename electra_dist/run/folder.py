@@ -10,6 +10,7 @@ Cost: opening reads one YAML file. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,16 @@ from typing import Any
 from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import OtherNumerics, StoreAway, UserError
-from electra_dist.store.atomic_files import disk_problem, replacing, writable
+from electra_dist.store.atomic_files import disk_problem, readable, replacing, writable
 from electra_dist.store.json_file import read_json_object
+from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.
 CONFIG_FILE = "config.yaml"
 IDENTITY_FILE = "identity.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_VOCAB_FILE = "vocab.txt"
+DIGESTS_FILE = "SHA256SUMS"  # of the two files above, in the format of the program sha256sum
 # Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -190,6 +193,8 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:
     """Write the files that describe the run: config.yaml, identity.json, tokenizer.json, vocab.txt. Rank 0 only.
 
+    SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start.
+
     Each file is replaced atomically, also at a restart. Call `check_run_folder` first, because this function does not
     check whether the folder holds another run.
 
@@ -208,6 +213,8 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
         TOKENIZER_FILE: tokenizer_json.encode() + b"\n",
         RUN_VOCAB_FILE: vocabulary,
     }
+    digests = [f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in (TOKENIZER_FILE, RUN_VOCAB_FILE)]
+    contents[DIGESTS_FILE] = "".join(digests).encode()
     for name, content in contents.items():
         with replacing(Path(config.run_dir) / name) as file:
             file.write(content)
@@ -229,6 +236,29 @@ def delete_unfinished_files(run_dir: Path) -> None:
             with contextlib.suppress(OSError):
                 if is_of_training or time.time() - path.stat().st_mtime > _OLD_S:
                     path.unlink()
+
+
+def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
+    """Return the digest that SHA256SUMS in a run folder names for a file; None in the folder of an older run.
+
+    Args:
+        run_dir: folder of the run.
+        name: TOKENIZER_FILE or RUN_VOCAB_FILE.
+
+    Raises:
+        StoreError: SHA256SUMS cannot be read.
+    """
+    digests_file = run_dir / DIGESTS_FILE
+    if not digests_file.exists():
+        return None
+    with readable(digests_file):
+        lines = digests_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    sha256_by_name = {file: sha256 for sha256, _, file in (line.partition("  ") for line in lines)}
+    return NamedDigest(
+        sha256=sha256_by_name.get(name, "nothing"),
+        named_by=str(digests_file),
+        next_step=f"restore both from a backup, or start the run once more, which writes {name} again from the corpus",
+    )
 
 
 def move_records_aside(run_dir: Path) -> list[str]:

@@ -15,6 +15,7 @@ from electra_kernels.backend_choice import resolve
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer, choose_implementation
@@ -54,6 +55,7 @@ class RunInputs:
 
     corpus: OpenCorpus
     heldout: OpenCorpus | None
+    vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
 
 
@@ -84,20 +86,21 @@ def check_inputs(
     corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
     identity = run_identity(config, corpus.manifest.fingerprint)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
+    vocabulary = read_corpus_vocabulary(corpus.store, corpus.manifest.tokenizer)
     begins_now = from_scratch and config.train.init_from is not None
     if begins_now or needs_source(config.train, open_targets(config)):
-        check_source(config.starting_weights, _read_vocabulary(config.data.corpus, corpus))
+        check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
-        check_generator_vocabulary(config, _read_vocabulary(config.data.corpus, corpus))
+        check_generator_vocabulary(config, vocabulary)
     if not config.data.heldout:
-        return RunInputs(corpus=corpus, heldout=None, accept_new_numerics=accept_new_numerics)
+        return RunInputs(corpus=corpus, heldout=None, vocabulary=vocabulary, accept_new_numerics=accept_new_numerics)
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     if heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
         )
-    return RunInputs(corpus=corpus, heldout=heldout, accept_new_numerics=accept_new_numerics)
+    return RunInputs(corpus=corpus, heldout=heldout, vocabulary=vocabulary, accept_new_numerics=accept_new_numerics)
 
 
 def _check_apex(config: Config) -> None:
@@ -138,20 +141,6 @@ def _check_kernels(backend: str) -> None:
         resolve(backend, device_type)
     except BackendUnavailable as error:
         raise UserError(str(error)) from None
-
-
-def _read_vocabulary(url: str, corpus: OpenCorpus) -> Vocabulary:
-    """Read the vocabulary file of an opened corpus; the corpus manifest gives its name.
-
-    Args:
-        url: location of the corpus, for error messages.
-        corpus: the opened corpus.
-
-    Raises:
-        UserError: the file is missing or is not a vocabulary.
-    """
-    vocab_file = corpus.manifest.tokenizer.vocab_file
-    return Vocabulary(corpus.store.read(vocab_file).decode(), f"{url}/{vocab_file}")
 
 
 def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:

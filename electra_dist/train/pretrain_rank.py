@@ -310,7 +310,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
         config,
         identity=run_identity(config, manifest.fingerprint),
         tokenizer_json=tokenizer.model_dump_json(indent=1),
-        vocabulary=inputs.corpus.store.read(tokenizer.vocab_file),
+        vocabulary=inputs.vocabulary.text.encode(),
     )
 
 

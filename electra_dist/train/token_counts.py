@@ -89,7 +89,7 @@ def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> n
     count_V = np.zeros(vocab_size, np.int64)
     for shard in shards:
         num_rows = cache.manifest.shards[shard].rows
-        ids_RS = cache.open(shard).rows(np.arange(num_rows))
+        ids_RS = cache.read_rows(np.full(num_rows, shard), np.arange(num_rows))
         count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
         cache.keep_only([])  # closes the shard
     return count_V

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra_dist.config import Config, canonical_json
+from electra_dist.corpus.stages.build_records import read_output_vocabulary
 from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
@@ -57,8 +58,8 @@ def find_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
 
-    Without `path`, the vocab.txt in the output is used, which an earlier build has written there. If there is none, a
-    vocabulary is trained on `files`.
+    Without `path`, the vocab.txt in the output is used, which an earlier build has written there, if it has the digest
+    that this build has recorded. If there is none, a vocabulary is trained on `files`.
 
     Args:
         path: vocab.txt that the user gave with --vocab; None if there is none.
@@ -75,7 +76,7 @@ def find_vocabulary(
         return Vocabulary.read(path)
     store = open_store(output, settings.data.endpoint_url)
     if store.exists(VOCAB_FILE):
-        return Vocabulary(store.read(VOCAB_FILE).decode(), f"{output}/{VOCAB_FILE}")
+        return read_output_vocabulary(store)
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
     training = _Training(text_field, corpus.undecodable, SAMPLE_GB, console)

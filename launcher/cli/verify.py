@@ -30,19 +30,39 @@ from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
+from launcher.cli.verify_bytes import verify_bytes
 
 _MAX_STEPS_SHOWN = 20  # skipped steps that the output lists
 
 
 def verify_command(
-    run: Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")], as_json: AsJson = False
+    path: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="folder of a run, for example runs/demo_cpu; with --bytes also a corpus"),
+    ],
+    read_bytes: Annotated[
+        bool,
+        typer.Option("--bytes", help="read every byte of corpus, tokenizer and checkpoints again, and check digests"),
+    ] = False,
+    endpoint_url: Annotated[
+        str | None, typer.Option(help="with --bytes: endpoint of an S3 service other than AWS, for an s3:// corpus")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Verify that the run was trained on exactly the corpus rows that its seed prescribes, up to the step reached.
 
     A run records receipts (number of rows used so far and digest of their ids) in its metrics and checkpoints. They
     are compared with the receipts that the prescribed rows give. Exit codes: 0 all agree, 1 they deviate at some step,
     78 there is nothing to verify.
+
+    With --bytes, RUN may also be a corpus (folder or s3:// prefix). All shards, vocabularies and checkpoints are read
+    again and compared with the digests of their manifests. Exit codes: 0 all are good, 78 with a line for each that
+    is not.
     """
+    if read_bytes:
+        verify_bytes(path, endpoint_url, as_json)
+        return
+    run = Path(path)
     config = open_run(run)
     out = open_console()
     corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))

@@ -65,6 +65,15 @@ def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     assert record["gets_per_million_rows"] == pytest.approx(1e6 / 1024)
 
 
+def test_the_loader_reads_all_rows_with_and_without_checksums(tmp_path: Path) -> None:
+    record = _run(loader, tmp_path, "--checksums", "--rounds", "2")
+    found = record["checksums"]
+    assert record["benchmark"] == "loader-checksums"
+    assert found["rows"] == 2048
+    assert {name: len(seconds) for name, seconds in found["cpu_s"].items()} == {"with": 2, "without": 2}
+    assert found["small_step_tokens_per_s"] > 0
+
+
 def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
     rows = loader.np.arange(60, dtype=loader.np.uint16).reshape(6, 10)
     exact = loader.digest(iter([rows]))

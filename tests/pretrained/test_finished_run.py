@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,8 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained.export_run import export_run
+from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.pretrained.starting_weights import check_vocabulary
 from electra_dist.report.model_card import model_card
 from electra_dist.store.open_store import open_store
 from launcher.cli.main import app
@@ -457,3 +459,94 @@ def test_examples_run_on_the_run(
         losses = [float(line.split()[-1]) for line in lines]
         assert len(losses) == 8
         assert losses[-1] < losses[0]
+
+
+def change(file: Path, old: bytes, new: bytes) -> str:
+    """Replace a piece of a file, which stays readable, and return the path as the error must begin with it."""
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new))
+    return f"{file}: "
+
+
+@pytest.mark.parametrize("reader", ["export", "load", "init_from"])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("vocab.txt", b"\nw17\n", b"\nv17\n"),
+        ("tokenizer.json", b'"lowercase": true', b'"lowercase": false'),
+        ("tokenizer.json", b'"[MASK]": 4', b'"[MASK]": 5'),
+    ],
+)
+def test_a_changed_file_of_the_tokenizer_in_a_run_folder_is_refused(
+    copy: Path, tmp_path: Path, reader: str, name: str, old: bytes, new: bytes
+) -> None:
+    readers: dict[str, Callable[[], object]] = {
+        "export": lambda: export_run(copy, tmp_path / "out"),
+        "load": lambda: ed.load(copy),  # as for score, minimal-pairs, finetune and compare
+        "init_from": lambda: check_vocabulary("train.init_from", copy, vocabulary),
+    }
+    vocabulary = load_pretrained(str(copy)).vocabulary
+    place = change(copy / name, old, new)
+    with pytest.raises(UserError) as caught:
+        readers[reader]()
+    assert str(caught.value).startswith(f"{place}its sha256 is ")
+    assert "start the run once more" in str(caught.value)
+
+
+def test_a_run_folder_without_digests_is_readable_and_checked_against_its_vocabulary(copy: Path) -> None:
+    """Folders of older versions have no SHA256SUMS."""
+    (copy / "SHA256SUMS").unlink(missing_ok=True)
+    tokens = load_pretrained(str(copy)).vocabulary.tokens
+    assert tokens == (copy / "vocab.txt").read_text().splitlines()
+    place = change(copy / "tokenizer.json", b'"[MASK]": 4', b'"[MASK]": 5')
+    with pytest.raises(UserError, match="its size or special ids are not those of") as caught:
+        load_pretrained(str(copy))
+    assert str(caught.value).startswith(place)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "tokenizer_config.json"])
+def test_a_changed_file_of_the_tokenizer_in_an_export_is_refused(run: Path, tmp_path: Path, name: str) -> None:
+    folder = export_run(run, tmp_path).folders["discriminator"]
+    vocabulary = load_pretrained(str(folder)).vocabulary
+    old, new = (b"true", b"false") if name == "tokenizer_config.json" else (b"w17", b"v17")
+    place = change(folder / name, old, new)
+    with pytest.raises(
+        UserError, match=r"its sha256 is .*pretraining\.json names .* export the model again"
+    ) as caught:
+        load_pretrained(str(folder))
+    assert str(caught.value).startswith(place)
+    with pytest.raises(UserError, match="its sha256 is"):
+        check_vocabulary("train.init_from", folder, vocabulary)
+
+
+def test_a_model_of_another_program_must_have_one_vocabulary_with_all_ids(run: Path, tmp_path: Path) -> None:
+    """Nothing names its digests; tokenizer.json and vocab.txt are compared."""
+    folder = export_run(run, tmp_path).folders["discriminator"]
+    (folder / "pretraining.json").unlink()
+    load_pretrained(str(folder))
+    original = (folder / "tokenizer.json").read_bytes()
+    change(folder / "tokenizer.json", b'"w17"', b'"v17"')
+    with pytest.raises(UserError, match=r"vocab.txt: its tokens are not those of .*tokenizer\.json"):
+        load_pretrained(str(folder))
+    (folder / "tokenizer.json").write_bytes(original)
+    change(folder / "tokenizer.json", b'"w294":299', b'"w294":300')
+    with pytest.raises(UserError, match="the ids of its 300 tokens are not 0 to 299"):
+        load_pretrained(str(folder))
+
+
+def test_verify_bytes_reads_the_corpora_the_tokenizer_and_the_checkpoints_of_a_run(copy: Path) -> None:
+    good = CliRunner().invoke(app, ["verify", "--bytes", str(copy)])
+    assert good.exit_code == 0, good.output
+    assert "2 corpus manifests" in good.stdout
+    assert "4 shards, 4 checkpoints" in good.stdout
+    assert "all good" in good.stdout
+    damage(copy, 10)
+    change(copy / "vocab.txt", b"\nw17\n", b"\nv17\n")
+    change(copy / "identity.json", b'"corpus_fingerprint":"', b'"corpus_fingerprint":"0')
+    bad = CliRunner().invoke(app, ["verify", "--bytes", str(copy)])
+    assert bad.exit_code == 78
+    lines = [line for line in bad.stdout.splitlines() if line.startswith("BAD: ")]
+    assert len(lines) == 3
+    for line, words in zip(lines, ["vocab.txt", "its fingerprint is", "step-00000010"]):
+        assert words in line

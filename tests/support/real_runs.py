@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard import write_shard
+from electra_dist.data.shard_writer import write_shard
 from electra_dist.store.open_store import open_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]

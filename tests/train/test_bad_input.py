@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus
+from support.real_runs import REPOSITORY, deepspeed_command, step_records, write_corpus, write_tiny_config
 from support.s3_server import running_s3
 
 from electra_dist.data.corpus_manifest import MANIFEST_KEY
@@ -60,6 +61,47 @@ def test_mistake_in_config_or_corpus_is_refused_in_one_line(
         pytest.skip("NVIDIA's apex is installed")
     overrides, words = MISTAKES[mistake]
     assert_refused(one_rank(tiny_config(), *overrides), tmp_path / "run", *words)
+
+
+def test_a_vocabulary_that_the_corpus_does_not_name_is_refused(tmp_path: Path) -> None:
+    write_corpus(str(tmp_path / "corpus"), [20])
+    config = write_tiny_config(
+        tmp_path / "run.yaml", tmp_path / "run", str(tmp_path / "corpus"), **{"data.heldout": None}
+    )
+    vocab = tmp_path / "corpus" / "vocab.txt"
+    vocab.write_bytes(vocab.read_bytes().replace(b"\nw17\n", b"\nv17\n"))
+    assert_refused(one_rank(config), tmp_path / "run", f"{vocab}: its sha256 is", "corpus.json names", "restore")
+
+
+def test_a_shard_that_changes_during_a_run_ends_it_with_its_name(tmp_path: Path) -> None:
+    """No step uses a changed row: the losses until then are those of a run on the undamaged corpus."""
+    corpus = tmp_path / "corpus"
+    write_corpus(str(corpus), [64, 64])
+    endless = {"train.num_steps": 100_000, "data.heldout": None, "checkpoint.every_steps": 1_000}
+    config = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", str(corpus), **endless)
+    command = [sys.executable, str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 200
+            while len(step_records(tmp_path / "run")) < 3 and time.monotonic() < deadline:
+                assert process.poll() is None, process.stderr.read() if process.stderr else ""
+                time.sleep(0.05)
+            for path in corpus.glob("shard-*.tar"):
+                data = path.read_bytes()
+                with path.open("r+b") as stream:
+                    stream.seek(len(data) // 2)
+                    stream.write(bytes([data[len(data) // 2] ^ 1]))
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 78, errors[-2000:]
+    assert "Traceback" not in errors
+    [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {corpus}/shard-")
+    assert "in block" in line
+    again = one_rank(config)
+    assert again.returncode == 78
+    assert "not the shard that corpus.json lists" in again.stderr
 
 
 def test_global_batch_that_the_ranks_do_not_divide_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from pydantic import Field, ValidationError
 from electra_dist.config import Section, canonical_json
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
-from electra_dist.tokenizer import VOCAB_FILE
+from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
 PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
@@ -149,7 +150,14 @@ class BuildRecords:
             raise UserError(
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
             )
-        parameters: dict[str, Any] = json.loads(self._store.read(_BUILD_KEY))
+        try:
+            parameters: dict[str, Any] = json.loads(self._store.read(_BUILD_KEY))
+            str(parameters["tokenizer"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(
+                f"{self._store.url}/{_BUILD_KEY}: damaged; delete the folder {_FOLDER} and the shards beside it, and "
+                "build again"
+            ) from None
         return parameters
 
     def record_group(self, group: ReadGroup) -> None:
@@ -282,6 +290,31 @@ class BuildRecords:
                     f"{self._store.url}: holds {description} with {key} = {stored_value}, but this build has "
                     f"{key} = {value}; delete that corpus or choose another --output"
                 )
+
+
+def read_output_vocabulary(store: Store) -> Vocabulary:
+    """Return the vocabulary in the output of a build, whose digest must be the one that the build has recorded.
+
+    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
+    file is not of a build, and only its form is checked.
+
+    Args:
+        store: output of the build; it holds a vocab.txt.
+
+    Raises:
+        ManifestMismatch: the file has another digest.
+        UserError: the file is not a vocabulary, or progress/build.json is damaged.
+    """
+    if store.exists(MANIFEST_KEY):
+        return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
+    expected = None
+    if store.exists(_BUILD_KEY):
+        expected = NamedDigest(
+            sha256=str(BuildRecords(store).parameters()["tokenizer"]),
+            named_by=f"{store.url}/{_BUILD_KEY}",
+            next_step="restore the file or give it with --vocab, because the finished shards need it",
+        )
+    return read_named_vocabulary(store, VOCAB_FILE, expected)
 
 
 def _heldout_key(number: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from electra_dist.objectives.base import StepOutput
-from electra_dist.run.folder import RUN_VOCAB_FILE
+from electra_dist.pretrained.run_weights import read_run_vocabulary
 from electra_dist.run.writers.text_samples import TextSample
 
 MAX_TOKENS = 64  # of a row that a text sample shows
@@ -64,7 +64,7 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 def read_tokens(run_dir: Path) -> list[str]:
     """Return the tokens of the vocabulary in a run folder, in the order of their ids."""
-    return (run_dir / RUN_VOCAB_FILE).read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    return read_run_vocabulary(run_dir).tokens
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:

@@ -1,5 +1,5 @@
-/* CPU loops for work that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards, and
-   the head's row pass.
+/* CPU loops for work that takes NumPy and torch ten passes or more: keyed bits, the row order, rows out of shards and
+   their checksums, and the head's row pass.
 
    Guarantee: the bits of keyed_random.py (Philox4x32-10, Salmon et al., SC 2011) and the permutation of
    data/row_order.py, bit for bit; the row pass of mlm_head.py to the rounding of fp32.
@@ -24,7 +24,7 @@
 
 /* Version of the functions' arguments. cpu_library.py loads no other version: increment both with any change of
    arguments. */
-const int electra_cpu_library_version = 1;
+const int electra_cpu_library_version = 2;
 
 /* One Philox counter for each lane, four words each; the random words replace them. */
 typedef struct {
@@ -240,38 +240,84 @@ VECTORS void electra_permute(uint64_t seed, uint32_t purpose, int num_rounds, co
     }
 }
 
+/* Write the checksum of each row, as row_checksums.py defines it: the sum, modulo 2^64, of the row's 32-bit words times
+   their keys. Rows are adjacent and may begin at any byte; the bytes after their last whole word count as a word. */
+VECTORS void electra_row_checksums(const char *rows, int64_t count, int64_t row_bytes, const uint32_t *keys,
+                                   uint64_t *checksums)
+{
+    int64_t num_words = row_bytes / 4;
+    for (int64_t i = 0; i < count; i++) {
+        const char *row = rows + i * row_bytes;
+        uint64_t sum = 0;
+        for (int64_t w = 0; w < num_words; w++) {
+            uint32_t word;
+            memcpy(&word, row + 4 * w, 4);
+            sum += (uint64_t)word * keys[w];
+        }
+        if (row_bytes % 4) {
+            uint32_t word = 0;
+            memcpy(&word, row + 4 * num_words, (size_t)(row_bytes % 4));
+            sum += (uint64_t)word * keys[num_words];
+        }
+        checksums[i] = sum;
+    }
+}
+
 /* Index of a mapped shard (Shard.table in data/shard.py). `address` is where its mapping begins. `starts` points to
-   the first row of each block and, last, the number of rows; `offsets` points to the byte offset of each block. */
+   the first row of each block and, last, the number of rows; `offsets` points to the byte offset of each block;
+   `checksums` points to the checksum of each row. */
 typedef struct {
-    int64_t address, num_blocks, starts, offsets;
+    int64_t address, num_blocks, starts, offsets, checksums;
 } Table;
 
-/* Copy row rows[i] of the shard tables[which[i]] to row i of out, [count][row_bytes]. Return 1, or 0 at the first row
-   number that is not in its shard. */
-int electra_gather_rows(const Table *tables, const int64_t *which, const int64_t *rows, int64_t count,
-                        int64_t row_bytes, char *out)
+#define ALL_GOOD (-1)
+#define OUTSIDE (-2)
+#define ROWS_COPIED 32 /* before they are verified, so that the processor waits for several rows of memory at a time */
+
+/* Copy row `row` of a shard to `copy`. Return 1, or 0 if the shard has no such row. */
+INLINE int copy_row(const Table *table, int64_t row, int64_t row_bytes, char *copy)
 {
-    for (int64_t i = 0; i < count; i++) {
-        const Table *table = &tables[which[i]];
-        const int64_t *starts = (const int64_t *)table->starts;
-        const int64_t *offsets = (const int64_t *)table->offsets;
-        int64_t low = 0;
-        int64_t high = table->num_blocks;
-        if (rows[i] < 0 || rows[i] >= starts[high])
-            return 0;
-        /* Find the row's block by bisection; starts[low] <= row < starts[high] throughout. */
-        while (high - low > 1) {
-            int64_t middle = (low + high) / 2;
-            if (starts[middle] <= rows[i])
-                low = middle;
-            else
-                high = middle;
-        }
-        int64_t row_in_block = rows[i] - starts[low];
-        int64_t offset = offsets[low] + row_in_block * row_bytes;
-        memcpy(out + i * row_bytes, (const char *)table->address + offset, (size_t)row_bytes);
+    const int64_t *starts = (const int64_t *)table->starts;
+    const int64_t *offsets = (const int64_t *)table->offsets;
+    int64_t low = 0;
+    int64_t high = table->num_blocks;
+    if (row < 0 || row >= starts[high])
+        return 0;
+    /* Find the row's block by bisection; starts[low] <= row < starts[high] throughout. */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (starts[middle] <= row)
+            low = middle;
+        else
+            high = middle;
     }
+    int64_t offset = offsets[low] + (row - starts[low]) * row_bytes;
+    memcpy(copy, (const char *)table->address + offset, (size_t)row_bytes);
     return 1;
+}
+
+/* Copy row rows[i] of the shard tables[which[i]] to row i of out, [count][row_bytes], and compare the checksum of the
+   copy with that of the table, unless keys is NULL. Return ALL_GOOD, the first i whose checksum is wrong, or OUTSIDE if
+   a row number is not in its shard. */
+int64_t electra_gather_rows(const Table *tables, const int64_t *which, const int64_t *rows, int64_t count,
+                            int64_t row_bytes, const uint32_t *keys, char *out)
+{
+    uint64_t found[ROWS_COPIED];
+    for (int64_t first = 0; first < count; first += ROWS_COPIED) {
+        int64_t end = first + ROWS_COPIED < count ? first + ROWS_COPIED : count;
+        for (int64_t i = first; i < end; i++)
+            if (!copy_row(&tables[which[i]], rows[i], row_bytes, out + i * row_bytes))
+                return OUTSIDE;
+        if (!keys)
+            continue;
+        electra_row_checksums(out + first * row_bytes, end - first, row_bytes, keys, found);
+        for (int64_t i = first; i < end; i++) {
+            const uint64_t *checksums = (const uint64_t *)tables[which[i]].checksums;
+            if (found[i - first] != checksums[rows[i]])
+                return i;
+        }
+    }
+    return ALL_GOOD;
 }
 
 /* An fp32 number is a sign bit, 8 bits of the exponent plus 127, and 23 bits of the fraction. */

@@ -1,11 +1,11 @@
-"""Call the C library `cpu_library.c`: random bits, permutations, copies of rows, and the token head's row pass.
+"""Call the C library `cpu_library.c`: random bits, permutations, rows of shards, the token head's row pass.
 
 The row pass computes loss, most likely token, sampled token and gradient of each row of logits.
 
-Guarantee: permutations and bits are equal to those that `data/row_order.py` and `keyed_random.py` define in NumPy, and
-the row pass agrees with that of `mlm_head.py` to fp32 rounding. The library exists where the package was built with a
-C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`, `gather_rows` and `row_pass` are None, and
-callers use NumPy or torch.
+Guarantee: permutations, bits and checksums are equal to those that `data/row_order.py`, `keyed_random.py` and
+`data/row_checksums.py` define in NumPy, and the row pass agrees with that of `mlm_head.py` to fp32 rounding. The
+library exists where the package was built with a C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`,
+`row_checksums`, `gather_rows` and `row_pass` are None, and callers use NumPy or torch.
 
 How: a call releases the interpreter lock; `share` spreads calls over as many threads as torch uses.
 
@@ -35,8 +35,11 @@ _COUNT = ctypes.c_int
 _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
 
-_VERSION = 1  # of the functions' arguments, equal to `electra_cpu_library_version` in cpu_library.c
+_VERSION = 2  # of the functions' arguments, equal to `electra_cpu_library_version` in cpu_library.c
 _ROWS_AT_A_TIME = 8  # rows that one call of the row pass handles
+# Results of `electra_gather_rows` that are not the number of a row, as cpu_library.c defines them.
+_ALL_GOOD = -1
+_OUTSIDE = -2
 _Item = TypeVar("_Item")
 
 
@@ -98,8 +101,12 @@ def _declare_arguments(library: ctypes.CDLL) -> None:
     permutation_inputs: list[Any] = [_POINTER] * 4  # index, size, epoch, block
     library.electra_permute.argtypes = [_WORD, _WORD32, _COUNT, *permutation_inputs, _SIZE, _POINTER]
 
+    library.electra_row_checksums.argtypes = [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER]
+    library.electra_row_checksums.restype = None
+
     gather_inputs: list[Any] = [_POINTER] * 3  # tables, which, rows
-    library.electra_gather_rows.argtypes = [*gather_inputs, _SIZE, _SIZE, _POINTER]
+    library.electra_gather_rows.argtypes = [*gather_inputs, _SIZE, _SIZE, _POINTER, _POINTER]
+    library.electra_gather_rows.restype = _SIZE
 
     logits: list[Any] = [_POINTER, _SIZE, _POINTER, _SIZE, _WIDTH]  # rows, num_rows, logits, stride, vocab
     row_inputs: list[Any] = [_POINTER] * 3  # bias, target, weight
@@ -218,17 +225,41 @@ def _permute(
     return place
 
 
+def _row_checksums(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the checksum of each row, uint64 [k], in C; `electra_dist/data/row_checksums.py` defines it in NumPy.
+
+    Args:
+        rows: Contiguous [k, seq_len] integers; the memory may be a mapped file.
+        keys: Contiguous uint32, one for each 32-bit word of a row and for the bytes after the last whole word.
+    """
+    assert _library is not None
+    assert rows.flags.c_contiguous
+    row_bytes = rows.shape[1] * rows.itemsize
+    assert 4 * len(keys) >= row_bytes
+    checksums = np.empty(len(rows), np.uint64)
+    _library.electra_row_checksums(rows.ctypes.data, len(rows), row_bytes, keys.ctypes.data, checksums.ctypes.data)
+    return checksums
+
+
 def _gather_rows(
-    tables: Sequence[tuple[int, int, int, int]], which: np.ndarray, rows: np.ndarray, out: np.ndarray
-) -> None:
-    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C.
+    tables: Sequence[tuple[int, int, int, int, int]],
+    which: np.ndarray,
+    rows: np.ndarray,
+    out: np.ndarray,
+    keys: np.ndarray | None,
+) -> int | None:
+    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C, and verify the copies' checksums.
 
     Args:
         tables: For each shard, a memory-mapped file of rows, the `table` of its `electra_dist.data.shard.Shard`: where
-            its rows lie in memory. The mappings must stay open during the call.
+            its rows and their checksums lie in memory. The mappings must stay open during the call.
         which: Index into `tables` of each row, as long as `out`.
         rows: Row number within its shard, as long as `out`.
         out: Contiguous 2-D array, filled in place; its rows have the size of a shard's rows.
+        keys: Keys of the checksums of rows of this size; None if the tables have no checksums to compare with.
+
+    Returns:
+        The first k whose copy has another checksum than its shard's table lists; None if there is none.
 
     Raises:
         IndexError: A row number is not in its shard. The rows of `out` before it are filled.
@@ -240,14 +271,22 @@ def _gather_rows(
     which = np.ascontiguousarray(which, np.int64)
     rows = np.ascontiguousarray(rows, np.int64)
     row_bytes = out.shape[1] * out.itemsize
-    all_inside = _library.electra_gather_rows(
-        table.ctypes.data, which.ctypes.data, rows.ctypes.data, len(out), row_bytes, out.ctypes.data
+    assert keys is None or 4 * len(keys) >= row_bytes
+    outcome = _library.electra_gather_rows(
+        table.ctypes.data,
+        which.ctypes.data,
+        rows.ctypes.data,
+        len(out),
+        row_bytes,
+        None if keys is None else keys.ctypes.data,
+        out.ctypes.data,
     )
-    if not all_inside:
+    if outcome == _OUTSIDE:
         raise IndexError(
             f"one of {len(rows)} row numbers, {rows.min()} to {rows.max()}, is outside its shard: "
             "pass numbers of at least 0 and below the number of rows of the shard"
         )
+    return None if outcome == _ALL_GOOD else int(outcome)
 
 
 def _row_pass(
@@ -328,5 +367,6 @@ def _row_pass(
 fill_bits: Callable[..., None] | None = _fill_bits if _library else None
 fill_kept: Callable[..., None] | None = _fill_kept if _library else None
 permute: Callable[..., np.ndarray] | None = _permute if _library else None
-gather_rows: Callable[..., None] | None = _gather_rows if _library else None
+row_checksums: Callable[..., np.ndarray] | None = _row_checksums if _library else None
+gather_rows: Callable[..., int | None] | None = _gather_rows if _library else None
 row_pass: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = _row_pass if _library else None

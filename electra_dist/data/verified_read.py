@@ -1,0 +1,47 @@
+"""Read an object whose content can be checked, again if the check fails, because a service may send a wrong body.
+
+Guarantee: what `read_verified` returns has passed the caller's check. A body that a service or a proxy sends in place
+of the object, for example an error document with status 200, is not taken for the object.
+
+How: an object of a local folder is read once. One that is fetched is read up to `READINGS` times, with pauses in
+between, and the error of the last reading is raised.
+
+Limits: the check is the caller's; the bytes of a file that nothing names a digest for are checked by their form alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+
+READINGS = 5  # wrong bodies in a row that count as damage in the store
+_FIRST_PAUSE_S = 0.2  # doubles with each wrong body; three seconds in all
+_Content = TypeVar("_Content")
+
+
+def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
+    """Return what `parse` makes of an object, which is read again if `parse` refuses its content.
+
+    Args:
+        store: store of the object.
+        key: key of the object.
+        parse: checks the content and returns what it holds; raises UserError if the content is wrong.
+
+    Raises:
+        StoreMissing: there is no such object.
+        StoreError: the object cannot be read.
+        UserError: the content was refused at every reading; this is the error of the last one.
+    """
+    is_fetched = store.local_path(key) is None
+    if is_fetched:
+        for reading in range(READINGS - 1):
+            content = store.read(key)
+            try:
+                return parse(content)
+            except UserError:
+                time.sleep(_FIRST_PAUSE_S * 2**reading)
+    return parse(store.read(key))

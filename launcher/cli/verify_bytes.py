@@ -1,0 +1,274 @@
+"""`electra-dist verify --bytes RUN_OR_CORPUS`: read every byte again and compare it with the digests of the manifests.
+
+Guarantee: a file counts as good only if every byte of it was read now, and its digest is the one that corpus.json, the
+manifest of its checkpoint or the run folder names. Nothing is changed. A file that cannot be read counts as bad, and
+the next one is read.
+
+Cost: one reading of all bytes; the shards of a corpus on S3 are fetched one after another into a temporary folder.
+
+Limits: corpus.json has no digest of its own; that of a run's corpus must have the fingerprint that the run recorded.
+The records of a run (metrics, ledger) are not covered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
+from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, ShardEntry
+from electra_dist.data.corpus_manifest import read_manifest as read_corpus
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
+from electra_dist.pretrained.run_weights import read_run_vocabulary
+from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity
+from electra_dist.store.atomic_files import readable
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from launcher.cli.console import open_console, print_json
+
+Advance = Callable[[int], None]  # called with the number of bytes read since its last call
+_BYTES_AT_A_TIME = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """File of a corpus or of a run, or a whole checkpoint, that is to be read."""
+
+    url: str
+    kind: str  # in the summary, such as "shard" or "checkpoint"
+    size_bytes: int  # as its manifest lists it; 0 if that is not known
+    faults: Callable[[Advance], list[str]]  # reads all bytes and returns one line for each fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadPart:
+    """Part of a corpus or run that is not what its manifest lists, with one line for each fault."""
+
+    url: str
+    faults: list[str]
+
+
+def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
+    """Read all bytes of a run or a corpus, print every bad file, and end with exit code 78 if there is one.
+
+    Of a run these are the corpora that its config names, its copies of the tokenizer and its checkpoints.
+
+    Args:
+        path: a run folder, or the folder or s3:// prefix of a corpus.
+        endpoint_url: S3 endpoint of an s3:// path; not used for a run, whose config has the endpoint.
+        as_json: whether to print one JSON object.
+
+    Raises:
+        UserError: `path` is neither a run nor a corpus.
+    """
+    with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
+        parts = list(_parts(path, endpoint_url, Path(temporary)))
+        bad = _read_all(parts)
+    counts = {kind: sum(part.kind == kind for part in parts) for kind in dict.fromkeys(part.kind for part in parts)}
+    size_bytes = sum(part.size_bytes for part in parts)
+    if as_json:
+        tree = {"path": path, "good": not bad, "counts": counts, "bytes": size_bytes, "bad": list(map(asdict, bad))}
+        print_json(tree)
+    else:
+        out = open_console(markup=False)
+        for part in bad:
+            for fault in part.faults:
+                out.print(f"BAD: {part.url}: {fault}")
+        numbers = ", ".join(f"{count:,} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items())
+        verdict = f"{len(bad):,} of them bad" if bad else "all good"
+        out.print(f"{path}: read {numbers}; {size_bytes / 1e6:,.1f} MB in shards and checkpoints; {verdict}")
+    if bad:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _read_all(parts: list[Part]) -> list[BadPart]:
+    """Read all parts under a progress bar on stderr; return those that are bad."""
+    columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    bad = []
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("verified", total=sum(part.size_bytes for part in parts))
+        for part in parts:
+            try:
+                faults = part.faults(lambda num_bytes: progress.advance(bar, num_bytes))
+            except UserError as error:
+                faults = [str(error)]
+            if faults:
+                bad.append(BadPart(url=part.url, faults=faults))
+    return bad
+
+
+def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
+    """Yield what there is to read below `path`: the parts of a run, or those of a corpus.
+
+    Args:
+        path: a run folder, or the folder or s3:// prefix of a corpus.
+        endpoint_url: S3 endpoint of an s3:// path.
+        temporary: folder for shards that must be fetched.
+
+    Raises:
+        UserError: `path` is neither a run nor a corpus.
+    """
+    if "://" not in path and is_run_folder(Path(path)):
+        yield from _run_parts(Path(path), temporary)
+        return
+    store = open_store(path, endpoint_url)
+    if not store.exists(MANIFEST_KEY):
+        raise UserError(
+            f"{path}: neither a run (config.yaml) nor a finished corpus ({MANIFEST_KEY}); give the folder of one"
+        )
+    yield from _corpus_parts(store, None, temporary)
+    heldout = open_store(f"{path.rstrip('/')}/heldout", endpoint_url)
+    if heldout.exists(MANIFEST_KEY):
+        yield from _corpus_parts(heldout, None, temporary)
+
+
+def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
+    """Yield the parts of a run: its tokenizer, its corpora and every committed checkpoint of its targets.
+
+    Args:
+        run_dir: folder of the run.
+        temporary: folder for shards that must be fetched.
+    """
+    config = open_run(run_dir)
+    yield Part(
+        url=str(run_dir / RUN_VOCAB_FILE),
+        kind="vocabulary file",
+        size_bytes=0,
+        faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
+    )
+    fingerprint = read_identity(run_dir).get("corpus_fingerprint")
+    yield from _corpus_parts(open_store(config.data.corpus, config.data.endpoint_url), fingerprint, temporary)
+    if config.data.heldout:
+        yield from _corpus_parts(open_store(config.data.heldout, config.data.endpoint_url), None, temporary)
+    for target in open_targets(config):
+        for _, _, folder in committed(target):
+            yield _checkpoint_part(target, folder)
+
+
+def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
+    """Yield the parts of a corpus: corpus.json, the vocabulary and the shards; corpus.json alone if it is damaged.
+
+    Args:
+        store: store of the corpus.
+        fingerprint: digest that corpus.json must have; None if nothing names one.
+        temporary: folder for shards that must be fetched.
+    """
+    url = f"{store.url}/{MANIFEST_KEY}"
+    try:
+        manifest = read_corpus(store)
+    except UserError as error:
+        message = str(error)
+        yield Part(url=url, kind="corpus manifest", size_bytes=0, faults=lambda advance: [message])
+        return
+    wrong: list[str] = []
+    if fingerprint not in (None, manifest.fingerprint):
+        wrong.append(f"its fingerprint is {manifest.fingerprint}, but the run has trained on {fingerprint}")
+    yield Part(url=url, kind="corpus manifest", size_bytes=0, faults=lambda advance: wrong)
+    yield Part(
+        url=f"{store.url}/{manifest.tokenizer.vocab_file}",
+        kind="vocabulary file",
+        size_bytes=0,
+        faults=lambda advance: _no_faults(read_corpus_vocabulary(store, manifest.tokenizer)),
+    )
+    for entry in manifest.shards:
+        yield _shard_part(store, entry, temporary)
+
+
+def _no_faults(checked: object) -> list[str]:
+    """Return no fault for a file that a reader has accepted; the reader raises an error for any other."""
+    return []
+
+
+def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
+    """Return the part for a shard of a corpus.
+
+    Args:
+        store: store of the corpus.
+        entry: the shard's entry in corpus.json.
+        temporary: folder into which a shard on S3 is fetched.
+    """
+    return Part(
+        url=f"{store.url}/{entry.name}",
+        kind="shard",
+        size_bytes=entry.bytes,
+        faults=lambda advance: _shard_faults(store, entry, temporary, advance),
+    )
+
+
+def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Advance) -> list[str]:
+    """Return what is wrong with a shard: its size or its SHA-256; empty if it is the one that corpus.json lists.
+
+    A shard on S3 that is wrong is fetched once more, because bits may have flipped on the way.
+
+    Args:
+        store: store of the corpus.
+        entry: the shard's entry in corpus.json.
+        temporary: folder into which a shard on S3 is fetched, over the one before it.
+        advance: called with the number of bytes read since its last call.
+
+    Raises:
+        StoreError: the shard is missing or cannot be read.
+    """
+    local_path = store.local_path(entry.name)
+    path = local_path or temporary / "shard.tar"
+    if local_path is None:
+        store.fetch(entry.name, path)
+    size_bytes, sha256 = _size_and_sha256(path, advance)
+    if local_path is None and sha256 != entry.sha256:
+        store.fetch(entry.name, path)
+        size_bytes, sha256 = _size_and_sha256(path, lambda num_bytes: None)
+    if size_bytes == entry.bytes and sha256 == entry.sha256:
+        return []
+    return [
+        f"has {size_bytes} bytes and sha256 {sha256}, but corpus.json lists {entry.bytes} bytes and sha256 "
+        f"{entry.sha256}; restore the file or build the corpus again"
+    ]
+
+
+def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
+    """Read a local file and return its size in bytes and its SHA-256 in hexadecimal.
+
+    Args:
+        path: the file.
+        advance: called with the number of bytes read since its last call.
+
+    Raises:
+        StoreError: the file is missing or cannot be read.
+    """
+    digest = hashlib.sha256()
+    size_bytes = 0
+    with readable(path), path.open("rb") as stream:
+        while content := stream.read(_BYTES_AT_A_TIME):
+            digest.update(content)
+            size_bytes += len(content)
+            advance(len(content))
+    return size_bytes, digest.hexdigest()
+
+
+def _checkpoint_part(target: Store, folder: str) -> Part:
+    """Return the part for a committed checkpoint.
+
+    Args:
+        target: store of the checkpoint.
+        folder: its folder in the store.
+    """
+    try:
+        size_bytes = read_manifest(target, folder).size_bytes
+    except TornCheckpoint:
+        size_bytes = 0  # reported when the checkpoint is read
+    return Part(
+        url=f"{target.url}/{folder}",
+        kind="checkpoint",
+        size_bytes=size_bytes,
+        faults=lambda advance: verify_checkpoint(target, folder, advance)[1],
+    )

@@ -1,0 +1,75 @@
+"""`electra-dist verify --bytes` reads all bytes of a corpus and names every file that is not what it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.real_runs import write_corpus
+from typer.testing import CliRunner
+
+from electra_dist.errors import UserError
+from launcher.cli.main import app
+
+
+def verify(*arguments: str) -> tuple[int, str]:
+    """Return exit code and output of `electra-dist verify --bytes ARGUMENTS`."""
+    result = CliRunner().invoke(app, ["verify", "--bytes", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A corpus of three shards with a held-out corpus of one."""
+    write_corpus(str(tmp_path / "corpus"), [20, 30, 10])
+    write_corpus(str(tmp_path / "corpus" / "heldout"), [20], seed=9)
+    return tmp_path / "corpus"
+
+
+def flip(path: Path) -> None:
+    """Flip the lowest bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_good_corpus_is_counted_and_ends_with_0(corpus: Path) -> None:
+    code, output = verify(str(corpus))
+    assert code == 0
+    assert "read 2 corpus manifests, 2 vocabulary files, 4 shards" in output
+    assert output.rstrip().endswith("all good")
+    code, output = verify(str(corpus), "--json")
+    found = json.loads(output)
+    assert (code, found["good"], found["bad"]) == (0, True, [])
+    assert found["bytes"] == sum(path.stat().st_size for path in corpus.rglob("*.tar"))
+
+
+def test_every_bad_file_is_named(corpus: Path) -> None:
+    flip(corpus / "shard-000001.tar")
+    (corpus / "shard-000002.tar").unlink()
+    os.truncate(corpus / "heldout" / "shard-000000.tar", 700)
+    flip(corpus / "vocab.txt")
+    code, output = verify(str(corpus))
+    bad = [line for line in output.splitlines() if line.startswith("BAD: ")]
+    assert code == 78
+    names = ("vocab.txt", "shard-000001.tar", "shard-000002.tar", "heldout/shard-000000.tar")
+    assert [line.partition(": ")[2].partition(": ")[0] for line in bad] == [f"{corpus}/{name}" for name in names]
+    assert "4 of them bad" in output
+    code, output = verify(str(corpus), "--json")
+    found = json.loads(output)
+    assert code == 78
+    assert [part["url"] for part in found["bad"]] == [f"{corpus}/{name}" for name in names]
+
+
+def test_a_damaged_manifest_is_one_bad_file_and_another_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "heldout" / "corpus.json").write_text("{")
+    code, output = verify(str(corpus))
+    assert code == 78
+    assert f"BAD: {corpus}/heldout/corpus.json: " in output
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"neither a run .* nor a finished corpus"):
+        verify(str(tmp_path / "empty"))
