@@ -42,6 +42,7 @@ from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, Hel
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import parse_json
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
@@ -387,7 +388,7 @@ def _read_entry(target: Store, key: str) -> FileEntry:
     for _ in range(READINGS):
         digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
         if hashlib.sha256(data).hexdigest().encode() == digest:
-            return FileEntry.model_validate_json(data)
+            return FileEntry.model_validate(parse_json(data))
     raise StoreError(
         f"{target.url}/{key} was read {READINGS} times and never matched its digest; check the disk or the storage "
         f"service, then start the run again"

@@ -18,12 +18,14 @@ import json
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from electra_dist.config import Section, canonical_json
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
+from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json_object
 
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
@@ -118,14 +120,17 @@ class BuildProgress:
         if not self._store.exists(_BUILD_KEY):
             self._refuse_foreign_shards()
             return []
-        stored_parameters = json.loads(self._store.read(_BUILD_KEY))
+        stored_parameters = self._read_object(_BUILD_KEY)
         self._refuse_other_parameters(stored_parameters, "a half-built corpus")
         finished: list[FinishedShard] = []
         while True:
             key = _record_key(len(finished))
             if not self._store.exists(key):
                 return finished
-            shard = FinishedShard.model_validate_json(self._store.read(key))
+            try:
+                shard = FinishedShard.model_validate(self._read_object(key))
+            except ValidationError as error:
+                raise self._damaged(key, first_fault(error)) from None
             if shard.sources is None:
                 return finished
             if shard.entry is not None and not self._has_shard(shard.entry):
@@ -160,7 +165,29 @@ class BuildProgress:
             StoreError: the file progress/NNNNNN.heldout.npy is missing or cannot be read.
         """
         data = self._store.read(_heldout_key(note.number))
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        try:
+            return parse_array(data)
+        except ValueError as error:
+            raise self._damaged(_heldout_key(note.number), str(error)) from None
+
+    def _read_object(self, key: str) -> dict[str, Any]:
+        """Return the JSON object in a file of the unfinished build.
+
+        Raises:
+            StoreError: the file is missing or cannot be read.
+            UserError: the file is damaged.
+        """
+        try:
+            return parse_json_object(self._store.read(key))
+        except DamagedJson as error:
+            raise self._damaged(key, str(error)) from None
+
+    def _damaged(self, key: str, reason: str) -> UserError:
+        """Return the error for a damaged file of the unfinished build, to be raised by the caller."""
+        return UserError(
+            f"{self._store.url}/{key}: damaged, because {reason}; delete the folder {_FOLDER} and the shards beside "
+            f"it, and build again"
+        )
 
     def clear(self) -> None:
         """Delete all files in progress/; shards and corpus.json stay.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
@@ -35,7 +35,7 @@ from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import DamagedJson, read_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
@@ -455,6 +455,31 @@ def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class _TokenizerModel:
+    """Entry "model" of Hugging Face's tokenizer.json."""
+
+    vocab: dict[str, int]  # token -> id
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalizer:
+    """Entry "normalizer" of Hugging Face's tokenizer.json."""
+
+    lowercase: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenizerJson:
+    """Part of Hugging Face's tokenizer.json from which a vocabulary is read."""
+
+    model: _TokenizerModel
+    normalizer: _Normalizer
+
+
+_TOKENIZER_JSON = TypeAdapter(_TokenizerJson)
+
+
 def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
@@ -470,18 +495,21 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     if tokenizer_file.exists():
         tokenizer = read_json_object(tokenizer_file, _AGAIN)
         try:
-            ids: dict[str, int] = tokenizer["model"]["vocab"]
-            lowercase: bool = tokenizer["normalizer"]["lowercase"]
-            tokens_by_id = sorted(ids, key=lambda token: ids[token])
-        except (KeyError, TypeError):
+            parts = validate_json(_TOKENIZER_JSON, tokenizer)
+        except DamagedJson:
             raise UserError(
                 f"{tokenizer_file}: not the tokenizer of an ELECTRA model, because it has no model.vocab or no "
                 f"normalizer.lowercase; {_AGAIN}"
             ) from None
-        return Vocabulary("\n".join(tokens_by_id), str(tokenizer_file)), lowercase
+        ids = parts.model.vocab
+        tokens_by_id = sorted(ids, key=lambda token: ids[token])
+        return Vocabulary("\n".join(tokens_by_id), str(tokenizer_file)), parts.normalizer.lowercase
     if not vocab_file.exists():
         raise UserError(
             f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
         )
     settings = read_json_object(settings_file, _AGAIN) if settings_file.exists() else {}
-    return Vocabulary.read(vocab_file), settings.get("do_lower_case", True)
+    lowercase = settings.get("do_lower_case", True)
+    if not isinstance(lowercase, bool):
+        raise UserError(f"{settings_file}: damaged, because do_lower_case is neither true nor false; {_AGAIN}")
+    return Vocabulary.read(vocab_file), lowercase

@@ -22,6 +22,7 @@ from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.errors import UserError
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, open_run
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
 
 
 class RunWeights(NamedTuple):
@@ -47,11 +48,13 @@ class RunWeights(NamedTuple):
         """
         file = Path(self.config.run_dir) / TOKENIZER_FILE
         try:
-            return TokenizerEntry.model_validate_json(file.read_bytes())
+            return TokenizerEntry.model_validate(parse_json(file.read_bytes()))
         except OSError as error:
             reason = error.strerror
+        except DamagedJson as error:
+            reason = str(error)
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            reason = first_fault(error)
         raise UserError(
             f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
             f"of this run, or start the run once more, which writes it again from the corpus"

@@ -23,11 +23,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.node_strikes import node_name
+from electra_dist.run.record_checks import Count, Seconds
 from electra_dist.store.atomic_files import writable
+from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 
 RECORD_BYTES = 320  # length of every heartbeat file
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
@@ -44,13 +48,16 @@ class Beat:
 
     pid: int
     host: str  # name of the node, as in strikes.jsonl
-    rank: int
-    attempt: int  # start of the run, from 1; 0 until it is known
+    rank: Count
+    attempt: Count  # start of the run, from 1; 0 until it is known
     phase: Phase
-    step: int  # optimizer steps done
-    time: float  # of this beat
-    phase_since: float  # first beat of this phase
-    step_s: float | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+    step: Count  # optimizer steps done
+    time: Seconds  # of this beat
+    phase_since: Seconds  # first beat of this phase
+    step_s: Seconds | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 class Heartbeat:
@@ -185,10 +192,12 @@ def _decode(line: bytes) -> Beat | None:
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     is_whole = len(line) == RECORD_BYTES and checksum.isdigit()
-    if not is_whole or int(checksum) != zlib.crc32(body):
+    if not is_whole or checksum != str(zlib.crc32(body)).encode():
         return None
-    fields: dict[str, Any] = json.loads(body + b"}")
-    return Beat(**fields)
+    try:
+        return validate_json(_BEAT, parse_json(body + b"}"))
+    except DamagedJson:
+        return None
 
 
 def _read(path: Path) -> Beat | None:

@@ -158,7 +158,7 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
             break
         if record["event"] != "begin":
             continue
-        if record["checkpoint_step"] != reached_step:
+        if record.get("checkpoint_step") != reached_step:
             break  # A checkpoint was saved since this job began.
         if (record["job"], record["restart"]) not in not_counted:
             count += 1
