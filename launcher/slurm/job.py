@@ -242,8 +242,8 @@ def exit_codes(state: Path) -> dict[str, int]:
     """
     codes = {}
     for file in state.glob("exit-*"):
-        text = file.read_text().strip()
-        if text.isdigit():
+        text = file.read_bytes().strip()
+        if re.fullmatch(rb"\d{1,3}", text):
             node = file.name.removeprefix("exit-")
             codes[node] = int(text)
     return codes

@@ -183,7 +183,7 @@ class Rendezvous:
         """
         if not self._session or not self._sessions.exists():
             return ""
-        sessions = self._sessions.read_text().split()
+        sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
         if self._session not in sessions:
             return ""  # A shared file system may show an old version of the file, without this job.
         newest = sessions[-1]

@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (readers := tuple(reader for reader in target.readers if args.reader in reader.name))
     ]
     with tempfile.TemporaryDirectory() as temporary:
-        root = args.folder or Path(temporary) / "specimen"
+        root = (args.folder or Path(temporary) / "specimen").absolute()
         if not root.exists():
             print("making a corpus, a run and its export ...", file=sys.stderr, flush=True)
             make_specimen(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import resource
 import signal
 import subprocess
@@ -32,7 +33,7 @@ class Ending:
 
     outcome: str  # a value of CODES; "traceback", or another fault
     seconds: float
-    peak_bytes: int  # of memory, of the whole process
+    peak_bytes: int  # of memory: of the whole process or, in this process, above what it had before
     text: str = ""  # what a fault shows: the traceback or the lines
 
     @property
@@ -46,11 +47,12 @@ class _TooLongError(BaseException):
 
 
 def run_here(reader: Reader, root: Path) -> Ending:
-    """Run a reader in this process, at most for 10 s longer than 20 s."""
+    """Run a reader in this process, at most for 30 s, in the folder that holds `root`."""
+    bytes_before = _memory_bytes("VmRSS:")
     _reset_peak()
     start = time.perf_counter()
     try:
-        with _alarm(20 + MORE_SECONDS):
+        with contextlib.chdir(root.parent), _alarm(20 + MORE_SECONDS):
             outcome, text = _run_command(reader, root) if reader.command else _run_function(reader, root)
     except _TooLongError:
         outcome, text = "takes too long", traceback.format_exc()
@@ -58,7 +60,7 @@ def run_here(reader: Reader, root: Path) -> Ending:
         raise
     except BaseException:  # noqa: BLE001  (whatever it is, the user would see it)
         outcome, text = "traceback", traceback.format_exc()
-    return Ending(outcome, time.perf_counter() - start, _peak_bytes(), text)
+    return Ending(outcome, time.perf_counter() - start, _memory_bytes("VmHWM:") - bytes_before, text)
 
 
 def run_as_process(reader: Reader, root: Path) -> Ending:
@@ -70,6 +72,8 @@ def run_as_process(reader: Reader, root: Path) -> Ending:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        cwd=root.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60)),
     )
     assert process.stderr is not None
@@ -95,8 +99,6 @@ def compared(ending: Ending, good: Ending) -> Ending:
 
 def _wait(process: subprocess.Popen[str]) -> tuple[int, int, resource.struct_rusage]:
     """Wait for a process; return its id, its exit code (negative after a signal) and what it has used."""
-    import os
-
     pid, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return pid, process.returncode, usage
@@ -173,9 +175,9 @@ def _reset_peak() -> None:
         file.write("5")
 
 
-def _peak_bytes() -> int:
-    """Return the peak of this process's memory since `_reset_peak`."""
+def _memory_bytes(name: str) -> int:
+    """Return this process's memory: "VmRSS:" is that of now, "VmHWM:" the peak since `_reset_peak`."""
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    raise AssertionError(f"/proc/self/status has no {name}")
