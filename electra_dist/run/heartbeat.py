@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.node_strikes import node_name
-from electra_dist.run.record_checks import Count, Seconds
+from electra_dist.run.record_checks import Count, Number
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 
@@ -52,9 +52,9 @@ class Beat:
     attempt: Count  # start of the run, from 1; 0 until it is known
     phase: Phase
     step: Count  # optimizer steps done
-    time: Seconds  # of this beat
-    phase_since: Seconds  # first beat of this phase
-    step_s: Seconds | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+    time: Number  # of this beat
+    phase_since: Number  # first beat of this phase
+    step_s: Number | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
 
 
 _BEAT = TypeAdapter(Beat)
@@ -205,7 +205,7 @@ def _read(path: Path) -> Beat | None:
 
     Returns None if there is no file, or if its content stays invalid, as after a machine lost power.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         for _ in range(_TRIES):
             beat = _decode(path.read_bytes())
             if beat is not None:

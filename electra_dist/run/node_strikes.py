@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from electra_dist.errors import UserError
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.jsonl import encode, read_records
-from electra_dist.run.record_checks import Seconds
+from electra_dist.run.record_checks import Number
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, validate_json
 
@@ -45,7 +45,7 @@ class Strike:
     Submissions to Slurm exclude the node until the strike expires.
     """
 
-    time: Seconds  # Unix seconds
+    time: Number  # Unix seconds
     node: str  # its name for the scheduler and in the host file
     device: str  # "GPU 3", or "" for the node as a whole
     reason: str

@@ -36,7 +36,7 @@ def _check_time(text: str) -> str:
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Seconds = Annotated[float, Field(gt=-1e15, lt=1e15)]  # also refuses NaN and the infinities
+Number = Annotated[float, Field(gt=-1e15, lt=1e15)]  # also refuses NaN and the infinities
 Time = Annotated[str, AfterValidator(_check_time)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
 
@@ -55,10 +55,10 @@ class _LedgerEvent(_Record):
     step: Count
     attempt: Count = 0
     repeated: Count = 0
-    setup_s: dict[str, Seconds] = {}
-    spent_s: dict[str, Seconds] = {}
-    stall_s: Seconds = 0
-    wait_s: Seconds = 0
+    setup_s: dict[str, Number] = {}
+    spent_s: dict[str, Number] = {}
+    stall_s: Number = 0
+    wait_s: Number = 0
     why: str = ""
 
 
@@ -88,6 +88,57 @@ class _JobEnd(_JobSubmit):
     restart: Count
     verdict: str
     why: str = ""
+
+
+class _Cpu(_Record):
+    """Entry "cpu" of environment.json."""
+
+    model: str | None
+    usable_cores: Count | None
+    cores: Count | None
+    memory_gb: Number
+
+
+class _GpuDevice(_Record):
+    """GPU in the entry "gpus" of environment.json."""
+
+    name: str
+    memory_gb: Number | None
+
+
+class _Gpus(_Record):
+    """Entry "gpus" of environment.json, which is empty without GPUs."""
+
+    driver: str | None = None
+    devices: list[_GpuDevice] = []
+
+
+class _Commit(_Record):
+    """Entry "commit" of environment.json."""
+
+    sha: str
+    has_changes: bool
+
+
+class _CorpusSizes(_Record):
+    """Entry "corpus" of environment.json."""
+
+    rows: Count
+    tokens: Count
+    seq_len: Count
+
+
+class _Environment(_Record):
+    """Content of environment.json."""
+
+    versions: dict[str, str]
+    cpu: _Cpu
+    gpus: _Gpus
+    system: str
+    world_size: Count
+    commit: _Commit | None = None
+    hosts: dict[str, Count] = {}
+    corpus: _CorpusSizes | None = None
 
 
 class _StatedCriterion(_Record):
@@ -162,6 +213,11 @@ def job_fault(record: Mapping[str, Any]) -> str:
 def samples_fault(record: Mapping[str, Any]) -> str:
     """Return what is wrong with a record of samples.jsonl as one line; "" for a good record."""
     return _fault(record, _Samples)
+
+
+def environment_fault(tree: Mapping[str, Any]) -> str:
+    """Return what is wrong with the content of environment.json as one line; "" if nothing is."""
+    return _fault(tree, _Environment)
 
 
 def criterion_fault(record: Mapping[str, Any]) -> str:

@@ -268,7 +268,7 @@ class Rendezvous:
                 continue  # not a file of a supervisor
             # Node 0 may have deleted the file since it was listed. A damaged report counts as none: the ranks
             # that wait for that node are then found hung.
-            with contextlib.suppress(FileNotFoundError, DamagedJson):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError, DamagedJson):
                 content = parse_json_object(file.read_bytes())
                 ends.append(validate_json(_END, content | {"number": int(name["start"]), "node": int(name["node"])}))
         return ends
