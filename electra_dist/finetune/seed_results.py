@@ -56,7 +56,7 @@ class Result:
         unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise DamagedJson(f"it has the unknown key {min(unknown)}")
-        return validate_json(TypeAdapter(cls), record)
+        return validate_json(_RESULT, record)
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields except `seconds`, for the comparison of two results of the same seed.
@@ -64,6 +64,9 @@ class Result:
         The computing time is the only field that differs when the same seed is computed again on the same machine.
         """
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
+
+
+_RESULT = TypeAdapter(Result)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

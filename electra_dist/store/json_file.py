@@ -1,5 +1,7 @@
 """Read JSON. Every reader of a JSON file or of a line of JSON uses this module, so that each damage is one error.
 
+Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
+
 Guarantee: bytes that are no JSON text end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
 torn or empty text, bytes that are not UTF-8, thousands of nested lists, or an integer of thousands of digits. No
 integer that is returned has more than 64 bits, so that arithmetic with it and its conversion to a float succeed.

@@ -45,8 +45,10 @@ class Fault:
     def __str__(self) -> str:
         """Return the lines that show the case and repeat it."""
         shown = repr(self.damage)
+        if len(shown) > 600:
+            shown = f"{shown[:300]} ... {shown[-100:]} ({len(shown):,} characters)"
         last_lines = "\n    ".join(self.ending.text.rstrip().split("\n")[-8:])
-        return f"{self.ending.outcome}: {self.file}, {self.reader}\n    {shown[:600]}\n    {last_lines[:3000]}"
+        return f"{self.ending.outcome}: {self.file}, {self.reader}\n    {shown}\n    {last_lines[:3000]}"
 
 
 @dataclass
@@ -206,7 +208,8 @@ def _print_new(faults: Sequence[Fault], console: Console) -> None:
     """Print the faults of one file, of each kind the first one only."""
     kinds = set()
     for fault in faults:
-        kind = (fault.reader, fault.ending.text.rstrip().split("\n")[-1][:60])
+        last_line = fault.ending.text.rstrip().split("\n")[-1]
+        kind = (fault.reader, fault.ending.outcome, last_line.split(":")[0])
         if kind not in kinds:
             kinds.add(kind)
             console.print(str(fault), markup=False, highlight=False, soft_wrap=True)

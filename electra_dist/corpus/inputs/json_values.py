@@ -130,6 +130,8 @@ class _Window:
                 continue
             except RecursionError:
                 raise OSError("a JSON value is nested too deeply") from None
+            except ValueError:  # Python converts no number of more than 4,300 digits
+                raise OSError("a number in a JSON value has too many digits") from None
             may_go_on = end == len(self._text) and self._text[end - 1] not in '}]"'  # a number at the window's end
             if may_go_on and self._read_more():
                 continue
