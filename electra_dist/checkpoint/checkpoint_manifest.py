@@ -39,7 +39,7 @@ SET_ASIDE_REASON = "set-aside.txt"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READINGS = 5  # wrong readings in a row that count as damage in the store; fewer may be bits flipped in transit
-_FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
+_FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")
 
 
 class _Frozen(BaseModel):

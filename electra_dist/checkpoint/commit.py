@@ -177,8 +177,12 @@ def newest_attempt(target: Store) -> int:
     It is the highest number of the files `attempts/NNNN.json`, of which every start creates one; files of other names
     are passed over. Costs one listing.
     """
-    names = [_ATTEMPT_KEY.fullmatch(key) for key in target.list(_ATTEMPTS)]
-    return max((int(name["number"]) for name in names if name is not None), default=0)
+    numbers = [0]
+    for key in target.list(_ATTEMPTS):
+        name = _ATTEMPT_KEY.fullmatch(key)
+        if name is not None and key == _attempt_key(int(name["number"])):
+            numbers.append(int(name["number"]))
+    return max(numbers)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:

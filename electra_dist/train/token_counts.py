@@ -84,7 +84,7 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
         raise UserError(f"{file}: damaged, because {error}; {next_step}") from None
     if counts_V.shape != (vocab_size,) or counts_V.dtype != np.int64:
         raise UserError(f"{file}: damaged, because it does not hold {vocab_size} counts; {next_step}")
-    return counts_V
+    return counts_V.copy()  # which can be written to
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:

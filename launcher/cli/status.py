@@ -88,7 +88,7 @@ def facts(run: Path) -> Facts:
     Raises:
         UserError: `run` is not a run folder, or a file in it is damaged.
     """
-    scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
+    scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
     records = read_metrics(run)

@@ -43,7 +43,7 @@ _KEPT_STARTS = 3  # files of older starts are deleted
 _NUM_PORTS = 64  # consecutive starts use the ports in turn
 _POLL_S = 1.0
 # Of the files in the meeting folder: start-000007.json, end-000007-node-1.json.
-_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>\d+)(?:-node-(?P<node>\d+))?\.json")
+_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0-9]+))?\.json")
 
 
 @dataclass(frozen=True, kw_only=True)

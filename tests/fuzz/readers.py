@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fuzz.specimens import PROGRESS_PARAMETERS, check_manifest
+from fuzz.specimens import PROGRESS_PARAMETERS, check_manifest, newest_checkpoint
 from support.real_runs import VOCAB_SIZE
 
 from electra_dist.checkpoint.file_reader import verify
@@ -114,11 +114,11 @@ def _job_end(root: Path) -> None:
 
 def _manifest(root: Path) -> None:
     with contextlib.suppress(TornCheckpoint):  # which every caller catches, to take another checkpoint
-        check_manifest(max((root / "run" / "checkpoints").glob("step-*")))
+        check_manifest(newest_checkpoint(root / "run"))
 
 
 def _checkpoint(root: Path) -> None:
-    folder = max((root / "run" / "checkpoints").glob("step-*"))
+    folder = newest_checkpoint(root / "run")
     verify(open_store(str(folder.parent)), folder.name)
 
 
