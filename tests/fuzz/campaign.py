@@ -179,7 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_specimen(root)
         campaigns = [Campaign(root, run_here), Campaign(root, run_as_process)]
         numbers = [args.cases, args.processes]
-        _run_all(campaigns, numbers, targets, args)
+        try:
+            _run_all(campaigns, numbers, targets, args)
+        except KeyboardInterrupt:
+            print("interrupted; the tables have the cases until then", file=sys.stderr)
     return _report([campaign.results for campaign in campaigns])
 
 

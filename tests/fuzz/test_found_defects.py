@@ -72,6 +72,8 @@ FOUND = [
     ("run.yaml", "resolve", b"run_dir: x\nseed: !!int x\n"),
     ("run.yaml", "resolve", b"run_dir: 2026-13-41\n"),
     ("run.yaml", "resolve", b"run_dir: &a [*a]\n"),
+    ("run.yaml", "resolve", b'run_dir: "\\ud800"\n'),
+    ("run.yaml", "start of a run", b'run_dir: "x\\0y"\n'),
     ("run.yaml", "resolve", b'run_dir: x\nseed: "%s"\n' % (b"x" * 100_000)),
     ("corpus/corpus.json", "corpus info", DEEP),
     ("corpus/corpus.json", "corpus info", b'{"seq_len": %s}' % LONG),
@@ -84,6 +86,8 @@ FOUND = [
     ("export/discriminator/config.json", "load_pretrained", DEEP),
     ("squad.json", "read_squad", b'{"data": [{"paragraphs": [{"context": 3, "qas": [%s]}]}]}' % QUESTION),
     ("squad.json", "read_squad", DEEP),
+    ("hosts", "host file", b"n0 slots=2 \xff\n"),
+    ("hosts", "host file", b"n0 slots=%s\n" % LONG),
     ("pairs.jsonl", "pairs", DEEP + b"\n"),
     ("texts.jsonl", "read_texts", DEEP + b"\n"),
     ("results.jsonl", "results", line(**dict.fromkeys(("task", "mode", "identity", "metric", "failure"), 3))),
@@ -105,6 +109,21 @@ def test_a_damage_that_once_ended_a_reader_is_refused_or_passed_over(
 ) -> None:
     target = TARGET_OF[file]
     reader = next(reader for reader in target.readers if reader.name == name)
+    ending = campaign.case(target, reader, Damage("content", 0.0, content))
+    assert not ending.is_fault, ending.text
+
+
+@pytest.mark.parametrize("name", ["load_pretrained", "score --model"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "embedding_size"]
+)
+def test_an_impossible_size_in_the_config_of_a_model_allocates_nothing(
+    key: str, name: str, campaign: Campaign, specimen: Path
+) -> None:
+    target = TARGET_OF["export/discriminator/config.json"]
+    reader = next(reader for reader in target.readers if reader.name == name)
+    config = json.loads(target.path(specimen).read_bytes())
+    content = json.dumps({**config, key: (1 << 53) * config["num_attention_heads"]}).encode()
     ending = campaign.case(target, reader, Damage("content", 0.0, content))
     assert not ending.is_fault, ending.text
 
