@@ -169,6 +169,7 @@ def check_key(key: str) -> str:
     if has_bad_part or has_bad_character or not _is_file_name(key):
         raise StoreError(
             f"key {key!r} is not a relative path inside the store: it must not be empty or absolute, nor have empty, "
-            f"'.' or '..' parts, backslashes, control characters or characters that no file name has; correct or rebuild the file that names this key"
+            f"'.' or '..' parts, backslashes, control characters or characters that no file name has; correct or "
+            f"rebuild the file that names this key"
         )
     return key
