@@ -9,13 +9,14 @@ CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest cluster-test drills chaos bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain test pytest cluster-test drills fuzz chaos bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
 	@echo "make test           set up, then check style and types and run all tests"
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills         run long series of kills, damaged files and S3 faults (docs/drills.md; about half an hour)"
+	@echo "make fuzz           damage every file that is read, 50,000 times, and judge how what reads it ends (docs/drills.md)"
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make docs           build the documentation as a web site in site/"
@@ -66,6 +67,10 @@ drills: $(VENV)/ready-test
 	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
 	$(BIN)/python tests/drills/s3_ways.py
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/drills/mutants.py
+
+# 500 of the cases are processes of their own. Each kind of fault is printed once, with the damage that repeats it.
+fuzz: $(VENV)/ready-test
+	$(BIN)/python tests/fuzz/campaign.py --cases 49500 --processes 500
 
 chaos: $(VENV)/ready-test
 	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1

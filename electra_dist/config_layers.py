@@ -13,6 +13,7 @@ Limits: this module must not import torch, because commands on a login node load
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from electra_dist.errors import UserError
 Tree = dict[str, Any]
 
 CONFIGS_DIR = "configs"
+_MAX_YAML_LEVELS = 50  # of lists and mappings within one another
+_MAX_YAML_VALUES = 100_000
+_NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
 _OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
 _SCHEDULE_KEYS = frozenset({"from", "to", "shape"})  # A mapping with all of these is a whole schedule.
 _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
@@ -173,7 +177,7 @@ def read_yaml(path: Path) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from None
     try:
-        tree = yaml.load(text, _UniqueKeyLoader)
+        tree = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(_explain_yaml_error(path, error)) from None
     if not isinstance(tree, dict):
@@ -182,6 +186,50 @@ def read_yaml(path: Path) -> Tree:
             f"(configs/ has examples)"
         )
     return tree
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, a mapping has a key twice, a value does not have the form of its tag, or
+            the value is nested too deeply, has too many values, or has a character that cannot be written.
+    """
+    try:
+        tree = yaml.load(text, _UniqueKeyLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # PyYAML raises these for a value that does not fit its tag, such as `!!int x` or the date 2026-13-41.
+        raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
+    _check_tree(tree)
+    return tree
+
+
+def _check_tree(tree: object) -> None:
+    """Raise YAMLError for a value with too many levels, too many values or a character that cannot be written.
+
+    Values of aliases count at each use.
+    """
+    level = [tree]
+    num_values = 0
+    for _ in range(_MAX_YAML_LEVELS):
+        next_level: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                next_level.extend(value)
+                next_level.extend(value.values())
+            elif isinstance(value, (list, tuple, set)):
+                next_level.extend(value)
+            elif isinstance(value, str) and _NO_CHARACTER.search(value):
+                raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
+            if num_values + len(next_level) > _MAX_YAML_VALUES:
+                raise yaml.YAMLError(f"it has more than {_MAX_YAML_VALUES:,} values")
+        num_values += len(next_level)
+        level = next_level
+        if not level:
+            return
+    raise yaml.YAMLError("it is nested too deeply")
 
 
 def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
@@ -205,7 +253,7 @@ def parse_override(text: str) -> Tree:
     if not equals or not key:
         raise UserError(f"--set {text}: expected key.path=value; write for example --set train.micro_batch=32")
     try:
-        tree: Any = yaml.load(value, _UniqueKeyLoader)
+        tree: Any = parse_yaml(value)
     except _DuplicateKey as error:
         raise UserError(f"--set {text}: {error.problem}; keep one of the two") from None
     except yaml.YAMLError:

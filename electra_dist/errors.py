@@ -14,13 +14,20 @@ EXIT_STOPPED = 75  # Stopped early on purpose (signal, deadline, stop file), or 
 EXIT_USER_ERROR = 78  # The configuration or the data is wrong; do not requeue.
 
 
+_LONGEST_MESSAGE = 2000  # characters
+
+
 def error_line(error: Exception) -> str:
     """Return the line that a process prints to stderr about an error that the user must fix.
 
     It begins with "error: ". A line break, a control character or an undecodable byte in the message, which can only
-    come from a file name or a value of the user's, is written as an escape such as \\n, so that it stays one line.
+    come from a file name or a value of the user's, is written as an escape such as \\n, so that it stays one line. The
+    middle of a very long message, which quotes a value of the user's, is left out.
     """
     message = str(error)
+    if len(message) > _LONGEST_MESSAGE:
+        half = _LONGEST_MESSAGE // 2
+        message = f"{message[:half]} ... {message[-half:]}"
     escaped = [char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in message]
     return "error: " + "".join(escaped)
 

@@ -5,6 +5,7 @@ Without this, the next line that a run prints would end it. What a run prints is
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any, TextIO, cast
@@ -58,5 +59,7 @@ def outlive_the_reader() -> None:
         stream = getattr(sys, name)
         if stream is None:  # Python found the file closed
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (kept until the process ends)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of a file name that is not UTF-8
         if not isinstance(stream, LastingStream):
             setattr(sys, name, cast(TextIO, LastingStream(stream)))

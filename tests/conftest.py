@@ -29,6 +29,7 @@ LONG = (
     "checkpoint",
     "data",
     "finetune",
+    "fuzz",
 )
 
 

@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import parse_json
 from electra_dist.store.retry import Rereading
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,7 @@ SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_FOLDER = re.compile(r"step-(\d{8,})-a(\d{4,})")
+_FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")
 
 
 class _Frozen(BaseModel):
@@ -169,10 +170,10 @@ class Manifest(_Frozen):
             TornCheckpoint: a byte was changed, the format is not known, or a part of a parameter is not covered.
         """
         try:
-            tree = json.loads(data)
+            tree = parse_json(data)
             # Equal numbers can be written in several ways in JSON; only the way of `dump` is accepted.
             is_canonical = isinstance(tree, dict) and canonical_json(tree).encode() + b"\n" == data
-        except (ValueError, RecursionError):
+        except ValueError:
             raise TornCheckpoint(f"{MANIFEST} is not valid JSON: bytes of it were changed") from None
         if not is_canonical:
             raise TornCheckpoint(f"{MANIFEST} is not in its canonical form: bytes of it were changed")

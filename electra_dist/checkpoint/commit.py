@@ -42,6 +42,7 @@ from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, Hel
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import parse_json
 from electra_dist.store.retry import Rereading
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
@@ -178,8 +179,12 @@ def newest_attempt(target: Store) -> int:
     It is the highest number of the files `attempts/NNNN.json`, of which every start creates one; files of other names
     are passed over. Costs one listing.
     """
-    names = [_ATTEMPT_KEY.fullmatch(key) for key in target.list(_ATTEMPTS)]
-    return max((int(name["number"]) for name in names if name is not None), default=0)
+    numbers = [0]
+    for key in target.list(_ATTEMPTS):
+        name = _ATTEMPT_KEY.fullmatch(key)
+        if name is not None and key == _attempt_key(int(name["number"])):
+            numbers.append(int(name["number"]))
+    return max(numbers)
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
@@ -433,7 +438,7 @@ def _read_entry(target: Store, key: str) -> FileEntry:
             f"{target.url}/{key}: {fault}, at every reading; check the disk or the storage service, then start the "
             f"run again"
         )
-    return FileEntry.model_validate_json(data)
+    return FileEntry.model_validate(parse_json(data))
 
 
 def _is_entry(name: str) -> bool:

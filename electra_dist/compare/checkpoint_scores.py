@@ -15,7 +15,8 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from electra_dist.compare.comparison_config import CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
@@ -35,6 +36,7 @@ from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,9 @@ class Score:
     standard_error: float | None = None  # over the choice of the test examples; None if it is not known
     layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
     details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of pair, or "layer 2" -> its score
+
+
+_SCORE = TypeAdapter(Score)
 
 
 class TaskMeasure(Measure):
@@ -260,17 +265,20 @@ class Scores:
             measure: the way of scoring, such as a task.
 
         Raises:
-            ValueError: the file of the score is not valid JSON; delete it, and the checkpoint is scored again.
+            UserError: the file of the score is damaged.
         """
         path = self._path(entry, cell, step, measure)
         if not path.exists():
             return None
-        record: dict[str, Any] = json.loads(path.read_text())
-        identity = record.pop("identity")
+        next_step = "delete it, and the checkpoint is scored again"
+        record = read_json_object(path, next_step)
+        identity = record.pop("identity", None)
         if identity != self._identity(cell, step, measure):
             return None
-        record["failures"] = tuple(record["failures"])  # JSON has lists only
-        return Score(**record)
+        try:
+            return validate_json(_SCORE, record)
+        except DamagedJson as error:
+            raise damaged_file(path, error, next_step) from None
 
     def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
         """Score a checkpoint in several ways, and write each score as soon as it is complete.

@@ -16,6 +16,7 @@ from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import Criterion
 from electra_dist.compare.significance import Difference, difference_text, paired_difference
 from electra_dist.run.jsonl import JsonlFile, read_records
+from electra_dist.run.record_checks import criterion_fault
 
 CRITERION_FILE = "criterion.jsonl"  # in the output folder: one line for the criterion, and one for each change of it
 
@@ -89,7 +90,7 @@ def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str
     """
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")
-    records = read_records(file)
+    records = read_records(file, criterion_fault)
     if not records or records[-1]["criterion"] != content:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = {"time": now, "scores": num_scores, "criterion": content}

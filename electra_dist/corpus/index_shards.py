@@ -12,7 +12,6 @@ Limits: only the top folder is indexed; shards in sub-folders, for example of a 
 from __future__ import annotations
 
 import hashlib
-import io
 import tarfile
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from electra_dist.corpus.build_request import tokenizer_entry
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_writer import MEMBER_SUFFIX
+from electra_dist.data.stored_arrays import CheckedTarInfo, parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -121,15 +121,15 @@ def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
 
     Raises:
         tarfile.TarError: the file is not an uncompressed tar.
-        ValueError: the member is not a .npy file, or needs pickle.
+        ValueError: the member is not a complete .npy file, or needs pickle.
     """
-    with tarfile.open(path, "r:") as tar:
+    with tarfile.open(path, "r:", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
                 continue
             stream = tar.extractfile(member)
             if stream is not None:  # None for a member that is not a file
-                return member.name, np.load(io.BytesIO(stream.read()), allow_pickle=False)
+                return member.name, parse_array(stream.read())
     return "", None
 
 

@@ -27,6 +27,7 @@ from electra_dist.config import Positive, Section, canonical_json
 from electra_dist.data.verified_read import read_verified
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
 
 MANIFEST_KEY = "corpus.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -176,16 +177,11 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
         ManifestMismatch: The content is not JSON, or a value is missing or not valid; the message names its key.
     """
     try:
-        return CorpusManifest.model_validate(json.loads(text))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ManifestMismatch(f"{url}: not JSON; build the corpus again or restore the file") from None
+        return CorpusManifest.model_validate(parse_json(text))
+    except DamagedJson as error:
+        raise ManifestMismatch(f"{url}: damaged: {error}; restore corpus.json or build the corpus again") from None
     except ValidationError as error:
-        first_error = error.errors()[0]
-        key = ".".join(str(part) for part in first_error["loc"])  # For example shards.0.sha256.
-        reason = first_error["msg"].removeprefix("Value error, ")
-        raise ManifestMismatch(
-            f"{url}: the value of `{key}` is wrong: {reason}; restore corpus.json or build the corpus again"
-        ) from None
+        raise ManifestMismatch(f"{url}: {first_fault(error)}; restore corpus.json or build the corpus again") from None
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:

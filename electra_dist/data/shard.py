@@ -37,16 +37,12 @@ from numpy.typing import NDArray
 
 from electra_dist.data.row_checksums import Checksums, checksum_keys, row_checksums
 from electra_dist.data.shard_writer import MEMBER_SUFFIX
+from electra_dist.data.stored_arrays import MAX_HEADER_BYTES, CheckedTarInfo, read_array_header
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 
 _BYTES_AT_A_TIME = 1 << 18  # of a shard that is read whole; it stays in the cache of a core
-_MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
-_HEADER_READERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 class _Block(NamedTuple):
@@ -254,7 +250,7 @@ class Shard:
             StoreError: The name of a member is absolute or contains "..".
         """
         blocks = []
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
+        with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
             for member in tar:
                 check_key(member.name.removeprefix("./").rstrip("/"))
                 if member.isreg() and member.name.endswith(MEMBER_SUFFIX):
@@ -275,12 +271,12 @@ class Shard:
         if end > len(self._map) or member.issparse():
             raise ValueError(f"member {member.name} is cut short; it should have {member.size} bytes")
         # An .npy file is a magic string with a version, then a header with shape and type, then the array.
-        header_end = min(end, member.offset_data + _MAX_HEADER_BYTES)
+        header_end = min(end, member.offset_data + MAX_HEADER_BYTES)
         header = io.BytesIO(self._map[member.offset_data : header_end])
-        version = np.lib.format.read_magic(header)
-        if version not in _HEADER_READERS:
-            raise ValueError(f"member {member.name} has .npy version {version}; only (1, 0) and (2, 0) can be read")
-        shape, is_fortran_order, dtype = _HEADER_READERS[version](header)
+        try:
+            shape, is_fortran_order, dtype = read_array_header(header)
+        except ValueError as error:
+            raise ValueError(f"member {member.name}: {error}") from None
         header_bytes = header.tell()
         seq_len, row_dtype = self.kind
         is_table_of_rows = len(shape) == 2 and shape[1] == seq_len and not is_fortran_order

@@ -25,12 +25,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Config
 from electra_dist.engine.process_group import ranks_on_this_node
@@ -40,13 +41,16 @@ from electra_dist.model.row_layout import example_bounds
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.run.folder import MICRO_BATCH_FILE
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import read_json_as
 
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 _LEAST_MEASURED_ROWS = 16  # on a GPU, for the larger of the two measurements, if they fit
 
 # Predicts how many rows of a config fit into some free bytes of one GPU of a number of ranks.
 PredictRows = Callable[[Config, float, int], int]
+
+
+_KNOWN_SIZES = TypeAdapter(dict[str, Annotated[int, Field(ge=0, lt=1 << 31)]])  # device and ranks -> rows
 
 
 def with_micro_batch(
@@ -72,11 +76,10 @@ def with_micro_batch(
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
-    known_sizes: dict[str, int] = {}
-    if file.exists():
-        known_sizes = read_json_object(file, "delete it, and the next start measures again")
+    known_sizes = read_known_sizes(file.parent)
     size_on_this_rank = known_sizes.get(key, 0)
-    if size_on_this_rank == 0:
+    rows_per_rank = config.train.global_batch // dist.get_world_size()
+    if size_on_this_rank == 0 or rows_per_rank % size_on_this_rank:
         size_on_this_rank = _largest(config, module, device, predict_rows)
     smallest_size = torch.tensor(size_on_this_rank, device=device)
     dist.all_reduce(smallest_size, dist.ReduceOp.MIN)
@@ -91,6 +94,18 @@ def with_micro_batch(
             out.write(json.dumps(known_sizes | {key: size}, indent=1).encode() + b"\n")
     train = config.train.model_copy(update={"micro_batch": size, "largest_micro_batch": False})
     return config.model_copy(update={"train": train})
+
+
+def read_known_sizes(run_dir: Path) -> dict[str, int]:
+    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} before the first.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = run_dir / MICRO_BATCH_FILE
+    if not file.exists():
+        return {}
+    return read_json_as(file, _KNOWN_SIZES, "delete it, and the next start measures again")
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:

@@ -23,6 +23,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from electra_dist.config import Positive, Probability, Section
+from electra_dist.config_layers import parse_yaml
 from electra_dist.errors import UserError
 
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
@@ -222,6 +223,6 @@ def _parse_override(text: str) -> dict[str, Any]:
             hint = f"use one of {', '.join(FinetuneConfig.model_fields)}"
         raise UserError(f"--set {text}: unknown key `{key}`; {hint}")
     try:
-        return {key: yaml.safe_load(value)}
+        return {key: parse_yaml(value)}
     except yaml.YAMLError:
         raise UserError(f"--set {text}: the value is not valid YAML; put it in quotes") from None

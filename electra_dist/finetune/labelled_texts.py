@@ -9,15 +9,15 @@ that is too long loses the last token of its longer text, again and again, until
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.tokenizer import WordPieceTokenizer
 
 Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
@@ -235,11 +235,9 @@ def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[
     rows: list[Row] = []
     for number, line in lines:
         try:
-            record: Any = json.loads(line)
-        except ValueError:
-            record = None  # not JSON; reported like JSON that is not an object
-        if not isinstance(record, dict):
-            raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
+            record = parse_json_object(line)
+        except DamagedJson:
+            raise UserError(f"{file}:{number}: not a JSON object; write one object per line") from None
         missing = [column for column in columns if column not in record]
         if missing:
             raise UserError(

@@ -14,14 +14,14 @@ How: the suffix decides the format.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from electra_dist.errors import UserError
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 
 _SUFFIXES = (".jsonl", ".txt")
 
@@ -123,11 +123,9 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
         UserError: the line is not a JSON object, or lacks one of the two sentences.
     """
     try:
-        record: Any = json.loads(line)
-    except ValueError:
-        record = None  # not JSON; reported like JSON that is not an object
-    if not isinstance(record, dict):
-        raise UserError(f"{file}:{number}: not a JSON object; write one object per line")
+        record = parse_json_object(line)
+    except DamagedJson:
+        raise UserError(f"{file}:{number}: not a JSON object; write one object per line") from None
     for key in ("sentence_good", "sentence_bad"):
         sentence = record.get(key)
         if not isinstance(sentence, str) or not sentence.strip():

@@ -12,7 +12,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.table import Table
+
+from electra_dist.store.json_file import DamagedJson, validate_json
 
 GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
 
@@ -47,9 +50,13 @@ class Result:
         """Build the result from a parsed line of results.jsonl, whose keys are the field names.
 
         Raises:
-            TypeError: a key is missing or unknown, for example because another version of the package wrote the line.
+            DamagedJson: a key is missing or unknown, for example because another version of the package wrote the
+                line, or a value is of another type.
         """
-        return cls(**record)
+        unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise DamagedJson(f"it has the unknown key {min(unknown)}")
+        return validate_json(_RESULT, record)
 
     def numbers(self) -> dict[str, Any]:
         """Return all fields except `seconds`, for the comparison of two results of the same seed.
@@ -57,6 +64,9 @@ class Result:
         The computing time is the only field that differs when the same seed is computed again on the same machine.
         """
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
+
+
+_RESULT = TypeAdapter(Result)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ mapped files. A batch may need as many shards as a window has.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.run.folder import IDENTITY_FILE, is_run_folder, open_run
+from electra_dist.run.folder import IDENTITY_FILE, is_run_folder, open_run, read_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
@@ -233,7 +232,7 @@ def _check_fingerprint(run_dir: Path, url: str, manifest: CorpusManifest) -> Non
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return
-    fingerprint = json.loads(identity_file.read_text())["corpus_fingerprint"]
+    fingerprint = read_identity(run_dir)["corpus_fingerprint"]
     if fingerprint != manifest.fingerprint:
         raise ManifestMismatch(
             f"{url}: the corpus has changed since the run {run_dir} began: its fingerprint is "

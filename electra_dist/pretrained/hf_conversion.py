@@ -29,7 +29,7 @@ from tokenizers import BertWordPieceTokenizer
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import replacing
-from electra_dist.tokenizer import VOCAB_FILE
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 State = Mapping[str, torch.Tensor]  # parameter name -> value
 
@@ -411,12 +411,12 @@ def _write(
 
     Raises:
         StoreError: a file cannot be written.
+        UserError: `vocab_file` is damaged.
     """
+    vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
     _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
-    tokens = vocab_file.read_text("utf-8").removesuffix("\n").split("\n")
-    ids = {token: token_id for token_id, token in enumerate(tokens)}  # the line number is the id
-    tokenizer = BertWordPieceTokenizer(ids, lowercase=lowercase)
+    tokenizer = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase)
     _write_file(out_dir / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "BertTokenizer",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
@@ -37,11 +37,12 @@ from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import check_tokenizer_files, read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import DamagedJson, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
+_LARGEST_SIZE = 1 << 24  # in a config.json; no vocabulary and no layer has as many entries
 _AGAIN = "download or export the model again"  # next step in messages about a damaged file
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
 
@@ -155,11 +156,7 @@ class Pretrained:
         Raises:
             UserError: the vocabulary has another size than the model, or the model has no such tower.
         """
-        if vocabulary.size != model.vocab_size:
-            raise UserError(
-                f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
-                f"vocab.txt that the model was trained with"
-            )
+        _check_vocabulary(name, vocabulary, model)
         tower_state = _tower_state(state, model, tower)
         embedding_size = tower_state["embeddings.word.weight"].shape[1]  # the generator's tables may be narrower
         return cls(
@@ -202,8 +199,14 @@ class Pretrained:
         model = self.model.model_copy(update=dropout)
         with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
             module = Backbone(model, self.tower, self.special)
-        module.to_empty(device="cpu")
         weights = {key: value for key, value in self.state.items() if not key.startswith("head.")}
+        for key, parameter in module.state_dict().items():
+            if key in weights and weights[key].shape != parameter.shape:
+                raise UserError(
+                    f"{self.name}: {key} has the shape {tuple(weights[key].shape)}, but the model's config needs "
+                    f"{tuple(parameter.shape)}; copy or export the model again"
+                )
+        module.to_empty(device="cpu")
         module.load_state_dict(weights)
         return module
 
@@ -412,13 +415,20 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     weights = read_weights(folder)
     tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
+    vocabulary, lowercase = _hugging_face_vocabulary(folder)
+    _check_vocabulary(str(folder), vocabulary, model)
+    num_layers = len({name.split(".")[3] for name in weights if name.startswith("electra.encoder.layer.")})
+    if num_layers < model.discriminator.num_layers:
+        raise UserError(
+            f"{folder}: the weights lack layers, because there are {num_layers} and config.json has "
+            f"{model.discriminator.num_layers}, so this is not a complete ELECTRA model; copy or export it again"
+        )
     try:
         state = convert(weights, model)
     except KeyError as error:
         raise UserError(
             f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
         ) from None
-    vocabulary, lowercase = _hugging_face_vocabulary(folder)
     record = read_pretraining_record(folder)
     return Pretrained.from_state(
         name=str(folder),
@@ -431,6 +441,15 @@ def _from_hugging_face(folder: Path) -> Pretrained:
         gives_energies=record is not None and _gives_energies(record.objective, record.tower),
         trained_length=None if record is None else record.seq_len,
     )
+
+
+def _check_vocabulary(name: str, vocabulary: Vocabulary, model: ModelConfig) -> None:
+    """Raise UserError if the vocabulary of a model, which has a name for messages, has another size than the model."""
+    if vocabulary.size != model.vocab_size:
+        raise UserError(
+            f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
+            f"vocab.txt that the model was trained with"
+        )
 
 
 def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
@@ -452,6 +471,9 @@ def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
             f"{folder}/config.json: not an ELECTRA model with absolute positions (model_type {model_type}, "
             f"position_embedding_type {positions}); name the folder of an ELECTRA model"
         )
+    sizes = [value for value in settings.values() if isinstance(value, int)]
+    if max(sizes, default=0) > _LARGEST_SIZE:
+        raise UserError(f"{folder}/config.json: the size {max(sizes)} is impossible; {_AGAIN}")
     try:
         tower = {
             "hidden_size": settings["hidden_size"],
@@ -478,6 +500,31 @@ def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class _TokenizerModel:
+    """Entry "model" of Hugging Face's tokenizer.json."""
+
+    vocab: dict[str, int]  # token -> id
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalizer:
+    """Entry "normalizer" of Hugging Face's tokenizer.json."""
+
+    lowercase: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _TokenizerJson:
+    """Part of Hugging Face's tokenizer.json from which a vocabulary is read."""
+
+    model: _TokenizerModel
+    normalizer: _Normalizer
+
+
+_TOKENIZER_JSON = TypeAdapter(_TokenizerJson)
+
+
 def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
@@ -499,23 +546,26 @@ def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     if tokenizer_file.exists():
         tokenizer = read_json_object(tokenizer_file, _AGAIN)
         try:
-            ids: dict[str, int] = tokenizer["model"]["vocab"]
-            lowercase: bool = tokenizer["normalizer"]["lowercase"]
-            tokens_by_id = sorted(ids, key=lambda token: ids[token])
-        except (KeyError, TypeError):
+            parts = validate_json(_TOKENIZER_JSON, tokenizer)
+        except DamagedJson:
             raise UserError(
                 f"{tokenizer_file}: not the tokenizer of an ELECTRA model, because it has no model.vocab or no "
                 f"normalizer.lowercase; {_AGAIN}"
             ) from None
+        ids = parts.model.vocab
+        tokens_by_id = sorted(ids, key=lambda token: ids[token])
         vocabulary = Vocabulary("\n".join(tokens_by_id), str(tokenizer_file))
         _check_same_tokens(vocabulary, ids, tokenizer_file, vocab_file)
-        return vocabulary, lowercase
+        return vocabulary, parts.normalizer.lowercase
     if not vocab_file.exists():
         raise UserError(
             f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
         )
     settings = read_json_object(settings_file, _AGAIN) if settings_file.exists() else {}
-    return Vocabulary.read(vocab_file), settings.get("do_lower_case", True)
+    lowercase = settings.get("do_lower_case", True)
+    if not isinstance(lowercase, bool):
+        raise UserError(f"{settings_file}: damaged, because do_lower_case is neither true nor false; {_AGAIN}")
+    return Vocabulary.read(vocab_file), lowercase
 
 
 def _check_same_tokens(vocabulary: Vocabulary, ids: dict[str, int], tokenizer_file: Path, vocab_file: Path) -> None:

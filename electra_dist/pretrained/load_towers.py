@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
+from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
@@ -151,11 +153,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         UserError: the folder holds no weights.
     """
     if (folder / "model.safetensors").exists():
-        theirs = load_file(folder / "model.safetensors")
+        theirs = _read_safetensors(folder / "model.safetensors")
     elif (folder / _INDEX_FILE).exists():
         theirs = _read_indexed(folder)
     elif (folder / "pytorch_model.bin").exists():
-        theirs = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        theirs = _read_pytorch_file(folder / "pytorch_model.bin")
     else:
         raise UserError(
             f"{folder}: holds neither model.safetensors nor pytorch_model.bin; copy the model's whole folder there"
@@ -173,13 +175,48 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
         UserError: the index is damaged, or a file that it lists is missing.
     """
     file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
-    if not isinstance(file_of, dict):
+    if not isinstance(file_of, dict) or not file_of:
         raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
     theirs: dict[str, torch.Tensor] = {}
     for name in sorted({str(file) for file in file_of.values()}):
         if not (folder / name).exists():
             raise UserError(f"{folder / name}: {_INDEX_FILE} lists this file; copy the model's whole folder there")
-        theirs |= load_file(folder / name)
+        theirs |= _read_safetensors(folder / name)
+    return theirs
+
+
+def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, on the host.
+
+    Raises:
+        StoreError: the file cannot be read.
+        UserError: the file is damaged.
+    """
+    with readable(file):
+        try:
+            return load_file(file)
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: damaged ({error}); {_COPY_AGAIN}") from None
+
+
+def _read_pytorch_file(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of torch.save, on the host; no code in it is executed.
+
+    Raises:
+        StoreError: the file cannot be read.
+        UserError: the file is damaged, or holds other objects than tensors.
+    """
+    with readable(file):
+        try:
+            theirs = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a damaged pickle raises errors of any kind)
+            reason = str(error).split("\n")[0]
+            raise UserError(f"{file}: damaged ({type(error).__name__}: {reason}); {_COPY_AGAIN}") from None
+    is_state = isinstance(theirs, dict) and all(isinstance(tensor, torch.Tensor) for tensor in theirs.values())
+    if not is_state:
+        raise UserError(f"{file}: damaged, because it holds other objects than tensors; {_COPY_AGAIN}")
     return theirs
 
 

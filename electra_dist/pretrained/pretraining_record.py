@@ -12,11 +12,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import file_sha256, readable, replacing
 from electra_dist.store.interface import check_key
+from electra_dist.store.json_file import read_json_as
 from electra_dist.tokenizer import NamedDigest, check_digest
 
 PRETRAINING_FILE = "pretraining.json"
@@ -62,11 +62,7 @@ def read_pretraining_record(folder: Path) -> PretrainingRecord | None:
     file = folder / PRETRAINING_FILE
     if not file.exists():
         return None
-    try:
-        return PretrainingRecord.model_validate_json(file.read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
-        reason = str(error).replace("\n", " ")
-        raise UserError(f"{file}: damaged ({reason}); export the model again, or delete the file") from None
+    return read_json_as(file, TypeAdapter(PretrainingRecord), "export the model again, or delete the file")
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -23,6 +23,7 @@ from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run
 from electra_dist.store.atomic_files import readable
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
 from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
 
 
@@ -70,11 +71,13 @@ def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
         expected = named_digest(run_dir, TOKENIZER_FILE)
         if expected is not None:
             check_digest(data, str(file), expected)
-        return TokenizerEntry.model_validate_json(data)
+        return TokenizerEntry.model_validate(parse_json(data))
     except OSError as error:
         reason = error.strerror
+    except DamagedJson as error:
+        reason = str(error)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        reason = first_fault(error)
     raise UserError(
         f"{file}: cannot be read as the settings of a tokenizer ({reason}); copy tokenizer.json from a backup "
         f"of this run, or start the run once more, which writes it again from the corpus"

@@ -41,6 +41,7 @@ from electra_dist.report.plot_style import (
     svg_style,
 )
 from electra_dist.run.jsonl import Record
+from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.writers.metrics_writer import read_metrics
 
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
@@ -116,7 +117,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     Returns:
         `out`, as a path.
     """
-    run = RunCurves(name=Path(run_dir).name, records=with_baselines(read_metrics(Path(run_dir))))
+    run = RunCurves(name=Path(run_dir).name, records=with_baselines(read_metrics(Path(run_dir), whole_metrics_fault)))
     panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)

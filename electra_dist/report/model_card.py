@@ -26,6 +26,7 @@ from electra_dist.report.curves import write_curves_png
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count
+from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.atomic_files import replacing
 
@@ -74,7 +75,7 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
         UserError: `license_id` is no identifier, metrics.jsonl is damaged, or a folder cannot be written.
     """
     check_license(license_id)
-    records = read_metrics(run_dir)
+    records = read_metrics(run_dir, whole_metrics_fault)
     versions = read_environment(run_dir).get("versions", {})
     curves = _draw_curves(run_dir) if records else None
     cards = []

@@ -284,7 +284,7 @@ def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
         return []
     rows = []
     models = {(device["name"], device["memory_gb"]) for device in devices}
-    for name, memory_gb in sorted(models):
+    for name, memory_gb in sorted(models, key=str):
         count = sum(device["name"] == name for device in devices)
         memory = f", {memory_gb} GB" if memory_gb else ""
         rows.append(("GPUs of a node", f"{count} x {name}{memory}"))

@@ -11,11 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from electra_dist.analysis.energy import Energy, energy_of
 from electra_dist.analysis.goodput import Goodput, goodput
 from electra_dist.config import Config
+from electra_dist.config_layers import read_yaml
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
 from electra_dist.report.curve_points import RunCurves
@@ -24,6 +23,7 @@ from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.run.writers.text_samples import read_newest_samples
 from electra_dist.tracking.settings import without_secrets
@@ -107,7 +107,7 @@ def read_run(run_dir: Path) -> RunRecord:
         raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
         raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); give the run_dir of an existing run")
-    metrics = read_metrics(run_dir)
+    metrics = read_metrics(run_dir, whole_metrics_fault)
     ledger = read_ledger(run_dir)
     return RunRecord(
         name=run_dir.resolve().name,
@@ -131,8 +131,7 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
     file = run_dir / CONFIG_FILE
     if not file.exists():
         return {}
-    tree: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    return without_secrets(tree)
+    return without_secrets(read_yaml(file))
 
 
 def _config(run_dir: Path) -> Config | None:

@@ -23,8 +23,10 @@ from typing import Any
 
 import psutil
 
+from electra_dist.errors import UserError
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
+from electra_dist.run.record_checks import environment_fault
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_object
 from electra_dist.version import VERSION
@@ -188,4 +190,9 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
     path = Path(run_dir) / ENVIRONMENT_FILE
     if not path.exists():
         return {}
-    return read_json_object(path, "move it away; the next start of the run writes it again")
+    next_step = "move it away; the next start of the run writes it again"
+    content = read_json_object(path, next_step)
+    fault = environment_fault(content)
+    if fault:
+        raise UserError(f"{path}: damaged, because {fault}; {next_step}")
+    return content

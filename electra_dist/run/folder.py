@@ -122,7 +122,12 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     if not identity_file.exists():
         return {}
     next_step = "move it away if this is the run that you mean to continue, and the next start writes it again"
-    return read_json_object(identity_file, next_step)
+    identity = read_json_object(identity_file, next_step)
+    if not isinstance(identity.get("numerics", FIRST_NUMERICS), int):
+        raise UserError(f"{identity_file}: damaged, because `numerics` is not a whole number; {next_step}")
+    if not isinstance(identity.get("corpus_fingerprint"), str):
+        raise UserError(f"{identity_file}: damaged, because `corpus_fingerprint` is not a text; {next_step}")
+    return identity
 
 
 def recorded_numerics(run_dir: Path) -> int | None:
@@ -133,7 +138,8 @@ def recorded_numerics(run_dir: Path) -> int | None:
     """
     if not (run_dir / IDENTITY_FILE).exists():
         return None
-    return int(read_identity(run_dir).get("numerics", FIRST_NUMERICS))
+    numerics: int = read_identity(run_dir).get("numerics", FIRST_NUMERICS)
+    return numerics
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:

@@ -23,12 +23,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.node_strikes import node_name
+from electra_dist.run.record_checks import Count, Number
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 
 RECORD_BYTES = 512  # length of every heartbeat file
 _OLDER_RECORD_BYTES = 320  # of versions without the field `reason`
@@ -47,14 +51,17 @@ class Beat:
 
     pid: int
     host: str  # name of the node, as in strikes.jsonl
-    rank: int
-    attempt: int  # start of the run, from 1; 0 until it is known
+    rank: Count
+    attempt: Count  # start of the run, from 1; 0 until it is known
     phase: Phase
-    step: int  # optimizer steps done
-    time: float  # of this beat
-    phase_since: float  # first beat of this phase
-    step_s: float | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+    step: Count  # optimizer steps done
+    time: Number  # of this beat
+    phase_since: Number  # first beat of this phase
+    step_s: Number | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
     reason: str = ""  # what this rank waits for, in the training thread (phase "storage") or in another one
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 class Heartbeat:
@@ -206,10 +213,12 @@ def _decode(line: bytes) -> Beat | None:
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     is_whole = len(line) in (RECORD_BYTES, _OLDER_RECORD_BYTES) and checksum.isdigit()
-    if not is_whole or int(checksum) != zlib.crc32(body):
+    if not is_whole or checksum != str(zlib.crc32(body)).encode():
         return None
-    fields: dict[str, Any] = json.loads(body + b"}")
-    return Beat(**fields)
+    try:
+        return validate_json(_BEAT, parse_json(body + b"}"))
+    except DamagedJson:
+        return None
 
 
 def _read(path: Path) -> Beat | None:
@@ -217,7 +226,7 @@ def _read(path: Path) -> Beat | None:
 
     Returns None if there is no file, or if its content stays invalid, as after a machine lost power.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         for _ in range(_TRIES):
             beat = _decode(path.read_bytes())
             if beat is not None:

@@ -17,13 +17,14 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing, store_error, writable
+from electra_dist.store.atomic_files import readable, replacing, store_error, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 
 Record = dict[str, Any]
 
@@ -170,35 +171,45 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
     """Return all whole records of a JSON-lines file, oldest first; an empty list if there is no file.
 
     A torn last line is left out. The strings "NaN", "Infinity" and "-Infinity" become floats.
 
+    Args:
+        path: the file.
+        fault_of: returns what is wrong with a record, "" for a good one, such as a function of `record_checks.py`;
+            None accepts every JSON object.
+
     Raises:
-        UserError: a whole line is not a JSON object; names the line. A killed writer cannot cause this.
+        UserError: a whole line is not a JSON object, or has a fault; names the line. A killed writer cannot cause it.
+        StoreError: the file cannot be read.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
+    with readable(path):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return []
     records = []
     *lines, _ = content.split(b"\n")  # after the last newline comes nothing, or a torn line
     for number, line in enumerate(lines, start=1):
         record = _parse_object(line)
         if record is None:
             raise UserError(f"{path}:{number}: not a JSON object; the file is damaged: delete this line or the file")
-        records.append(_strings_to_floats(record))
+        record = _strings_to_floats(record)
+        fault = fault_of(record) if fault_of is not None else ""
+        if fault:
+            raise UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
+        records.append(record)
     return records
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line; None if the line is not JSON, or is another value, such as a number."""
     try:
-        value = json.loads(line)
-    except ValueError:
+        return parse_json_object(line)
+    except DamagedJson:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _floats_to_strings(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from electra_dist.run.folder import JOBS_FILE, LEDGER_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
+from electra_dist.run.record_checks import job_fault, ledger_fault
 
 Event = Literal[
     "start",
@@ -94,7 +95,7 @@ def read_ledger(path: Path) -> list[Record]:
     """
     path = Path(path)
     file = path / LEDGER_FILE if path.is_dir() else path
-    return read_records(file)
+    return read_records(file, ledger_fault)
 
 
 def read_jobs(run_dir: Path) -> list[Record]:
@@ -106,7 +107,7 @@ def read_jobs(run_dir: Path) -> list[Record]:
     Raises:
         UserError: the file is damaged; names the line.
     """
-    return read_records(Path(run_dir) / JOBS_FILE)
+    return read_records(Path(run_dir) / JOBS_FILE, job_fault)
 
 
 def newest_checkpoint(ledger: Sequence[Record]) -> int:

@@ -23,10 +23,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from electra_dist.errors import UserError
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.jsonl import encode, read_records
+from electra_dist.run.record_checks import Number
 from electra_dist.store.atomic_files import writable
+from electra_dist.store.json_file import DamagedJson, validate_json
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
 # A character takes at most 6 bytes of JSON, so with these limits a line stays within PIPE_BUF (4096 bytes).
@@ -41,11 +45,14 @@ class Strike:
     Submissions to Slurm exclude the node until the strike expires.
     """
 
-    time: float  # Unix seconds
+    time: Number  # Unix seconds
     node: str  # its name for the scheduler and in the host file
     device: str  # "GPU 3", or "" for the node as a whole
     reason: str
     by: str  # the part that found it: "preflight", "supervise", ...
+
+
+_STRIKE = TypeAdapter(Strike)
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -107,8 +114,8 @@ def read_strikes(run_dir: Path) -> list[Strike]:
     strikes = []
     for number, record in enumerate(read_records(path), start=1):
         try:
-            strikes.append(Strike(**record))
-        except TypeError:
+            strikes.append(validate_json(_STRIKE, record))
+        except DamagedJson:
             raise UserError(
                 f"{path}:{number}: not a strike with the fields time, node, device, reason and by; delete this line"
             ) from None

@@ -10,6 +10,7 @@ holds a credential.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,15 @@ class Store(ABC):
         return f"{type(self).__name__}({self.url})"
 
 
+def _is_file_name(key: str) -> bool:
+    """Return whether the file system can write all characters of a key; it cannot write half of a surrogate pair."""
+    try:
+        os.fsencode(key)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_key(key: str) -> str:
     """Return `key` unchanged if it is a relative path that stays inside the folder of a store; otherwise raise.
 
@@ -157,9 +167,10 @@ def check_key(key: str) -> str:
     """
     has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
-    if has_bad_part or has_bad_character:
+    if has_bad_part or has_bad_character or not _is_file_name(key):
         raise StoreError(
             f"key {key!r} is not a relative path inside the store: it must not be empty or absolute, nor have empty, "
-            f"'.' or '..' parts, backslashes or control characters; correct or rebuild the file that names this key"
+            f"'.' or '..' parts, backslashes, control characters or characters that no file name has; correct or "
+            f"rebuild the file that names this key"
         )
     return key

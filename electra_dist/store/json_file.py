@@ -1,13 +1,92 @@
-"""Read a file with one JSON object, and refuse a damaged one in one line."""
+"""Read JSON. Every reader of a JSON file or of a line of JSON uses this module, so that each damage is one error.
+
+Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
+
+Guarantee: bytes that are no JSON text end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
+torn or empty text, bytes that are not UTF-8, thousands of nested lists, or an integer of thousands of digits. No
+integer that is returned has more than 64 bits, so that arithmetic with it and its conversion to a float succeed.
+
+Cost: that of `json.loads`, and one search through the text.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import readable
+
+T = TypeVar("T")
+
+_MAX_DEPTH = 100  # of lists and objects within one another; a recursive function over them stays far from its limit
+_TOO_DEEP = "it is not JSON of this project (nested too deeply)"
+# Only an integer of so many digits can have more than 64 bits. Most texts have none and are parsed at full speed.
+_LONG_NUMBER = re.compile(r"\d{19}")
+
+
+class DamagedJson(ValueError):
+    """Error for bytes that are not JSON, or whose JSON value has another shape than expected; the message says why."""
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of a JSON text in UTF-8, which may begin with a byte order mark.
+
+    NaN, Infinity and -Infinity, which Python writes, are accepted.
+
+    Raises:
+        DamagedJson: the data is no JSON text in UTF-8, is nested too deeply, or has an integer of more than 64 bits.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        has_long_number = _LONG_NUMBER.search(text) is not None
+        tree = json.loads(text, parse_int=_parse_int) if has_long_number else json.loads(text)
+    except RecursionError:
+        raise DamagedJson(_TOO_DEEP) from None
+    except UnicodeDecodeError as error:
+        raise DamagedJson(f"it is not JSON (byte {error.start} is not UTF-8)") from None
+    except json.JSONDecodeError as error:
+        reason = "it is empty" if not text.strip() else str(error)
+        raise DamagedJson(f"it is not JSON ({reason})") from None
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(tree):
+        raise DamagedJson(_TOO_DEEP)
+    return tree
+
+
+def parse_json_object(data: bytes | str) -> dict[str, Any]:
+    """Return the JSON object in a text, as `parse_json` does.
+
+    Raises:
+        DamagedJson: the data is no JSON, or another JSON value than an object.
+    """
+    tree = parse_json(data)
+    if not isinstance(tree, dict):
+        raise DamagedJson("it is not a JSON object")
+    return tree
+
+
+def validate_json(kind: TypeAdapter[T], tree: object) -> T:
+    """Return a parsed JSON value as an object of the type of `kind`.
+
+    Raises:
+        DamagedJson: the value has another shape; the message names the first wrong key.
+    """
+    try:
+        return kind.validate_python(tree)
+    except ValidationError as error:
+        raise DamagedJson(first_fault(error)) from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a value that pydantic has refused as one line: the key and what is wrong with it."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    reason = fault["msg"].removeprefix("Value error, ")
+    return f"the value of `{key}` is wrong: {reason}" if key else reason
 
 
 def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
@@ -25,9 +104,59 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
     with readable(path):
         data = path.read_bytes()
     try:
-        tree = json.loads(data)
-    except ValueError as error:  # also for bytes that are not UTF-8
-        raise UserError(f"{path}: damaged, because it is not JSON ({error}); {next_step}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: damaged, because it holds no JSON object; {next_step}")
-    return tree
+        return parse_json_object(data)
+    except DamagedJson as error:
+        raise damaged_file(path, error, next_step) from None
+
+
+def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
+    """Return the JSON object in a local file as an object of the type of `kind`.
+
+    Args:
+        path: the file, in UTF-8.
+        kind: the type, such as that of a dataclass.
+        next_step: what the user can do about a damaged file, as an imperative; it ends the error's message.
+
+    Raises:
+        StoreMissing: there is no such file.
+        StoreError: the file cannot be read.
+        UserError: the file holds no JSON object, or one of another shape.
+    """
+    tree = read_json_object(path, next_step)
+    try:
+        return validate_json(kind, tree)
+    except DamagedJson as error:
+        raise damaged_file(path, error, next_step) from None
+
+
+def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
+    """Return the error for a damaged JSON file, to be raised by the caller.
+
+    Args:
+        place: path or URL of the file.
+        error: what is wrong with its content.
+        next_step: what the user can do, as an imperative.
+    """
+    return UserError(f"{place}: damaged, because {error}; {next_step}")
+
+
+def _is_deep(tree: object) -> bool:
+    """Return whether a JSON value has more than `_MAX_DEPTH` lists and objects within one another."""
+    level = [tree] if isinstance(tree, (dict, list)) else []
+    for _ in range(_MAX_DEPTH + 1):
+        containers = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [child for children in containers for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _parse_int(digits: str) -> int:
+    """Return the integer that a JSON text has as `digits`.
+
+    Raises:
+        DamagedJson: the number has more than 64 bits.
+    """
+    if len(digits) > 20 or abs(int(digits)) >= 1 << 64:
+        raise DamagedJson(f"it is not JSON of this project (a number of {len(digits)} digits)")
+    return int(digits)

@@ -24,6 +24,7 @@ from electra_dist.run.folder import MLFLOW_FILE, TRACKING_FILE
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.tensorboard_writer import EVAL_TAGS, HELDOUT_DIR, SHARED_TAGS, TRAIN_TAGS, scalars
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import read_json_object
 from electra_dist.tracking.background_tracker import BackgroundTracker
 from electra_dist.tracking.settings import Settings
 
@@ -157,8 +158,7 @@ def _service_ids(run_dir: Path) -> dict[str, Any]:
     file = run_dir / TRACKING_FILE
     if not file.exists():
         return {}
-    ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return ids
+    return read_json_object(file, "delete it, and the next start begins a new record at the services")
 
 
 def _remember_id(run_dir: Path, service: str, run_id: str) -> None:

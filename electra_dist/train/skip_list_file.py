@@ -9,11 +9,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SKIPPED_STEPS_FILE
+from electra_dist.run.record_checks import Count
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import read_json_as
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Content of skipped_steps.json."""
+
+    steps: list[Count]  # skipped because of a bad loss
+    rollbacks: Count
+    streak: list[Count]  # the newest stopped steps that follow one another without a gap
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 class SkipList:
@@ -49,18 +66,17 @@ class SkipList:
         The streak is the newest sequence of consecutive steps that the guard has stopped.
 
         Raises:
-            UserError: the file is not JSON, or lacks a key.
+            UserError: the file is damaged.
         """
-        try:
-            tree = json.loads(self._file.read_text())
-            self._stopped = {int(step) for step in tree["steps"]}
-            self.rollbacks = int(tree["rollbacks"])
-            self.streak = [int(step) for step in tree["streak"]]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{self._file} is not readable as JSON with the keys steps, rollbacks and streak; restore it from "
-                f"the events stopped_step and rollback in ledger.jsonl"
-            ) from None
+        next_step = "restore it from the events stopped_step and rollback in ledger.jsonl"
+        stored = read_json_as(self._file, _STORED, next_step)
+        first = stored.streak[0] if stored.streak else 0
+        is_in_a_row = stored.streak == list(range(first, first + len(stored.streak)))
+        if not is_in_a_row or not set(stored.streak) <= set(stored.steps):
+            raise UserError(f"{self._file}: damaged, because `streak` is no sequence of skipped steps; {next_step}")
+        self._stopped = set(stored.steps)
+        self.rollbacks = stored.rollbacks
+        self.streak = stored.streak
 
     def stop(self, step: int) -> None:
         """Skip a step that the guard has stopped, and add it to `streak`, the list of steps stopped in a row.

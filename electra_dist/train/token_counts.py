@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0
+from electra_dist.data.stored_arrays import parse_array
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.process_group import local_device
+from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import readable, replacing
 from electra_dist.store.patience import Patience
 from electra_dist.train.input_checks import OpenCorpus
 
@@ -54,7 +56,7 @@ def unigram_counts(
     if counts_of_builder is not None:
         return np.asarray(counts_of_builder, np.int64)
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
-    counts_of_earlier_start = from_rank_0(lambda: np.load(file) if file.exists() else None)
+    counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size) if file.exists() else None)
     if counts_of_earlier_start is not None:
         return counts_of_earlier_start
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
@@ -67,6 +69,28 @@ def unigram_counts(
     if dist.get_rank() == 0:
         patience.call(lambda: _write_counts(file, count_V))
     return count_V
+
+
+def read_counts(file: Path, vocab_size: int) -> np.ndarray:
+    """Return the counts that an earlier start has written, int64 [V].
+
+    Args:
+        file: the file in the run folder.
+        vocab_size: number V of token ids.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    next_step = "delete it, and the next start counts again"
+    with readable(file):
+        data = file.read_bytes()
+    try:
+        counts_V = parse_array(data)
+    except ValueError as error:
+        raise UserError(f"{file}: damaged, because {error}; {next_step}") from None
+    if counts_V.shape != (vocab_size,) or counts_V.dtype != np.int64:
+        raise UserError(f"{file}: damaged, because it does not hold {vocab_size} counts; {next_step}")
+    return counts_V.copy()  # which can be written to
 
 
 def _write_counts(file: Path, count_V: np.ndarray) -> None:

@@ -93,7 +93,7 @@ def facts(run: Path) -> Facts:
     Raises:
         UserError: `run` is not a run folder, or a file in it is damaged.
     """
-    scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
+    scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
     records = read_metrics(run)
@@ -136,7 +136,8 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 def _submit_command(script: Path) -> str:
     """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
-    return script.read_text().splitlines()[1].removeprefix("# ")
+    lines_of_script = script.read_text(errors="replace").splitlines()
+    return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
 
 
 def lines(seen: Facts) -> list[str]:

@@ -25,6 +25,7 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
+from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
@@ -233,7 +234,7 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
         checkpoints: (name, state) of each checkpoint; each state holds one receipt.
     """
     marks = []
-    for record in read_metrics(run_dir):
+    for record in read_metrics(run_dir, whole_metrics_fault):
         if record["kind"] == "train":
             receipt = Receipt(rows=record["rows_seen"], digest=int(record["receipt"], base=16))
             marks.append(Mark(step=record["step"], source=METRICS_FILE, receipt=receipt))

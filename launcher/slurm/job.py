@@ -88,8 +88,16 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
 
     Returns:
         The action of the batch script, its exit code and the reason.
+
+    Raises:
+        UserError: the begin of this job is missing.
     """
-    newest_begin = next(record for record in reversed(jobs) if record["event"] == "begin")
+    begins = [record for record in jobs if record["event"] == "begin"]
+    if not begins:
+        raise UserError(
+            f"{JOBS_FILE}: the begin of job {end.job} is missing; restore the file, or submit the run again"
+        )
+    newest_begin = begins[-1]
     if (newest_begin["job"], newest_begin["restart"]) != (end.job, end.restart):  # This job's node was cut off.
         why = f"newer job {newest_begin['job']} has taken the run over"
         return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
@@ -162,7 +170,7 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
             break
         if record["event"] != "begin":
             continue
-        if record["checkpoint_step"] != reached_step:
+        if record.get("checkpoint_step") != reached_step:
             break  # A checkpoint was saved since this job began.
         if (record["job"], record["restart"]) not in not_counted:
             count += 1
@@ -246,8 +254,10 @@ def exit_codes(state: Path) -> dict[str, int]:
     """
     codes = {}
     for file in state.glob("exit-*"):
-        text = file.read_text().strip()
-        if text.isdigit():
+        if not file.is_file():
+            continue
+        text = file.read_bytes().strip()
+        if re.fullmatch(rb"\d{1,3}", text):
             node = file.name.removeprefix("exit-")
             codes[node] = int(text)
     return codes

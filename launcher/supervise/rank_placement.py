@@ -169,7 +169,7 @@ def _slots(hostfile: Path) -> tuple[int, ...]:
         UserError: the file cannot be read, names no host, or has a line that is not `HOST slots=N` with N >= 1.
     """
     try:
-        text = hostfile.read_text()
+        text = hostfile.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(
             f"--hostfile {hostfile}: {error.strerror}; name a file with one line `HOST slots=N` per node"
@@ -180,7 +180,7 @@ def _slots(hostfile: Path) -> tuple[int, ...]:
         words = line_without_comment.split()
         if not words:
             continue
-        slots_field = re.fullmatch(r"slots=([1-9]\d*)", words[-1])
+        slots_field = re.fullmatch(r"slots=([1-9][0-9]{0,5})", words[-1])
         if len(words) != 2 or slots_field is None:
             raise UserError(
                 f"--hostfile {hostfile}: {' '.join(words)!r} is not of the form `HOST slots=N`; correct this line"

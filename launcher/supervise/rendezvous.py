@@ -29,17 +29,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from electra_dist.engine.meeting_port import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.run.folder import MEETING_DIR
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import DamagedJson, parse_json_object, read_json_as, validate_json
 
 _KEPT_STARTS = 3  # files of older starts are deleted
 _NUM_PORTS = 64  # consecutive starts use the ports in turn
 _POLL_S = 1.0
 # Of the files in the meeting folder: start-000007.json, end-000007-node-1.json.
-_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>\d+)(?:-node-(?P<node>\d+))?\.json")
+_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0-9]+))?\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,17 @@ class _End:
     node: int
     code: int
     final: bool  # whether the node's supervisor ended, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Announcement:
+    """Announcement of a start by node 0: the content of one file start-START.json."""
+
+    port: Annotated[int, Field(gt=0, lt=1 << 16)]  # where the ranks meet on node 0
+
+
+_END = TypeAdapter(_End)
+_ANNOUNCEMENT = TypeAdapter(_Announcement)
 
 
 class Rendezvous:
@@ -102,8 +117,8 @@ class Rendezvous:
             is_new = newest > self.number
             if is_new and not node_0_left:
                 self.number = newest
-                announcement = json.loads(self._start_file(newest).read_text())
-                return int(announcement["port"])
+                next_step = "delete the folder of this file and start the run again on all nodes"
+                return read_json_as(self._start_file(newest), _ANNOUNCEMENT, next_step).port
             # If node 0 left in a newer start, that start may be one of an earlier job: keep waiting for this job's.
             took_part = self.number > 0 and newest == self.number
             if took_part and node_0_left:
@@ -181,7 +196,7 @@ class Rendezvous:
         """
         if not self._session or not self._sessions.exists():
             return ""
-        sessions = self._sessions.read_text().split()
+        sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
         if self._session not in sessions:
             return ""  # A shared file system may show an old version of the file, without this job.
         newest = sessions[-1]
@@ -260,9 +275,11 @@ class Rendezvous:
             name = _FILE_NAME.fullmatch(file.name)
             if name is None or name["node"] is None:
                 continue  # not a file of a supervisor
-            with contextlib.suppress(FileNotFoundError):  # Node 0 may have deleted the file since it was listed.
-                content = json.loads(file.read_text())
-                ends.append(_End(number=int(name["start"]), node=int(name["node"]), **content))
+            # Node 0 may have deleted the file since it was listed. A damaged report counts as none: the ranks
+            # that wait for that node are then found hung.
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError, DamagedJson):
+                content = parse_json_object(file.read_bytes())
+                ends.append(validate_json(_END, content | {"number": int(name["start"]), "node": int(name["node"])}))
         return ends
 
     def _start_file(self, number: int) -> Path:

@@ -159,10 +159,10 @@ def test_a_criterion_needs_two_seeds_and_columns_need_different_names(make_compa
 
 def test_the_context_auc_of_a_checkpoint_is_that_of_the_last_evaluation_up_to_it(tmp_path: Path) -> None:
     records = [
-        {"step": 10, "grad_norm": 1.0},
-        {"step": 10, "context_auc": 0.51, "context_auc_se": 0.01},
-        {"step": 20, "context_auc": 0.55, "context_auc_se": 0.02},
-        {"step": 30, "context_auc": "NaN"},
+        {"kind": "train", "step": 10, "grad_norm": 1.0},
+        {"kind": "eval", "step": 10, "context_auc": 0.51, "context_auc_se": 0.01},
+        {"kind": "eval", "step": 20, "context_auc": 0.55, "context_auc_se": 0.02},
+        {"kind": "eval", "step": 30, "context_auc": "NaN"},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 

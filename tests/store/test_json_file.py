@@ -11,7 +11,12 @@ from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import check_run_folder, recorded_numerics
 from electra_dist.store.json_file import read_json_object
 
-DAMAGES = [b"", b"{", b'{"a": 1}x', b"[1]", b"3", b"\xff\xfe\x00"]
+DEEP = 100_000
+DAMAGES = [
+    *(b"", b"{", b'{"a": 1}x', b"[1]", b"3", b"\xff\xfe\x00", b"\0" * 512, b'{"a": "\xed\xa0\x80"}'),
+    *(b'{"a":' * DEEP + b"1" + b"}" * DEEP, b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", b'{"a": ' + b"[" * DEEP),
+    *(b'{"a": %s}' % (b"9" * 5000), b'{"a": 18446744073709551616}', b'{"a": -18446744073709551616}'),
+]
 
 
 @pytest.mark.parametrize("content", DAMAGES)
@@ -26,6 +31,8 @@ def test_a_file_without_a_json_object_is_refused_with_the_next_step(tmp_path: Pa
 def test_an_object_is_returned_and_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text('{"a": [1, null]}')
     assert read_json_object(tmp_path / "file.json", "") == {"a": [1, None]}
+    (tmp_path / "file.json").write_bytes(b'\xef\xbb\xbf{"a": 18446744073709551615, "b": "1111111111111111111111"}')
+    assert read_json_object(tmp_path / "file.json", "") == {"a": 2**64 - 1, "b": "1" * 22}
     with pytest.raises(StoreMissing, match="nowhere"):
         read_json_object(tmp_path / "nowhere.json", "")
 

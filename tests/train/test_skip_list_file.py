@@ -23,5 +23,5 @@ def test_skip_list_keeps_streaks_and_rollbacks_over_restarts(tmp_path: Path) -> 
     assert (again.steps, again.streak, again.rollbacks) == ({3, 10, 11, 12, 13}, [], 1)
     assert again.below(12) == (3, 10, 11)
     (tmp_path / "skipped_steps.json").write_text('{"steps": 3')
-    with pytest.raises(UserError, match="not readable"):
+    with pytest.raises(UserError, match="damaged"):
         SkipList(tmp_path, [])

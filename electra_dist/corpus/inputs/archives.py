@@ -34,6 +34,7 @@ from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS, read_format
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.inputs.table_files import NoTextColumn
 from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.data.stored_arrays import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
 _ONE_TEXT = FileKind("md", "")  # a member that is one document as a whole
@@ -198,7 +199,7 @@ class ArchiveReader:
         """
         watched = _WatchedStream(stream)
         # Mode "r|" reads forwards only, and no file is kept: the archive may be larger than memory.
-        with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=watched, mode="r|", tarinfo=CheckedTarInfo) as tar:  # type: ignore[call-overload]
             for member in tar:
                 tar.members = []  # tarfile keeps the headers of all members otherwise
                 if member.isreg():

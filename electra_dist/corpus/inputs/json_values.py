@@ -132,6 +132,8 @@ class _Window:
                 continue
             except RecursionError:
                 raise OSError("a JSON value is nested too deeply") from None
+            except ValueError:  # Python converts no number of more than 4,300 digits
+                raise OSError("a number in a JSON value has too many digits") from None
             # A number may go on after the end of the window, which may be within it, as in "0." for 0.
             is_closed = self._text[end - 1] in '}]"'
             if not is_closed and _REST_OF_NUMBER.fullmatch(self._text, end) and self._read_more():

@@ -23,6 +23,7 @@ from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.text_readers import StreamCounts
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
 
 REPORT_KEY = "build.json"
 
@@ -187,9 +188,9 @@ def read_report(store: Store) -> BuildReport | None:
     if not store.exists(REPORT_KEY):
         return None
     try:
-        return BuildReport.model_validate_json(store.read(REPORT_KEY))
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        return BuildReport.model_validate(parse_json(store.read(REPORT_KEY)))
+    except (DamagedJson, ValidationError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(
             f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
         ) from None

@@ -20,17 +20,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Section, canonical_json
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
+from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
@@ -41,6 +44,8 @@ _ORDER_KEY = _FOLDER + "order.json"
 _GROUPS = _FOLDER + "groups/"
 _BUCKETS = _FOLDER + "buckets/"
 _PARTS = _FOLDER + "parts/"
+_RECORD_NAME = re.compile(r"[0-9]{6,}\.json")
+_PART_NAME = re.compile(r"[0-9]+-of-[0-9]+")
 _Record = TypeVar("_Record", bound=Section)
 
 
@@ -151,12 +156,13 @@ class BuildRecords:
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
             )
         try:
-            parameters: dict[str, Any] = json.loads(self._store.read(_BUILD_KEY))
-            str(parameters["tokenizer"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            parameters = parse_json_object(self._store.read(_BUILD_KEY))
+            if not isinstance(parameters.get("tokenizer"), str):
+                raise DamagedJson("it names no tokenizer")
+        except DamagedJson as error:
             raise UserError(
-                f"{self._store.url}/{_BUILD_KEY}: damaged; delete the folder {_FOLDER} and the shards beside it, and "
-                "build again"
+                f"{self._store.url}/{_BUILD_KEY}: damaged, because {error}; delete {_FOLDER} and the shards beside "
+                "it, and build again"
             ) from None
         return parameters
 
@@ -166,7 +172,7 @@ class BuildRecords:
 
     def groups(self) -> dict[int, ReadGroup]:
         """Return the records of all groups that were read: number -> record."""
-        groups = (self._read(key, ReadGroup) for key in self._store.list(_GROUPS))
+        groups = (self._read(key, ReadGroup) for key in self._record_keys(_GROUPS))
         return {group.number: group for group in groups}
 
     def has_group(self, number: int) -> bool:
@@ -201,8 +207,7 @@ class BuildRecords:
         A bucket lacks a shard if the file is missing or has another size than its entry; its shards must be written
         again.
         """
-        keys = [key for key in self._store.list(_BUCKETS) if key.endswith(".json")]
-        buckets = (self._read(key, FinishedBucket) for key in keys)
+        buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
         return {bucket.number: bucket for bucket in buckets if all(map(self._has_shard, bucket.entries))}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
@@ -213,8 +218,17 @@ class BuildRecords:
 
         Raises:
             StoreError: the file is missing or cannot be read.
+            ManifestMismatch: the file is damaged.
         """
-        return np.load(io.BytesIO(self._store.read(_heldout_key(bucket.number))), allow_pickle=False)
+        key = _heldout_key(bucket.number)
+        try:
+            rows = parse_array(self._store.read(key))
+        except ValueError as error:
+            raise ManifestMismatch(
+                f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the "
+                "build again"
+            ) from None
+        return rows
 
     def record_part(self, label: str) -> None:
         """Record that a part has written all of its buckets.
@@ -226,7 +240,8 @@ class BuildRecords:
 
     def parts(self) -> list[str]:
         """Return the labels of the parts that have written all of their buckets, such as "2/4"."""
-        return [key.removeprefix(_PARTS).replace("-of-", "/") for key in self._store.list(_PARTS)]
+        names = [key.removeprefix(_PARTS) for key in self._store.list(_PARTS)]
+        return [name.replace("-of-", "/") for name in names if _PART_NAME.fullmatch(name)]
 
     def clear(self) -> None:
         """Delete all files in progress/; shards, vocab.txt and corpus.json stay.
@@ -237,6 +252,11 @@ class BuildRecords:
             if key != _BUILD_KEY:
                 self._store.delete(key)
         self._store.delete(_BUILD_KEY)
+
+    def _record_keys(self, folder: str) -> list[str]:
+        """Return the keys of the records in groups/ or buckets/; files with other names are passed over."""
+        keys = self._store.list(folder)
+        return [key for key in keys if _RECORD_NAME.fullmatch(key.removeprefix(folder))]
 
     def _write(self, key: str, record: Section) -> None:
         """Write a record as a line of JSON."""
@@ -249,11 +269,11 @@ class BuildRecords:
             ManifestMismatch: the record is damaged, or of another version.
         """
         try:
-            return kind.model_validate_json(self._store.read(key))
-        except ValidationError as error:
+            return validate_json(TypeAdapter(kind), parse_json_object(self._store.read(key)))
+        except DamagedJson as error:
             raise ManifestMismatch(
-                f"{self._store.url}/{key}: not a record of this version's builds ({error.errors()[0]['msg']}); delete "
-                "progress/ in this folder and start the build again"
+                f"{self._store.url}/{key}: not a record of this version's builds, because {error}; delete {_FOLDER} "
+                "in this folder and start the build again"
             ) from None
 
     def _has_shard(self, entry: ShardEntry) -> bool:

@@ -24,6 +24,7 @@ from electra_dist.store.interface import Store
 
 _TABLE_BYTES = (NUM_CELLS + 1) * 8
 _HEAD = struct.Struct("<QIQq?")  # key, file, number, bytes of the data (-1: no text), whether it is a JSON line
+_LARGEST_CELL = 1 << 32  # bytes of the documents of a cell; a damaged size must not allocate memory
 _LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
 
 
@@ -76,7 +77,10 @@ class SpillFile:
         table = store.read_range(name, 0, _TABLE_BYTES, must_exist=True)
         if len(table) != _TABLE_BYTES:
             raise self._damaged()
-        self._offsets = np.frombuffer(table, "<u8")
+        self._offsets = np.frombuffer(table, "<u8").astype(np.int64)
+        is_rising = self._offsets[0] == _TABLE_BYTES and (np.diff(self._offsets) >= 0).all()
+        if not is_rising or self._offsets[-1] != store.size(name):
+            raise self._damaged()
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
         """Yield the documents of consecutive cells, in order. Their `source` is empty.
@@ -99,8 +103,11 @@ class SpillFile:
             first = int(self._offsets[cell]) - start
             end = int(self._offsets[cell + 1]) - start
             if end > first:
+                frame = content[first:end]
                 try:
-                    data = decompressor.decompress(content[first:end])
+                    if zstandard.frame_content_size(frame) > _LARGEST_CELL:
+                        raise self._damaged()
+                    data = decompressor.decompress(frame)
                 except zstandard.ZstdError:
                     raise self._damaged() from None
                 yield from _split_documents(data)

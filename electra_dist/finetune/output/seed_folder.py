@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -27,6 +26,7 @@ from electra_dist.finetune.task_heads import TaskModel
 from electra_dist.pretrained.hf_conversion import TaskHead, export_task_model
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.store.atomic_files import writable
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 
 BEST_DIR = "best"  # folder of the seed with the best score
 RECORD_FILE = "finetune.json"  # result, settings and identity, in the folder of a seed
@@ -128,9 +128,9 @@ def read_identity(folder: Path) -> str | None:
     if not folder.exists():
         return None
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text())
+        record = parse_json_object((folder / RECORD_FILE).read_bytes())
         identity: str = record["result"]["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, DamagedJson, KeyError, TypeError):
         raise UserError(
             f"{folder}: exists, but is no folder of a fine-tuned model ({RECORD_FILE} is missing or damaged); pass "
             f"another --output, or remove it"

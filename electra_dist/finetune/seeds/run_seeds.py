@@ -27,6 +27,7 @@ from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.run.jsonl import JsonlFile, read_records
 from electra_dist.store.atomic_files import make_folder, writable
+from electra_dist.store.json_file import DamagedJson
 
 RESULTS_FILE = "results.jsonl"
 
@@ -171,7 +172,7 @@ def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
     for number, record in enumerate(read_records(file), start=1):
         try:
             results.append(Result.from_record(record))
-        except TypeError:
+        except DamagedJson:
             raise UserError(
                 f"{file}:{number}: not a result of this version of fine-tuning; pass another --output, or remove it"
             ) from None

@@ -15,15 +15,19 @@ This module uses the character offsets of the tokens instead, which are exact.
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.atomic_files import readable
+from electra_dist.store.json_file import parse_json, validate_json
 from electra_dist.tokenizer import WordPieceTokenizer
 
 
@@ -98,6 +102,44 @@ class AnswerWindow(NamedTuple):
     owned: list[bool]  # for each passage token of the window: whether this window has the most context for it
 
 
+class _Answer(TypedDict):
+    """Gold answer of a question in a SQuAD file."""
+
+    text: str
+    answer_start: int  # character of the passage
+
+
+class _Entry(TypedDict):
+    """Question in a SQuAD file."""
+
+    id: str
+    question: str
+    answers: list[_Answer]
+    is_impossible: NotRequired[bool]  # version 2 only
+
+
+class _Paragraph(TypedDict):
+    """Passage of a SQuAD file with its questions."""
+
+    context: str
+    qas: list[_Entry]
+
+
+class _Article(TypedDict):
+    """Article of a SQuAD file."""
+
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(TypedDict):
+    """Content of a SQuAD file."""
+
+    data: list[_Article]
+
+
+_SQUAD = TypeAdapter(_Squad)
+
+
 def read_squad(file: Path, version: int) -> SquadFile:
     """Read all passages and questions of a SQuAD JSON file.
 
@@ -109,7 +151,9 @@ def read_squad(file: Path, version: int) -> SquadFile:
         UserError: the file is not a SQuAD file of that version, or has no questions.
     """
     try:
-        articles = json.loads(file.read_text("utf-8"))["data"]
+        with readable(file):
+            content = file.read_bytes()
+        articles = validate_json(_SQUAD, parse_json(content))["data"]
         passages: list[str] = []
         questions: list[Question] = []
         for article in articles:
@@ -119,7 +163,7 @@ def read_squad(file: Path, version: int) -> SquadFile:
                 passages.append(passage_text)
                 for entry in paragraph["qas"]:
                     questions.append(_parse_question(entry, passage_number, passage_text, version))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
@@ -129,7 +173,7 @@ def read_squad(file: Path, version: int) -> SquadFile:
     return SquadFile(passages, questions)
 
 
-def _parse_question(entry: dict[str, Any], passage: int, passage_text: str, version: int) -> Question:
+def _parse_question(entry: _Entry, passage: int, passage_text: str, version: int) -> Question:
     """Convert one entry of the list `qas` of a SQuAD file into a `Question`.
 
     Args:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from electra_dist.errors import StoreAway
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
+from electra_dist.run.record_checks import metrics_fault
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.tensorboard_writer import TensorBoardWriter
 from electra_dist.run.writers.text_samples import SampleFile, TextSample, has_samples
@@ -66,7 +67,7 @@ class MetricsWriter:
             The last step that was recorded before the records were dropped, or `step` if that is higher. The run
             repeats the steps after `step` up to the returned one.
         """
-        records = read_records(self._file.path)
+        records = read_records(self._file.path, metrics_fault)
         kept_records = [record for record in records if record["step"] <= step]
         if len(kept_records) < len(records):
             self._file.replace(kept_records)
@@ -172,7 +173,7 @@ class MetricsWriter:
         return self._tensorboard
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) -> list[Record]:
     """Return the records of a metrics.jsonl, oldest first; an empty list if there is no file.
 
     Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"). A record that an older
@@ -180,10 +181,11 @@ def read_metrics(path: Path) -> list[Record]:
 
     Args:
         path: a metrics.jsonl, or the run folder that holds it.
+        fault_of: returns what is wrong with a record; `whole_metrics_fault` for a reader that uses all fields.
 
     Raises:
         UserError: the file is damaged; names the line.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
-    return read_records(file)
+    return read_records(file, fault_of)

@@ -21,6 +21,7 @@ from pathlib import Path
 from electra_dist.errors import StoreAway
 from electra_dist.run.folder import SAMPLES_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
+from electra_dist.run.record_checks import samples_fault
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 
@@ -47,7 +48,7 @@ class SampleFile:
 
     def truncate_after(self, step: int) -> None:
         """Drop the samples of steps > `step`, whose evaluations the run will repeat. Call it at every resume."""
-        records = read_records(self._file.path)
+        records = read_records(self._file.path, samples_fault)
         kept_records = [record for record in records if record["step"] <= step]
         if len(kept_records) < len(records):
             self._file.replace(kept_records)
@@ -75,7 +76,7 @@ def read_newest_samples(run_dir: Path) -> Record | None:
     Raises:
         UserError: the file is damaged; names the line.
     """
-    records = read_records(run_dir / SAMPLES_FILE)
+    records = read_records(run_dir / SAMPLES_FILE, samples_fault)
     return records[-1] if records else None
 
 

@@ -1,0 +1,75 @@
+"""Read the headers of stored arrays, so that a damaged header is an error before memory is allocated for it.
+
+Guarantee: `parse_array` allocates no memory for a shape that the bytes do not hold, and executes no pickle. A tar that
+is opened with `CheckedTarInfo` ends with an error at a member of a negative size; without it, reading such a tar with
+the versions of Python before 3.11.14 and 3.13.6 never ends.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import tarfile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
+_HEADER_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class CheckedTarInfo(tarfile.TarInfo):
+    """Header of a member of a tar, which refuses a negative size. Pass it as `tarinfo` to `tarfile.open`."""
+
+    def _block(self, count: int) -> int:
+        """Return a number of bytes, rounded up to whole blocks of the tar.
+
+        Raises:
+            ReadError: the number is negative.
+        """
+        if count < 0:
+            raise tarfile.ReadError(f"a member has a size of {count} bytes")
+        return int(super()._block(count))  # type: ignore[misc]
+
+
+def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, whether the order is Fortran's, and type of an .npy file; leave the stream after its header.
+
+    Args:
+        header: the file, at least its first `MAX_HEADER_BYTES` bytes.
+
+    Raises:
+        ValueError: the header is damaged, or of another version than 1 or 2.
+    """
+    version = np.lib.format.read_magic(header)
+    if version not in _HEADER_READERS:
+        raise ValueError(f"it has .npy version {version}; only (1, 0) and (2, 0) can be read")
+    try:
+        shape, is_fortran_order, dtype = _HEADER_READERS[version](header)
+    except ValueError:
+        raise
+    except Exception as error:  # noqa: BLE001  (the header is the text of a Python value, which is evaluated as one)
+        raise ValueError(f"its .npy header is damaged ({type(error).__name__})") from None
+    if any(length < 0 for length in shape):
+        raise ValueError(f"its .npy header has the shape {shape}")
+    return shape, is_fortran_order, dtype
+
+
+def parse_array(data: bytes) -> NDArray[Any]:
+    """Return the array in the content of an .npy file; a view of `data`, which cannot be written to.
+
+    Raises:
+        ValueError: the content is no .npy file of plain numbers, or its size contradicts its header.
+    """
+    stream = io.BytesIO(data)
+    shape, is_fortran_order, dtype = read_array_header(stream)
+    if dtype.hasobject or is_fortran_order:
+        raise ValueError(f"it holds {dtype}, not plain numbers in C order")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if stream.tell() + num_bytes != len(data):
+        raise ValueError(f"it has {len(data)} bytes, which contradicts its header of shape {shape} and {dtype}")
+    return np.frombuffer(data, dtype, math.prod(shape), stream.tell()).reshape(shape)

@@ -1,0 +1,252 @@
+"""The table of the fuzz: every file that this project reads, with the commands and the functions that read it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+from fuzz.specimens import PROGRESS_PARAMETERS, check_manifest, newest_checkpoint
+from support.real_runs import VOCAB_SIZE
+
+from electra_dist.checkpoint.file_reader import verify
+from electra_dist.compare.criterion import record_criterion
+from electra_dist.config_file import load_config
+from electra_dist.corpus.stages.build_records import BuildRecords
+from electra_dist.corpus.stages.document_order import NUM_CELLS
+from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.data.shard import Shard
+from electra_dist.engine.micro_batch import read_known_sizes
+from electra_dist.errors import TornCheckpoint
+from electra_dist.finetune.labelled_texts import read_texts
+from electra_dist.finetune.output.seed_folder import read_identity
+from electra_dist.finetune.pair_files import read_pair_files
+from electra_dist.finetune.seeds.run_seeds import _finished_results
+from electra_dist.finetune.squad.passage_windows import read_squad
+from electra_dist.library.corpus import open_corpus
+from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.run.folder import token_counts_file
+from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.run.writers.metrics_writer import MetricsWriter
+from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import check_inputs
+from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.token_counts import read_counts
+from launcher.slurm import job
+from launcher.supervise.rank_placement import Placement
+from launcher.supervise.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A command line, or a function of the root folder, that reads a file."""
+
+    name: str
+    command: tuple[str, ...] = ()  # {root} stands for the root folder; empty for a function
+    function: Callable[[Path], object] | None = None
+    weight: int = 4  # share of the cases; 1 for one that takes long
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file that is damaged, and its readers."""
+
+    file: str  # path or pattern below the root folder; the first match in the order of the names is taken
+    kind: str  # of `damages.damages`
+    readers: tuple[Reader, ...]
+    newest: bool = False  # take the last match instead
+
+    def path(self, root: Path) -> Path:
+        """Return the file."""
+        matches = sorted(root.glob(self.file))
+        assert matches, f"no {self.file}"
+        return matches[-1 if self.newest else 0]
+
+
+def _command(line: str, weight: int = 4) -> Reader:
+    return Reader(line.split("{")[0].strip(), tuple(line.split()), weight=weight)
+
+
+def _rendezvous(root: Path) -> None:
+    node = Rendezvous(root / "run", 1, 29500, "session")
+    node.start(lambda: False, 0.05)
+    node.news()
+    node.left_by()
+    node.taken_over()
+
+
+def _truncate(root: Path) -> None:
+    """Do what a resume does with the records of a run, in a copy of them."""
+    folder = root / "truncated"
+    folder.mkdir(exist_ok=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        source = root / "run" / name
+        if source.exists():
+            (folder / name).write_bytes(source.read_bytes())
+    with contextlib.closing(MetricsWriter(folder, tensorboard=False)) as writer:
+        writer.truncate_after(3)
+
+
+def _progress(root: Path) -> None:
+    store = open_store(str(root / "building"))
+    records = BuildRecords(store)
+    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    for group in records.groups().values():
+        for name in group.spills:
+            list(SpillFile(store, name).documents(range(NUM_CELLS)))
+    records.order()
+    for bucket in records.buckets().values():
+        if bucket.heldout_rows:
+            records.heldout_rows(bucket)
+    records.parts()
+
+
+def _shard(root: Path) -> None:
+    shard = Shard(root / "indexed" / "shard-000000.tar", 32, np.dtype(np.uint16))
+    try:
+        shard.rows(np.arange(min(shard.num_rows, 1000)))
+    finally:
+        shard.close()
+
+
+def _job_end(root: Path) -> None:
+    run = root / "run"
+    arguments = ["end", str(run), "--job", "1", "--state", str(run / "slurm" / "job-1-0"), "--config"]
+    with mock.patch.object(job, "note"):  # the records stay as they are
+        code = job.main([*arguments, str(run / "config.yaml")])
+    assert code in (0, 78), code
+
+
+def _manifest(root: Path) -> None:
+    with contextlib.suppress(TornCheckpoint):  # which every caller catches, to take another checkpoint
+        check_manifest(newest_checkpoint(root / "run"))
+
+
+def _checkpoint(root: Path) -> None:
+    folder = newest_checkpoint(root / "run")
+    verify(open_store(str(folder.parent)), folder.name)
+
+
+def _criterion(root: Path) -> None:
+    record_criterion(root, SimpleNamespace(model_dump=lambda mode: {"arm": "rtd"}), 0)
+
+
+STATUS = _command("status {root}/run")
+STATUS_JSON = _command("status {root}/run --json")
+VERIFY = _command("verify {root}/run")
+REPORT = _command("report {root}/run", 1)
+EXPORT = _command("export {root}/run --output {root}/exported", 1)
+LIST = _command("checkpoint list {root}/run")
+VERIFY_CHECKPOINTS = _command("checkpoint verify {root}/run")
+REPAIR = _command("checkpoint repair {root}/run --dry-run")
+RESOLVE = _command("resolve {root}/run.yaml")
+PLAN = _command("plan {root}/run.yaml", 2)
+SUBMIT = _command("submit --config {root}/run.yaml --nodes 2 --dry-run")
+INFO = _command("corpus info {root}/corpus")
+INDEX = _command("corpus index {root}/indexed --vocab {root}/corpus/vocab.txt")
+SCORE = _command("score --model {root}/export/discriminator {root}/texts.txt", 1)
+SCORE_RUN = _command("score --model {root}/run {root}/texts.txt", 1)
+COMPARE = _command("compare {root}/compare.yaml --dry-run")
+START = Reader("start of a run", function=lambda root: check_inputs(load_config(root / "run.yaml"), 1))
+JOB_END = Reader("end of a Slurm job", function=_job_end)
+STRIKES = Reader("excluded nodes", function=lambda root: excluded_nodes(read_strikes(root / "run"), 1.7e9))
+LIBRARY = Reader("open_corpus", function=lambda root: open_corpus(root / "run"))
+ENCODER = Reader("load_pretrained", function=lambda root: load_pretrained(str(root / "export" / "discriminator")))
+RENDEZVOUS = Reader("rendezvous", function=_rendezvous)
+RESUME = Reader("metrics at a resume", function=_truncate)
+
+TARGETS = (
+    Target("run.yaml", "yaml", (RESOLVE, PLAN, SUBMIT, START)),
+    Target("run/config.yaml", "yaml", (STATUS, REPORT, JOB_END, LIST)),
+    Target("compare.yaml", "yaml", (COMPARE,)),
+    Target("corpus/corpus.json", "json", (INFO, START, VERIFY, LIBRARY)),
+    Target("corpus/vocab.txt", "text", (START, INDEX)),
+    Target("indexed/shard-000000.tar", "tar", (INDEX, Reader("shard", function=_shard))),
+    *(
+        Target(f"building/progress/{name}", kind, (Reader("resume of a build", function=_progress),))
+        for name, kind in (
+            ("build.json", "json"),
+            ("order.json", "json"),
+            ("groups/*.json", "json"),
+            ("buckets/*.json", "json"),
+            ("buckets/*.npy", "npy"),
+            ("spills/*", "text"),
+        )
+    ),
+    Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY)),
+    Target("run/environment.json", "json", (REPORT, EXPORT)),
+    Target("run/metrics.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, RESUME)),
+    Target("run/samples.jsonl", "jsonl", (REPORT, RESUME)),
+    Target("run/ledger.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, JOB_END)),
+    Target("run/slurm/jobs.jsonl", "jsonl", (STATUS, REPORT, JOB_END)),
+    Target("run/slurm/job-1-0/exit-n0", "text", (JOB_END,)),
+    Target("run/strikes.jsonl", "jsonl", (STATUS, STATUS_JSON, STRIKES)),
+    Target(
+        "run/heartbeats/rank-00000.json",
+        "heartbeat",
+        (STATUS, STATUS_JSON, Reader("heartbeats", function=lambda root: read_heartbeats(root / "run"))),
+    ),
+    Target("run/meeting/session/start-*.json", "json", (RENDEZVOUS,)),
+    Target("run/meeting/session/end-*.json", "json", (RENDEZVOUS,)),
+    Target("run/meeting/sessions", "text", (RENDEZVOUS,)),
+    Target(
+        "run/skipped_steps.json", "json", (VERIFY, Reader("skip list", function=lambda r: SkipList(r / "run", [])))
+    ),
+    Target(
+        "run/micro_batch.json",
+        "json",
+        (Reader("micro-batch", function=lambda root: read_known_sizes(root / "run")),),
+    ),
+    Target(
+        "run/token_counts-*.npy",
+        "npy",
+        (Reader("counts", function=lambda r: read_counts(token_counts_file(r / "run", "0" * 16), VOCAB_SIZE)),),
+    ),
+    Target("run/tokenizer.json", "json", (EXPORT, SCORE_RUN)),
+    Target("run/vocab.txt", "text", (EXPORT, SCORE_RUN)),
+    Target(
+        "run/checkpoints/step-*/manifest.json",
+        "manifest",
+        (Reader("manifest", function=_manifest), VERIFY_CHECKPOINTS, LIST, EXPORT, REPAIR, VERIFY),
+        newest=True,
+    ),
+    Target(
+        "run/checkpoints/step-*/rank-00000.safetensors",
+        "safetensors",
+        (Reader("checkpoint", function=_checkpoint), VERIFY_CHECKPOINTS, EXPORT, REPAIR),
+        newest=True,
+    ),
+    Target("run/checkpoints/attempts/*.json", "json", (LIST, VERIFY_CHECKPOINTS, START)),
+    Target("export/discriminator/config.json", "json", (ENCODER, SCORE)),
+    Target("export/discriminator/tokenizer.json", "json", (ENCODER, SCORE)),
+    Target("export/discriminator/pretraining.json", "json", (ENCODER, SCORE)),
+    Target("export/discriminator/model.safetensors", "safetensors", (ENCODER, SCORE)),
+    Target("squad.json", "json", (Reader("read_squad", function=lambda root: read_squad(root / "squad.json", 1)),)),
+    Target("pairs.jsonl", "jsonl", (Reader("pairs", function=lambda root: read_pair_files([root / "pairs.jsonl"])),)),
+    Target(
+        "texts.jsonl",
+        "jsonl",
+        (Reader("read_texts", function=lambda root: read_texts(root / "texts.jsonl", "text", None, "label")),),
+    ),
+    Target("texts.txt", "text", (SCORE,)),
+    Target("results.jsonl", "jsonl", (Reader("results", function=lambda r: _finished_results(r / "results.jsonl")),)),
+    Target("seed-0/finetune.json", "json", (Reader("seed folder", function=lambda r: read_identity(r / "seed-0")),)),
+    Target("criterion.jsonl", "jsonl", (Reader("criterion", function=_criterion),)),
+    Target(
+        "hosts",
+        "text",
+        (
+            Reader(
+                "host file",
+                function=lambda root: Placement.from_options(
+                    nodes=None, node=0, ranks_per_node=None, address="n0", port=None, hostfile=root / "hosts"
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,185 @@
+"""A folder with one good file of every kind that this project reads: a corpus, a finished run, its export, others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import yaml
+from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
+
+from electra_dist.checkpoint.checkpoint_manifest import Manifest
+from electra_dist.corpus.report.read_counts import ReadCounts
+from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
+from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
+from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.finetune.seed_results import Result
+from electra_dist.pretrained.export_run import export_run
+from electra_dist.run.folder import token_counts_file
+from electra_dist.run.jsonl import JsonlFile
+from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.store.open_store import open_store
+from launcher.slurm.job import note
+from launcher.supervise.rendezvous import Rendezvous
+
+NUM_STEPS = 6
+PROGRESS_PARAMETERS = {"seq_len": 32, "tokenizer": "0" * 64}
+RESULT = Result(
+    task="rte",
+    seed=0,
+    mode="finetune",
+    identity="0" * 64,
+    metric="accuracy",
+    score=0.5,
+    metrics={"accuracy": 0.5},
+    failure="",
+    train_loss=0.7,
+    steps=4,
+    examples=8,
+    seconds=1.5,
+)
+SQUAD = {
+    "version": "1.1",
+    "data": [
+        {
+            "title": "t",
+            "paragraphs": [
+                {
+                    "context": "w5 w6 w7 w8",
+                    "qas": [{"id": "q0", "question": "w9", "answers": [{"text": "w6", "answer_start": 3}]}],
+                }
+            ],
+        }
+    ],
+}
+
+
+def make_specimen(root: Path) -> None:
+    """Write the folder: `corpus`, `run`, `export`, and smaller files of other parts. Takes a training run's time."""
+    write_corpus(str(root / "corpus"), [70, 33, 48])
+    write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
+    settings = {"train.num_steps": NUM_STEPS, "checkpoint.every_steps": 2, "log.eval_every_steps": 2}
+    config = write_tiny_config(root / "run.yaml", root / "run", str(root / "corpus"), **settings)
+    done = subprocess.run(quick_command(config, 1), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    export_run(root / "run", root / "export")
+    shutil.copytree(root / "corpus", root / "indexed", ignore=shutil.ignore_patterns("heldout", "corpus.json"))
+    _write_records(root / "run")
+    _write_build_progress(root)
+    _write_data_of_tasks(root)
+
+
+def _write_records(run: Path) -> None:
+    """Write the files of a run folder that only some runs have."""
+    for number in range(2):
+        add_strike(run, Strike(time=1.7e9, node=f"n{number}", device="GPU 3", reason="it hung", by="preflight"))
+    (run / "skipped_steps.json").write_text(json.dumps({"steps": [], "rollbacks": 0, "streak": []}) + "\n")
+    (run / "micro_batch.json").write_text(json.dumps({"cpu, x, 1 ranks": 8}) + "\n")
+    np.save(token_counts_file(run, "0" * 16), np.arange(VOCAB_SIZE))
+    note(run, "submit", jobs=["1"], script="submission-0001.sh", nodes=1)
+    now = "2026-11-20T10:00:00.000+00:00"
+    note(
+        run,
+        "begin",
+        job="1",
+        restart=0,
+        nodes="n0",
+        submitted=now,
+        started=now,
+        ledger_events=0,
+        checkpoint_step=0,
+    )
+    note(run, "end", job="1", restart=0, codes={"n0": 75}, verdict="again", why="it crashed")
+    job_state = run / "slurm" / "job-1-0"
+    job_state.mkdir()
+    (job_state / "exit-n0").write_text("75\n")
+    nodes = [Rendezvous(run, 0, 29500, "session"), Rendezvous(run, 1, 29500, "session")]
+    for node in nodes:
+        assert node.start(lambda: False, 1.0)
+    nodes[1].end(1, final=False)
+
+
+def _write_build_progress(root: Path) -> None:
+    """Write the folder `building`, as a part of a corpus build that was killed after its first bucket."""
+    store = open_store(str(root / "building"))
+    manifest = read_manifest(open_store(str(root / "corpus")))
+    records = BuildRecords(store)
+    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    spill = "progress/spills/000000-000000"
+    write_spill(
+        store, spill, [OrderedDocument(key << 54, 0, key, RawDocument(b"some text", False)) for key in range(9)]
+    )
+    group = ReadGroup(
+        number=0,
+        files_digest="0" * 64,
+        modified="0" * 64,
+        documents_digest="0" * 32,
+        spills=[spill],
+        documents=9,
+        source_bytes={"a.txt": 81},
+        counts=ReadCounts(files={".txt": 1}),
+    )
+    records.record_group(group)
+    order = CorpusOrder(
+        num_inputs=1,
+        inputs_sha256="0" * 64,
+        num_groups=1,
+        num_buckets=2,
+        shards_per_bucket=1,
+        epochs={"a.txt": 1.0},
+        search=ReadCounts(),
+    )
+    records.record_order(order)
+    entry = manifest.shards[0]
+    shutil.copyfile(root / "corpus" / entry.name, root / "building" / entry.name)
+    counts = {"text_bytes": 100, "text_tokens": 50, "examples": 4, "rows": 4, "tokens": 50}
+    bucket = FinishedBucket(
+        number=0,
+        entries=[entry],
+        heldout_rows=4,
+        documents={"in": 4, "used": 3, "heldout": 1},
+        train=counts,
+        heldout=counts,
+        sources={"a.txt": {"documents": 4}},
+    )
+    records.record_bucket(bucket, np.zeros((4, 32), np.uint16))
+    records.record_part("1/2")
+
+
+def _write_data_of_tasks(root: Path) -> None:
+    """Write data and results of fine-tuning and of a comparison."""
+    (root / "squad.json").write_text(json.dumps(SQUAD))
+    pair = {"sentence_good": "w5 w6", "sentence_bad": "w6 w5", "UID": "order"}
+    (root / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 3)
+    (root / "texts.jsonl").write_text((json.dumps({"text": "w5 w6", "label": "yes"}) + "\n") * 3)
+    (root / "texts.txt").write_text("w5 w6\nw7 w8\n")
+    results = JsonlFile(root / "results.jsonl")
+    results.append(dataclasses.asdict(RESULT))
+    results.close()
+    (root / "seed-0").mkdir()
+    (root / "seed-0" / "finetune.json").write_text(json.dumps({"result": dataclasses.asdict(RESULT)}))
+    (root / "words").mkdir()
+    for stem in ("train", "dev"):
+        (root / "words" / f"{stem}.tsv").write_text("text\tanswer\n" + "w5 w6\tyes\nw7 w8\tno\n" * 4)
+    task = {"data": str(root / "words"), "text_a": "text", "label": "answer"}
+    tree = {"base": "run.yaml", "output": str(root / "compared"), "objectives": ["rtd", "mlm"], "seeds": [1]}
+    settings = {"steps": 4, "evaluate_at": [0.5, 1.0], "minimal_pairs": False, "tasks": {"words": task}}
+    (root / "compare.yaml").write_text(yaml.safe_dump({**tree, **settings}))
+    stated = {"time": "2026-11-20T10:00:00+00:00", "scores": 0, "criterion": {"arm": "rtd"}}
+    (root / "criterion.jsonl").write_text(json.dumps(stated) + "\n")
+    (root / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Return the folder of the run's newest checkpoint."""
+    return run / "checkpoints" / f"step-{NUM_STEPS:08d}-a0001"
+
+
+def check_manifest(folder: Path) -> None:
+    """Parse the manifest of a checkpoint's folder."""
+    Manifest.parse((folder / "manifest.json").read_bytes())
