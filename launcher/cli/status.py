@@ -26,9 +26,9 @@ from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_D
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
-from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
@@ -91,17 +91,15 @@ def facts(run: Path) -> Facts:
     scripts = sorted((run / SLURM_DIR).glob("submission-[0-9]*.sh"))
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
-    records = read_metrics(run)
-    train_records = [record for record in records if record["kind"] == "train"]
-    eval_records = [record for record in records if record["kind"] == "eval"]
+    newest = newest_metrics(run)
     return Facts(
         run=run,
         now=time.time(),
         config=load_config(config_file),
         ledger=read_ledger(run),
         jobs=read_jobs(run),
-        last=train_records[-1] if train_records else None,
-        last_eval=eval_records[-1] if eval_records else None,
+        last=newest.get("train"),
+        last_eval=newest.get("eval"),
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
