@@ -85,7 +85,7 @@ def report_page(run: RunRecord) -> str:
             tiles(run),
             curves([run.curves], _curves_note(run)),
             samples_section(run.samples),
-            _evaluations(run.evals),
+            _evaluations(run.metrics.evals),
             _events(run.ledger, run.account),
             _run_and_environment(run),
             _config(run.config_tree),

@@ -9,7 +9,8 @@ crash of the machine; an evaluation of step t must therefore be written before t
 Beside metrics.jsonl the writer keeps a summary of it (`run/metrics_summary.py`), by which a resume cuts the file, and
 `status` reads it, without reading all of it.
 
-Cost: 20 us a record; a resume takes as long after a million records as after ten; importing TensorBoard takes 1 to 3 s once, only where it is switched on.
+Cost: 20 us a record; a resume takes as long after a million records as after ten; importing TensorBoard takes 1 to 3 s
+once, only where it is switched on.
 
 Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writer.py`); nothing is read back from it.
 """
