@@ -80,6 +80,7 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/corpus_builder.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
 	$(BIN)/python benchmarks/restart.py --rounds 2 --save
+	$(BIN)/python benchmarks/long_runs.py --save
 	$(BIN)/python benchmarks/table.py
 
 docs/config.md: $(VENV)/ready

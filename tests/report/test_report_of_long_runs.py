@@ -70,7 +70,11 @@ def test_a_report_of_a_long_run_takes_less_than_200_mb_and_shows_its_spikes(run:
     assert json.loads(hover)["y"][3] > highest > 10
 
 
-@given(values=st.lists(st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=3), st.booleans())))
+@given(
+    values=st.lists(
+        st.one_of(st.floats(), st.integers(-(2**80), 2**80), st.none(), st.text(max_size=3), st.booleans())
+    )
+)
 def test_a_column_has_the_numbers_of_the_records_and_nan_for_everything_else(values: list[Any]):
     columns = MetricColumns(["value"])
     for step, value in enumerate(values):
@@ -83,3 +87,5 @@ def test_a_column_has_the_numbers_of_the_records_and_nan_for_everything_else(val
     np.testing.assert_array_equal(columns.column("value"), np.array(expected, dtype=np.float64))
     assert columns.column("step").tolist() == list(range(len(values)))
     assert np.isnan(columns.column("unknown")).all()
+    columns.append({"step": 1, "value": 10**400})  # no float is that large
+    assert math.isnan(columns.column("value")[-1])
