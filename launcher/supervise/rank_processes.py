@@ -57,17 +57,18 @@ class RankProcesses:
         self._sent: set[tuple[int, int]] = set()  # (pid, signal)
         self.started = time.monotonic()
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run the command that starts the ranks, in a session of its own; do not wait for it.
 
         Args:
             command: the result of `Placement.command`.
+            environment: variables for the ranks, besides those of this process.
         """
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, MARK: self._mark},
+            env={**os.environ, **environment, MARK: self._mark},
             start_new_session=True,
         )
 

@@ -28,6 +28,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEAL
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
+from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.notify import event_of, notify
@@ -82,6 +83,7 @@ class Supervisor:
         self._mark = mark_of(self._run_dir, placement.node)
         self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
         self._signals = ReceivedSignals()
+        self._job_end = JobEndTime()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._signals.handle)
@@ -182,7 +184,7 @@ class Supervisor:
         ranks = RankProcesses(self._mark)
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
-            ranks.start(self._placement.command(ranks.state, port, rank_arguments))
+            ranks.start(self._placement.command(ranks.state, port, rank_arguments), self._job_end.environment())
             self.log(f"starting ranks {self._placement.names}, port {port}")
             monitor = StartMonitor(
                 run_dir=self._run_dir,

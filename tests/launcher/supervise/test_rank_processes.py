@@ -49,7 +49,7 @@ def test_close_kills_descendants_outside_the_session_and_no_process_of_another_r
         ranks = RankProcesses(mine)
         # The started process leaves a child in its own session and ends at once, so that the child is an orphan.
         code = f"import subprocess; subprocess.Popen({sleep!r}, start_new_session=True)"
-        ranks.start([sys.executable, "-c", code])
+        ranks.start([sys.executable, "-c", code], {})
         deadline = time.monotonic() + 20
         while ranks.launcher_runs() or len(marked_pids(mine)) != 1:
             assert time.monotonic() < deadline
