@@ -49,8 +49,8 @@ def test_jumps_of_the_wall_clock_are_no_hang_and_hide_none_and_move_no_deadline(
         run.wait(lambda: run.logged("hung: rank"))
         noticed_s = time.monotonic() - stopped
         assert HANG_LIMIT_S - 0.5 <= noticed_s < HANG_LIMIT_S + 10  # the upper bound allows for a busy machine
-        run.wait(lambda: run.starts() == 2)
-        run.wait_for_step(run.events("resume")[0]["step"] + 2 if run.events("resume") else 1, attempt=2)
+        (resumed,) = run.wait(lambda: run.events("resume"))
+        run.wait_for_step(resumed["step"] + 2, attempt=resumed["attempt"])
         (run_dir / "stop").touch()
         assert run.end() == 75, run.story()
     reasons = [event["why"] for event in run.events("stop")]
