@@ -78,11 +78,6 @@ class JsonlFile:
         self._file.close()
         self._file = open(self.path, "ab")  # noqa: SIM115
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of the file, with all records that were appended."""
-        return os.fstat(self._file.fileno()).st_size
-
     def cut(self, size_bytes: int) -> None:
         """Remove everything behind the first `size_bytes` bytes, which must end with a whole line."""
         os.ftruncate(self._file.fileno(), size_bytes)

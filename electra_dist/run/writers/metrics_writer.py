@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from electra_dist.errors import StoreError
+from electra_dist.errors import UserError
 from electra_dist.run.folder import METRICS_FILE, TENSORBOARD_DIR
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.metrics_summary import (
@@ -76,7 +76,7 @@ class MetricsWriter:
             The last step that was recorded before the records were dropped, or `step` if that is higher. The run
             repeats the steps after `step` up to the returned one.
         """
-        before = self._summary
+        before = extended(self._summary, self._file.path)
         if before.in_order:
             last_recorded_step = before.last_step
             self._summary = shortened(before, self._file.path, step)
@@ -106,9 +106,13 @@ class MetricsWriter:
         return max((record["step"] for record in records), default=None)
 
     def _save_summary(self) -> None:
-        """Write the summary of the metrics; if that fails, readers do without it."""
+        """Add the records since the last call to the summary of the metrics, and write it.
+
+        If that fails, readers do without it.
+        """
         self._num_unsaved = 0
-        with contextlib.suppress(OSError, StoreError, ValueError):
+        with contextlib.suppress(OSError, UserError, ValueError):
+            self._summary = extended(self._summary, self._file.path)
             write_summary(self._file.path, self._summary)
 
     def write(self, record: StepRecord | EvalRecord) -> None:
@@ -118,9 +122,7 @@ class MetricsWriter:
         """
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
-        offset = self._file.size_bytes
         self._file.append({"kind": kind, **fields})
-        self._summary = self._summary.with_record({"kind": kind, **fields}, offset, self._file.size_bytes)
         self._num_unsaved += 1
         if self._num_unsaved >= SAVE_EVERY_RECORDS:
             self._save_summary()
