@@ -64,6 +64,7 @@ drills: $(VENV)/ready-test
 	$(BIN)/python tests/drills/save_kills.py --target both --seed 1 --count 200
 	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
 	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
+	$(BIN)/python tests/drills/clock_jumps.py
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/drills/mutants.py
 
 chaos: $(VENV)/ready-test

@@ -32,6 +32,7 @@ def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
     return saved
 
 
+@pytest.mark.drill  # the default tests run these commands on long runs, too
 def test_commands_on_a_long_run_and_a_parse_of_its_records_are_measured(tmp_path: Path) -> None:
     needs = _run(long_runs, tmp_path)["needs"]["1000"]
     assert {"parse of all records", "status", "status, no summary", "report", "resume"} <= needs.keys()
