@@ -41,6 +41,7 @@ from electra_dist.report.plot_style import (
     svg_style,
 )
 from electra_dist.run.folder import METRICS_FILE
+from electra_dist.run.metrics_summary import metric_fault
 from electra_dist.run.record_stream import iter_records
 
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
@@ -116,7 +117,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     Returns:
         `out`, as a path.
     """
-    records = iter_records(Path(run_dir) / METRICS_FILE)
+    records = iter_records(Path(run_dir) / METRICS_FILE, metric_fault)
     run = RunCurves(name=Path(run_dir).name, columns=columns_of(records))
     panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
     with matplotlib.rc_context(print_style()):

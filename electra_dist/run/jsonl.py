@@ -145,9 +145,9 @@ def parse_record(line: bytes) -> Record | None:
     return converted
 
 
-def damaged_line(path: Path, number: int) -> UserError:
-    """Return the error for a whole line that is not a JSON object, in one line with the file and the line's number."""
-    return UserError(f"{path}:{number}: not a JSON object; the file is damaged: delete this line or the file")
+def damaged_line(path: Path, number: int, fault: str = "not a JSON object") -> UserError:
+    """Return the error for a whole line with a fault, in one line with the file and the line's number."""
+    return UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from electra_dist.errors import UserError
 from electra_dist.run.folder import METRICS_FILE, METRICS_SUMMARY_FILE
 from electra_dist.run.jsonl import Record, parse_record
 from electra_dist.run.record_stream import iter_lines, lines_backwards, record_of_line
@@ -71,6 +70,13 @@ class MetricsSummary:
         )
 
 
+def metric_fault(record: Record) -> str:
+    """Return what is wrong with a record of metrics.jsonl; "" if it has a kind and a step."""
+    if isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+        return ""
+    return "a record without kind or step"
+
+
 def extended(summary: MetricsSummary, file: Path) -> MetricsSummary:
     """Return a summary of all whole lines of a metrics.jsonl, of which `summary` covers the first part.
 
@@ -78,7 +84,7 @@ def extended(summary: MetricsSummary, file: Path) -> MetricsSummary:
         UserError: a line behind that part is damaged; names the line.
     """
     for offset, line in iter_lines(file, summary.size_bytes):
-        summary = summary.with_record(_metric_of_line(file, offset, line), offset, offset + len(line) + 1)
+        summary = summary.with_record(record_of_line(file, offset, line, metric_fault), offset, offset + len(line) + 1)
     return summary
 
 
@@ -97,7 +103,7 @@ def shortened(summary: MetricsSummary, file: Path, step: int) -> MetricsSummary:
         missing_kinds = [kind for kind in summary.newest if kind not in newest]
         if newest and not _may_be_of(missing_kinds, line):
             continue
-        record = _metric_of_line(file, offset, line)
+        record = record_of_line(file, offset, line, metric_fault)
         if record["step"] > step:
             size_bytes = offset
             continue
@@ -175,8 +181,8 @@ def _newest_behind(file: Path, first_byte: int) -> dict[str, Record]:
         # Evaluations are few: once the newest training record is found, other training records are not parsed.
         if newest and not _may_be_of(missing_kinds, line):
             continue
-        record = record_of_line(file, offset, line)
-        newest.setdefault(str(record.get("kind")), record)
+        record = record_of_line(file, offset, line, metric_fault)
+        newest.setdefault(record["kind"], record)
     return newest
 
 
@@ -190,21 +196,6 @@ def _record_at(file: Path, offset: int) -> Record | None:
     for _, line in iter_lines(file, offset):
         return parse_record(line)
     return None
-
-
-def _metric_of_line(file: Path, offset: int, line: bytes) -> Record:
-    """Return the record in a line of a metrics.jsonl.
-
-    Raises:
-        UserError: the line is not a JSON object, or has no kind or no step.
-    """
-    record = record_of_line(file, offset, line)
-    if not isinstance(record.get("kind"), str) or not isinstance(record.get("step"), int):
-        raise UserError(
-            f"{file}: a record without kind or step at byte {offset:,}; the file is damaged: delete this line or the "
-            f"file"
-        )
-    return record
 
 
 def _digest_of_end(file: Path, size_bytes: int) -> str:

@@ -11,31 +11,33 @@ Limits: lines that a reader does not ask for are not checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from electra_dist.run.jsonl import Record, damaged_line, parse_record
 
+Check = Callable[[Record], str]  # a record -> what is wrong with it; "" for a good record
 Line = tuple[int, bytes]  # offset in the file of a line's first byte, and the line without its newline
 
 _FORWARD_BLOCK_BYTES = 1 << 20
 _BACKWARD_BLOCK_BYTES = 1 << 16
 
 
-def iter_records(path: Path, *, containing: bytes = b"") -> Iterator[Record]:
+def iter_records(path: Path, fault_of: Check | None = None, *, containing: bytes = b"") -> Iterator[Record]:
     """Yield the records of a JSON-lines file, oldest first; nothing if there is no file.
 
     Args:
         path: the file.
+        fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
         containing: text that a line must have; other lines are skipped without being parsed or checked. For example,
             `b'"eval"'` for the records of evaluations in metrics.jsonl, few among many. Empty: every line is parsed.
 
     Raises:
-        UserError: a whole line is not a JSON object; names the line.
+        UserError: a whole line is not a JSON object, or has a fault; names the line.
     """
     for offset, line in iter_lines(path):
         if containing in line:
-            yield record_of_line(path, offset, line)
+            yield record_of_line(path, offset, line, fault_of)
 
 
 def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
@@ -114,20 +116,24 @@ def newest_record(path: Path) -> Record | None:
     return None
 
 
-def record_of_line(path: Path, offset: int, line: bytes) -> Record:
+def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None = None) -> Record:
     """Return the record in a line of a file.
 
     Args:
         path: the file.
         offset: offset of the line's first byte, from which an error counts the number of the line.
         line: the line without its newline.
+        fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
 
     Raises:
-        UserError: the line is not a JSON object; names the line.
+        UserError: the line is not a JSON object, or has a fault; names the line.
     """
     record = parse_record(line)
     if record is None:
         raise damaged_line(path, _num_lines_before(path, offset) + 1)
+    fault = fault_of(record) if fault_of is not None else ""
+    if fault:
+        raise damaged_line(path, _num_lines_before(path, offset) + 1, fault)
     return record
 
 

@@ -25,6 +25,7 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
+from electra_dist.run.metrics_summary import metric_fault
 from electra_dist.run.record_stream import iter_records
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
@@ -137,7 +138,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
         checkpoints: (name, state) of each checkpoint; each state lists these steps.
     """
     # A record has the number of steps done, which is one more than the number of its step.
-    records = iter_records(run_dir / METRICS_FILE, containing=b"true")
+    records = iter_records(run_dir / METRICS_FILE, metric_fault, containing=b"true")
     steps = {record["step"] - 1 for record in records if record.get("overflow")}
     for _, state in checkpoints:
         steps.update(state.overflowed)
@@ -214,7 +215,7 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
         checkpoints: (name, state) of each checkpoint; each state holds one receipt.
     """
     marks = []
-    for record in iter_records(run_dir / METRICS_FILE):
+    for record in iter_records(run_dir / METRICS_FILE, metric_fault):
         if record["kind"] == "train":
             receipt = Receipt(rows=record["rows_seen"], digest=int(record["receipt"], base=16))
             marks.append(Mark(step=record["step"], source=METRICS_FILE, receipt=receipt))

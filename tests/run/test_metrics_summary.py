@@ -205,7 +205,7 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
 
 def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):
     (tmp_path / METRICS_FILE).write_bytes(encode({"kind": "train", "step": 1}) + encode({"step": "x"}))
-    with pytest.raises(UserError, match=r"metrics\.jsonl: a record without kind or step at byte 29"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: a record without kind or step"):
         MetricsWriter(tmp_path, tensorboard=False)
 
 
