@@ -66,6 +66,7 @@ drills: $(VENV)/ready-test
 	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
 	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
 	$(BIN)/python tests/drills/s3_ways.py
+	$(BIN)/python tests/drills/clock_jumps.py
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/drills/mutants.py
 
 # 500 of the cases are processes of their own. Each kind of fault is printed once, with the damage that repeats it.
@@ -87,6 +88,7 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/corpus_builder.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
 	$(BIN)/python benchmarks/restart.py --rounds 2 --save
+	$(BIN)/python benchmarks/long_runs.py --save
 	$(BIN)/python benchmarks/table.py
 
 docs/config.md: $(VENV)/ready

@@ -7,17 +7,14 @@ A discriminator that starts beside a generator at temperature 1 may stay there: 
 within some hundred steps, and its samples then give a discriminator that knows frequencies only nothing to learn from.
 A falling temperature avoids this.
 
-This module imports no torch, so that `electra-dist status` answers quickly.
+This module imports neither torch nor numpy, so that `electra-dist status` answers quickly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-import numpy as np
-
-from electra_dist.analysis.roc_auc import roc_auc
 from electra_dist.config import Config
 from electra_dist.run.jsonl import Record
 from electra_dist.schedule import Schedule
@@ -26,46 +23,6 @@ NUM_REPLACED = 5000  # replaced tokens that an evaluation compares, unless the h
 STUCK_BELOW = 0.52  # context AUC below which a run is warned about
 _JUDGED_AFTER_SHARE = 0.3  # of the steps in which the discriminator trains
 _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is earlier
-
-
-def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error, which allows for scores of one cluster being alike.
-
-    The AUC is a mean over pairs. Its linear part gives each positive the share of negatives below it, minus the AUC,
-    and each negative the share of positives above it, minus the AUC. The standard error is that of the sum of these
-    parts over clusters (Obuchowski, Biometrics 1997, in its form for one model).
-
-    Args:
-        scores: real numbers, [N]; larger means more likely positive.
-        labels: [N]; true or non-zero means positive.
-        clusters: number of the cluster of each score, int64 [N], such as the row of a token.
-
-    Returns:
-        AUC and standard error; both are NaN if a class is empty, and the error is NaN with fewer than two clusters.
-    """
-    score = np.asarray(scores, np.float64)
-    positive = np.asarray(labels).astype(bool)
-    auc = roc_auc(score, positive)
-    clusters_present, cluster_index = np.unique(clusters, return_inverse=True)
-    if math.isnan(auc) or len(clusters_present) < 2:
-        return auc, math.nan
-    positive_part = (_share_below(score[positive], score[~positive]) - auc) / positive.sum()
-    negative_part = (1 - _share_below(score[~positive], score[positive]) - auc) / (~positive).sum()
-    part = np.empty(len(score))
-    part[positive] = positive_part
-    part[~positive] = negative_part
-    sum_per_cluster = np.bincount(cluster_index, weights=part)
-    num_clusters = len(clusters_present)
-    variance = num_clusters / (num_clusters - 1) * (sum_per_cluster**2).sum()
-    return auc, math.sqrt(variance)
-
-
-def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each value the share of `others` that are lower, where an equal one counts one half."""
-    ordered = np.sort(others)
-    num_below = np.searchsorted(ordered, values, side="left")
-    num_at_most = np.searchsorted(ordered, values, side="right")
-    return (num_below + num_at_most) / (2 * len(others))
 
 
 def first_judged_step(config: Config) -> int:
@@ -95,11 +52,11 @@ def is_stuck(record: Record, config: Config) -> bool:
     return bool(record["step"] >= first_judged_step(config) and context_auc < STUCK_BELOW)
 
 
-def was_reported(records: Sequence[Record], config: Config) -> bool:
+def was_reported(records: Iterable[Record], config: Config) -> bool:
     """Return whether the log already has the warning, because an evaluation in metrics.jsonl was stuck.
 
     Args:
-        records: all records of metrics.jsonl.
+        records: records of metrics.jsonl, with at least all evaluations.
         config: the resolved config of the run.
     """
     return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)

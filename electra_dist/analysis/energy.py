@@ -10,7 +10,7 @@ nodes are assumed to need as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from electra_dist.analysis.goodput import Goodput
@@ -31,14 +31,14 @@ class Energy:
         return self.mean_power_w * self.num_nodes * self.seconds / 3.6e6
 
 
-def energy_of(train: Sequence[Record], account: Goodput, environment: Record) -> Energy | None:
+def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
     """Return the estimated energy of the GPUs of a run.
 
     Return None if no record has the power of the GPUs, or if the ledger does not show that the run's processes existed
     for some time.
 
     Args:
-        train: records of training steps in metrics.jsonl, oldest first.
+        train: step, step_s and gpu_power_w of the training steps in metrics.jsonl, oldest first.
         account: the run's wall-clock seconds, split by activity.
         environment: content of environment.json, whose "hosts" give the number of nodes; 1 if it has none.
     """

@@ -77,7 +77,8 @@ def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
     Args:
         ledger: events of ledger.jsonl, oldest first.
     """
-    running_s = sum(start.last - start.began for start in starts_of(ledger))
+    # A wall clock that was set back lets a start end before it began.
+    running_s = sum(max(0.0, start.last - start.began) for start in starts_of(ledger))
     num_interruptions = interruptions(ledger) + 1
     return (running_s + _PRIOR_S) / num_interruptions
 

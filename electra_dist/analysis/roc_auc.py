@@ -92,3 +92,43 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
         precision=num_true_positive / max(1, num_predicted),
         recall=num_true_positive / max(1, num_positive),
     )
+
+
+def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
+    """Return the ROC-AUC and its standard error, which allows for scores of one cluster being alike.
+
+    The AUC is a mean over pairs. Its linear part gives each positive the share of negatives below it, minus the AUC,
+    and each negative the share of positives above it, minus the AUC. The standard error is that of the sum of these
+    parts over clusters (Obuchowski, Biometrics 1997, in its form for one model).
+
+    Args:
+        scores: real numbers, [N]; larger means more likely positive.
+        labels: [N]; true or non-zero means positive.
+        clusters: number of the cluster of each score, int64 [N], such as the row of a token.
+
+    Returns:
+        AUC and standard error; both are NaN if a class is empty, and the error is NaN with fewer than two clusters.
+    """
+    score = np.asarray(scores, np.float64)
+    positive = np.asarray(labels).astype(bool)
+    auc = roc_auc(score, positive)
+    clusters_present, cluster_index = np.unique(clusters, return_inverse=True)
+    if math.isnan(auc) or len(clusters_present) < 2:
+        return auc, math.nan
+    positive_part = (_share_below(score[positive], score[~positive]) - auc) / positive.sum()
+    negative_part = (1 - _share_below(score[~positive], score[positive]) - auc) / (~positive).sum()
+    part = np.empty(len(score))
+    part[positive] = positive_part
+    part[~positive] = negative_part
+    sum_per_cluster = np.bincount(cluster_index, weights=part)
+    num_clusters = len(clusters_present)
+    variance = num_clusters / (num_clusters - 1) * (sum_per_cluster**2).sum()
+    return auc, math.sqrt(variance)
+
+
+def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each value the share of `others` that are lower, where an equal one counts one half."""
+    ordered = np.sort(others)
+    num_below = np.searchsorted(ordered, values, side="left")
+    num_at_most = np.searchsorted(ordered, values, side="right")
+    return (num_below + num_at_most) / (2 * len(others))

@@ -37,7 +37,7 @@ _ALL_MARKS_ROWS = 20_000_000  # up to so many rows every mark is checked
 _NUM_MARKS = 200  # marks that are checked in a longer run
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Mark:
     """Receipt that a run recorded after `step` optimizer steps, and the place where it is recorded.
 

@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 
 from electra_dist.compare.measure import Measured
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.folder import METRICS_FILE
+from electra_dist.run.record_stream import iter_records
 
 CONTEXT_AUC_METRIC = "ROC-AUC"
 
@@ -25,7 +26,7 @@ def read_context_auc(run_dir: Path, after: int, step: int) -> Measured | None:
             earlier checkpoint gets the evaluation at or before it.
     """
     latest: Measured | None = None
-    for record in read_metrics(run_dir):
+    for record in iter_records(run_dir / METRICS_FILE, containing=b'"context_auc"'):
         value = record.get("context_auc")
         is_due = after < record.get("step", 0) <= step
         if not is_due or value is None or not math.isfinite(value):

@@ -3,18 +3,18 @@
 Guarantee: a thinned curve has at most some 1,200 points. It is cut into buckets of consecutive points, and the lowest
 and the highest point of each are kept, so a spike of one step stays visible in a run of 400,000 steps.
 
-Cost: linear in the number of records.
+Cost: linear in the number of records, 170 bytes each.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from electra_dist.report.panels import CurveLine
+from electra_dist.analysis.metric_columns import MetricColumns
+from electra_dist.report.panels import PANELS, CurveLine, baselines
 from electra_dist.run.jsonl import Record
 
 MAX_BUCKETS = 600  # of a thinned curve; each gives two points
@@ -24,29 +24,45 @@ SMOOTHING_SPAN = 40  # points
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurves:
-    """Records of one run, of which the diagrams show some fields."""
+    """Numbers of one run's records, of which the diagrams show some fields."""
 
     name: str  # of the run; shown where a diagram has several runs
-    records: Sequence[Record]  # of metrics.jsonl, from `panels.with_baselines`
+    columns: Mapping[str, MetricColumns]  # by kind of the records, from `columns_of`
     resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
 
+    @property
+    def last_step(self) -> float:
+        """Return the highest step of all records; 0 without any."""
+        return max((columns.column("step").max() for columns in self.columns.values() if len(columns)), default=0)
 
-def series(records: Sequence[Record], line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
+
+def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
+    """Return the numbers of the records that the diagrams show, by kind: "train" and "eval".
+
+    Args:
+        records: of metrics.jsonl, oldest first; they are taken one by one, so that a stream is never held whole.
+        further_fields: names of fields of training records that get a column, too.
+    """
+    columns = {}
+    for kind in ("train", "eval"):
+        fields = [line.field for panel in PANELS for line in panel.lines if line.kind == kind]
+        columns[kind] = MetricColumns([*fields, *further_fields])
+    for record in records:
+        kind = record["kind"]
+        if kind == "train":
+            columns[kind].append(record | baselines(record))
+        elif kind in columns:
+            columns[kind].append(record)
+    return columns
+
+
+def series(run: RunCurves, line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
     """Return the points of a line: the optimizer steps and the values, float64 [n] each.
 
     Records of another kind than the line's (training instead of evaluation, or the reverse) are left out, and so are
     records in which the line's field is missing or not finite. n is 0 if that leaves none.
     """
-    steps = []
-    values = []
-    for record in records:
-        if record.get("kind") != line.kind:
-            continue
-        value = record.get(line.field)
-        if value is not None and math.isfinite(value):
-            steps.append(record["step"])
-            values.append(value)
-    return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+    return run.columns[line.kind].points(line.field)
 
 
 def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -27,9 +27,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from electra_dist.report.curve_points import RunCurves, series, smooth_curve, thinned
+from electra_dist.report.curve_points import RunCurves, columns_of, series, smooth_curve, thinned
 from electra_dist.report.hover_values import SIZE_INCHES, axis_positions, hover_lines
-from electra_dist.report.panels import PANELS, CurveLine, Panel, with_baselines
+from electra_dist.report.panels import PANELS, CurveLine, Panel
 from electra_dist.report.plot_style import (
     INK,
     PRINT,
@@ -40,9 +40,9 @@ from electra_dist.report.plot_style import (
     print_style,
     svg_style,
 )
-from electra_dist.run.jsonl import Record
+from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.record_stream import iter_records
 
 _PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
 
@@ -69,7 +69,7 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
         runs: at least one and at most `MAX_RUNS` runs.
     """
     lines = [line for line in panel.lines if not line.is_baseline]
-    if not any(len(series(run.records, line)[0]) for run in runs for line in lines):
+    if not any(len(series(run, line)[0]) for run in runs for line in lines):
         return None
     # Equal ids (svg.hashsalt) and no date make equal arguments give equal text.
     with matplotlib.rc_context(svg_style() | {"svg.hashsalt": panel.name}):
@@ -117,7 +117,8 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     Returns:
         `out`, as a path.
     """
-    run = RunCurves(name=Path(run_dir).name, records=with_baselines(read_metrics(Path(run_dir), whole_metrics_fault)))
+    records = iter_records(Path(run_dir) / METRICS_FILE, whole_metrics_fault)
+    run = RunCurves(name=Path(run_dir).name, columns=columns_of(records))
     panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
@@ -144,7 +145,7 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
         axes.axvline(step, color=colors.get(INK, INK), linewidth=0.6, linestyle=":", alpha=0.5)
     for line in panel.lines:
         color = line_color(line)
-        _draw_line(axes, line, run.records, colors.get(color, color))
+        _draw_line(axes, line, run, colors.get(color, color))
     _draw_chance(axes, panel, colors.get(SOFT, SOFT))
     _format_axes(axes, panel, [run])
     legend_handles, _labels = axes.get_legend_handles_labels()
@@ -169,7 +170,7 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
     drawn_lines: dict[CurveLine, Line2D] = {}
     for number, run in enumerate(runs):
         for line in lines:
-            steps, values = series(run.records, line)
+            steps, values = series(run, line)
             if not values.size:
                 continue
             if line.kind == "train" and line.smooth:
@@ -191,7 +192,7 @@ def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 
-def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: str) -> None:
+def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
     """Draw one line of a diagram; draw nothing if the records have no value for it.
 
     Values of evaluations are drawn as points joined by a line. Values of training steps are drawn unsmoothed
@@ -200,10 +201,10 @@ def _draw_line(axes: Axes, line: CurveLine, records: Sequence[Record], color: st
     Args:
         axes: what to draw on.
         line: the line.
-        records: all records of metrics.jsonl.
+        run: the records of the run.
         color: color of the line.
     """
-    steps, values = series(records, line)
+    steps, values = series(run, line)
     if not values.size:
         return
     if line.kind == "eval":
@@ -226,7 +227,7 @@ def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
     The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
     """
-    last_step = max((record["step"] for run in runs for record in run.records), default=0)
+    last_step = max(run.last_step for run in runs)
     if last_step > 0:
         axes.set_xlim(-0.01 * last_step, 1.01 * last_step)
     axes.set_title(panel.title, loc="left")

@@ -41,7 +41,7 @@ def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]
     lines = []
     for number, run in enumerate(runs):
         for line in panel.lines:
-            steps, values = series(run.records, line)
+            steps, values = series(run, line)
             is_left_out = line.is_baseline and len(runs) > 1
             if not len(steps) or is_left_out:
                 continue

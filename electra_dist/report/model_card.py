@@ -24,10 +24,11 @@ from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
 from electra_dist.run.environment_record import read_environment
+from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.jsonl import Record
+from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.number_formats import format_count
-from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.record_stream import iter_records
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"
@@ -75,7 +76,7 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
         UserError: `license_id` is no identifier, metrics.jsonl is damaged, or a folder cannot be written.
     """
     check_license(license_id)
-    records = read_metrics(run_dir, whole_metrics_fault)
+    records = _shown_records(run_dir)
     versions = read_environment(run_dir).get("versions", {})
     curves = _draw_curves(run_dir) if records else None
     cards = []
@@ -88,6 +89,15 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
             file.write(card.encode())
         cards.append(folder / CARD_FILE)
     return cards
+
+
+def _shown_records(run_dir: Path) -> list[Record]:
+    """Return the records of metrics.jsonl that a card shows, oldest first: all evaluations, and the newest step."""
+    evaluations = [
+        record for record in iter_records(run_dir / METRICS_FILE, containing=b'"eval"') if record["kind"] == "eval"
+    ]
+    newest_step = newest_metrics(run_dir).get("train")
+    return evaluations if newest_step is None else [*evaluations, newest_step]
 
 
 def _draw_curves(run_dir: Path) -> bytes:
@@ -110,7 +120,8 @@ def model_card(
         tower: "discriminator" or "generator".
         run_name: name of the run, for the title.
         export: the weights that were exported, with the config of their run.
-        records: records of metrics.jsonl, oldest first; may be empty.
+        records: records of metrics.jsonl, oldest first, at least all evaluations and the newest training record; may
+            be empty.
         versions: package -> version, of the run's newest start; may be empty.
         license_id: licence of the weights, as an identifier of Hugging Face's hub.
     """

@@ -19,7 +19,7 @@ from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.html_parts import curves, now, page, percent, table
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
-from electra_dist.report.run_tiles import RECENT_RECORDS, mean, median
+from electra_dist.report.run_tiles import mean
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.atomic_files import replacing
@@ -76,7 +76,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html.escape(name)}</span>'
     run_curves = []
     for run, name in zip(runs, names, strict=True):
-        run_curves.append(RunCurves(name=name, records=run.curves.records))
+        run_curves.append(RunCurves(name=name, columns=run.metrics.columns))
     note = (
         "Over optimizer steps. Curves of training steps are smoothed; points are evaluations on held-out rows; dashed "
         "grey: what a guess reaches. Move the pointer over a diagram to read the values of all runs."
@@ -109,8 +109,10 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
 
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
-    last_eval: Record = run.evals[-1] if run.evals else {}
-    recent = run.train[-RECENT_RECORDS:]
+    metrics = run.metrics
+    last_eval: Record = metrics.evals[-1] if metrics.evals else {}
+    recent = metrics.recent
+    tokens_per_s = metrics.median("tokens_per_s")
     corpus = run.environment.get("corpus")
     commit = run.environment.get("commit")
     figures = {
@@ -119,7 +121,7 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
         "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
         "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
         "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
-        "tokens seen": format_count(run.train[-1]["tokens_seen"]) if run.train else _NONE,
+        "tokens seen": format_count(metrics.newest["tokens_seen"]) if metrics.newest else _NONE,
         "context AUC, held out": _decimals(last_eval.get("context_auc")),
         "ROC-AUC, held out": _decimals(last_eval.get("auc")),
         "discriminator loss, held out": _decimals(last_eval.get("rtd_loss")),
@@ -127,7 +129,7 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
         "discriminator loss, training": _decimals(mean(recent, "rtd_loss")) if recent else _NONE,
         "generator loss, training": _decimals(mean(recent, "mlm_loss")) if recent else _NONE,
         "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else _NONE,
-        "tokens per second": format_count(median(run.train, "tokens_per_s")) if run.train else _NONE,
+        "tokens per second": format_count(tokens_per_s) if tokens_per_s is not None else _NONE,
         "wall clock": format_duration(run.account.wall) if run.ledger else _NONE,
         "goodput": percent(run.account.fraction) if run.account.fraction is not None else _NONE,
         "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else _NONE,

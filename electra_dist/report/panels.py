@@ -1,13 +1,12 @@
 """List the diagrams of the report: which fields of metrics.jsonl each one shows, and how.
 
-Besides recorded fields, a line may show one of two baselines, which `with_baselines` computes from a record: what a
+Besides recorded fields, a line may show one of two baselines, which `baselines` computes from a record: what a
 discriminator that has learnt nothing would reach. A curve that stays at its baseline shows that nothing was learnt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +23,7 @@ class CurveLine:
     A record is one logged training step or one evaluation. A line whose field is in no record is left out.
     """
 
-    field: str  # of the records in metrics.jsonl, or a baseline of `with_baselines`
+    field: str  # of the records in metrics.jsonl, or a baseline of `baselines`
     label: str  # in the legend
     kind: Literal["train", "eval"] = "train"  # kind of the records; "eval" is drawn as a line with points
     is_second: bool = False  # drawn in the second color of the diagram
@@ -161,23 +160,18 @@ PANELS = (
 )
 
 
-def with_baselines(records: Sequence[Record]) -> list[Record]:
-    """Return the records of metrics.jsonl, and add two baselines as fields to those of training steps.
+def baselines(record: Record) -> dict[str, float]:
+    """Return two baselines for the record of a training step, as further fields of it.
 
     A baseline is a value that a discriminator without any knowledge would reach. `GUESSED_REPLACED` is the share of
     the replaced tokens that a random guess finds, if the guess calls as many tokens replaced as the discriminator did.
     `CONSTANT_GUESS_LOSS` is the loss in nats if every token gets the same probability of being replaced, namely the
     share of replaced tokens. Both are NaN in a step in which no token or every token was replaced.
     """
-    extended = []
-    for record in records:
-        if record["kind"] == "train":
-            record = record | {
-                GUESSED_REPLACED: guessed_replaced(record),
-                CONSTANT_GUESS_LOSS: constant_guess_loss(record["replaced_fraction"]),
-            }
-        extended.append(record)
-    return extended
+    return {
+        GUESSED_REPLACED: guessed_replaced(record),
+        CONSTANT_GUESS_LOSS: constant_guess_loss(record["replaced_fraction"]),
+    }
 
 
 def guessed_replaced(record: Record) -> float:

@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from electra_dist.analysis.goodput import Goodput
 from electra_dist.report.html_parts import percent
 from electra_dist.report.panels import guessed_replaced
-from electra_dist.report.run_record import RunRecord
+from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
 
 Tile = tuple[str, str, str]  # name, value, remark
 
-RECENT_RECORDS = 20  # training records over which the tiles average
-
 
 def tiles(run: RunRecord) -> str:
     """Return the HTML section of tiles of a run; empty if nothing was recorded."""
     all_tiles = [
-        *_evaluation_tiles(run.evals),
-        *_training_tiles(run.train),
+        *_evaluation_tiles(run.metrics.evals),
+        *_training_tiles(run.metrics),
         *_size_tiles(run),
         *_time_tiles(run.account),
         *_energy_tiles(run),
@@ -45,7 +43,7 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
     last = evals[-1]
     figures = [
         ("ROC-AUC, held out", f"{last['auc']:.4f}", f"at step {last['step']:,}"),
-        ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals, "rtd_loss")),
+        ("RTD loss, held out", f"{last['rtd_loss']:.4f}", _since(evals[0], "rtd_loss")),
         ("MLM loss, held out", f"{last['mlm_loss']:.3f}", f"{percent(last['mlm_accuracy'])} right"),
     ]
     if math.isfinite(last.get("context_auc", math.nan)):
@@ -54,29 +52,32 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
     return figures
 
 
-def _training_tiles(train: Sequence[Record]) -> list[Tile]:
+def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
     """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
 
     Losses and accuracies are means over the newest 20 records. Throughput and MFU are medians over all records; MFU is
     left out if no record has it.
     """
-    if not train:
+    recent = metrics.recent
+    if metrics.first is None or metrics.newest is None:
         return []
-    recent = train[-RECENT_RECORDS:]
     averaged = f"mean of {len(recent)} records"
     guess = statistics.fmean(guessed_replaced(record) for record in recent)
     guess_remark = f"; a random guess finds {percent(guess)}" if math.isfinite(guess) else ""
     figures = [
-        ("RTD loss", f"{mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(train, 'rtd_loss')}"),
-        ("MLM loss", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(train, 'mlm_loss')}"),
+        ("RTD loss", f"{mean(recent, 'rtd_loss'):.4f}", f"{averaged}; {_since(metrics.first, 'rtd_loss')}"),
+        ("MLM loss", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),
         ("Replaced tokens found", percent(mean(recent, "replaced_accuracy")), f"{averaged}{guess_remark}"),
         ("Original tokens kept", percent(mean(recent, "original_accuracy")), averaged),
-        ("Tokens seen", format_count(train[-1]["tokens_seen"]), f"{train[-1]['step']:,} steps"),
-        ("Tokens per second", format_count(median(train, "tokens_per_s")), "median"),
+        ("Tokens seen", format_count(metrics.newest["tokens_seen"]), f"{metrics.newest['step']:,} steps"),
     ]
-    if any(record["mfu"] is not None for record in train):
-        figures.append(("MFU", percent(median(train, "mfu")), "median, of the dense peak"))
-    figures.append(("Waiting for data", f"{100 * mean(train, 'data_wait'):.2f} %", "of the time, mean"))
+    tokens_per_s = metrics.median("tokens_per_s")
+    if tokens_per_s is not None:
+        figures.append(("Tokens per second", format_count(tokens_per_s), "median"))
+    mfu = metrics.median("mfu")
+    if mfu is not None:
+        figures.append(("MFU", percent(mfu), "median, of the dense peak"))
+    figures.append(("Waiting for data", f"{100 * metrics.mean('data_wait'):.2f} %", "of the time, mean"))
     return figures
 
 
@@ -90,8 +91,8 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
     corpus = run.environment.get("corpus")
     if corpus is not None:
         epochs = ""
-        if run.train:
-            epochs = f"; {run.train[-1]['rows_seen'] / corpus['rows']:.2f} epochs seen"
+        if run.metrics.newest is not None:
+            epochs = f"; {run.metrics.newest['rows_seen'] / corpus['rows']:.2f} epochs seen"
         remark = f"tokens in {corpus['rows']:,} rows of {corpus['seq_len']}{epochs}"
         figures.append(("Corpus", format_count(corpus["tokens"]), remark))
     return figures
@@ -139,14 +140,9 @@ def mean(records: Sequence[Record], field: str) -> float:
     return statistics.fmean(record[field] for record in records)
 
 
-def median(records: Sequence[Record], field: str) -> float:
-    """Return the median of a field over the records in which it is not None; at least one must have it."""
-    return statistics.median(record[field] for record in records if record[field] is not None)
-
-
-def _since(records: Sequence[Record], field: str) -> str:
+def _since(first: Record, field: str) -> str:
     """Return the remark "from X" for a figure of the report, where X is the value of the field in the first record.
 
     It shows how far the figure has come; X has three significant figures, as in "from 10.4".
     """
-    return f"from {records[0][field]:.3g}"
+    return f"from {first[field]:.3g}"

@@ -32,6 +32,7 @@ RUN_VOCAB_FILE = "vocab.txt"
 DIGESTS_FILE = "SHA256SUMS"  # of the two files above, in the format of the program sha256sum
 # Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
+METRICS_SUMMARY_FILE = "metrics.summary.json"
 SAMPLES_FILE = "samples.jsonl"
 LEDGER_FILE = "ledger.jsonl"
 LOG_FILE = "log.txt"
@@ -281,7 +282,7 @@ def move_records_aside(run_dir: Path) -> list[str]:
     Returns:
         One line for each file or folder that was moved; empty if there was none.
     """
-    names = [METRICS_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
+    names = [METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
     existing = [name for name in names if (run_dir / name).exists()]

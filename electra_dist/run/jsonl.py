@@ -30,6 +30,8 @@ Record = dict[str, Any]
 
 _CLOSED = -1  # in place of a file descriptor
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_QUOTED_NON_FINITE = (b'"NaN"', b'Infinity"')  # a line without them has no such string
+_BLOCK_BYTES = 1 << 16  # read together where the last newline is looked for
 
 
 class JsonlFile:
@@ -115,6 +117,12 @@ class JsonlFile:
         with writable(self.path):
             self._file = self._open()
 
+    def cut(self, size_bytes: int) -> None:
+        """Remove everything behind the first `size_bytes` bytes, which must end with a whole line."""
+        with writable(self.path):
+            os.ftruncate(self._file, size_bytes)
+        self.sync()
+
     def close(self) -> None:
         """Sync the file and close it. Calling it twice is fine.
 
@@ -156,9 +164,17 @@ class JsonlFile:
 
     def _cut_torn_line(self) -> None:
         """Truncate the file after its last newline, which removes a line that a killed process left unfinished."""
-        content = self.path.read_bytes()
-        whole_lines_bytes = content.rfind(b"\n") + 1  # 0 if there is no newline
-        if whole_lines_bytes != len(content):
+        with open(self.path, "rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            whole_lines_bytes = size_bytes
+            while whole_lines_bytes > 0:
+                begin = max(0, whole_lines_bytes - _BLOCK_BYTES)
+                file.seek(begin)
+                last_newline = file.read(whole_lines_bytes - begin).rfind(b"\n")
+                whole_lines_bytes = begin + last_newline + 1  # `begin` if the block has no newline
+                if last_newline >= 0:
+                    break
+        if whole_lines_bytes != size_bytes:
             os.truncate(self.path, whole_lines_bytes)
 
 
@@ -193,15 +209,28 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     records = []
     *lines, _ = content.split(b"\n")  # after the last newline comes nothing, or a torn line
     for number, line in enumerate(lines, start=1):
-        record = _parse_object(line)
+        record = parse_record(line)
         if record is None:
-            raise UserError(f"{path}:{number}: not a JSON object; the file is damaged: delete this line or the file")
-        record = _strings_to_floats(record)
+            raise damaged_line(path, number)
         fault = fault_of(record) if fault_of is not None else ""
         if fault:
-            raise UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
+            raise damaged_line(path, number, fault)
         records.append(record)
     return records
+
+
+def parse_record(line: bytes) -> Record | None:
+    """Return the record in a line, in which the strings "NaN" and so on are floats; None if it is no JSON object."""
+    record = _parse_object(line)
+    if record is None or not any(name in line for name in _QUOTED_NON_FINITE):
+        return record
+    converted: Record = _strings_to_floats(record)
+    return converted
+
+
+def damaged_line(path: Path, number: int, fault: str = "not a JSON object") -> UserError:
+    """Return the error for a whole line with a fault, in one line with the file and the line's number."""
+    return UserError(f"{path}:{number}: {fault}; the file is damaged: delete this line or the file")
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

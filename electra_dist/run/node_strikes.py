@@ -33,6 +33,7 @@ from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, validate_json
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
+_MOST_AHEAD_S = 48 * 3600.0  # in the future of this node's clock at which a strike is not believed
 # A character takes at most 6 bytes of JSON, so with these limits a line stays within PIPE_BUF (4096 bytes).
 _REASON_CHARS = 300
 _NAME_CHARS = 64
@@ -127,7 +128,9 @@ def excluded_nodes(
 ) -> list[str]:
     """Return the sorted names of the nodes with too many strikes (records of faults) to be used. Pure.
 
-    Strikes that are older than `expires_s` at the time `now` are ignored.
+    Strikes that are older than `expires_s` at the time `now` are ignored. A strike that lies in the future, because a
+    clock was set back or clocks of nodes differ, counts; one that lies more than two days ahead does not, because it
+    would exclude a node for as long as a clock was wrong.
 
     Args:
         strikes: all strikes of a run, in any order.
@@ -135,7 +138,7 @@ def excluded_nodes(
         expires_s: age in seconds at which a strike no longer counts.
         threshold: number of strikes that have not expired at which a node is excluded.
     """
-    strikes_by_node = Counter(strike.node for strike in strikes if now - strike.time < expires_s)
+    strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
 
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 
-from electra_dist.analysis.context_auc import NUM_REPLACED, auc_with_standard_error
-from electra_dist.analysis.roc_auc import Separation, separation
+from electra_dist.analysis.context_auc import NUM_REPLACED
+from electra_dist.analysis.roc_auc import Separation, auc_with_standard_error, separation
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import Engine
 from electra_dist.model.row_layout import SpecialIds, example_bounds

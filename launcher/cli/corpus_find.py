@@ -17,8 +17,8 @@ from electra_dist.analysis.text_search import FoundRow, rows_with_tokens
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.run.folder import METRICS_FILE, open_run
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.folder import open_run
+from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
@@ -124,7 +124,7 @@ def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: 
 
     order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
     skipped = SkipList(run, config.train.skip_steps).steps
-    steps_done = max((record["step"] for record in read_metrics(run / METRICS_FILE)), default=0)
+    steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
     shards = np.array([row.shard for row in found])
     rows = np.array([row.row for row in found])
     num_positions = config.train.num_steps * config.train.global_batch

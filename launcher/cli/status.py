@@ -28,10 +28,10 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.lease_file import LeaseOwner
 from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.process_identity import is_running
-from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.store.atomic_files import disk_problem
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
@@ -96,17 +96,15 @@ def facts(run: Path) -> Facts:
     scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
-    records = read_metrics(run)
-    train_records = [record for record in records if record["kind"] == "train"]
-    eval_records = [record for record in records if record["kind"] == "eval"]
+    newest = newest_metrics(run)
     return Facts(
         run=run,
         now=time.time(),
         config=load_config(config_file),
         ledger=read_ledger(run),
         jobs=read_jobs(run),
-        last=train_records[-1] if train_records else None,
-        last_eval=eval_records[-1] if eval_records else None,
+        last=newest.get("train"),
+        last_eval=newest.get("eval"),
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,

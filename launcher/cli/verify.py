@@ -26,7 +26,7 @@ from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
-from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.run.record_stream import iter_records
 from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
@@ -158,7 +158,8 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
         checkpoints: (name, state) of each checkpoint; each state lists these steps.
     """
     # A record has the number of steps done, which is one more than the number of its step.
-    steps = {record["step"] - 1 for record in read_metrics(run_dir) if record.get("overflow")}
+    records = iter_records(run_dir / METRICS_FILE, whole_metrics_fault, containing=b"true")
+    steps = {record["step"] - 1 for record in records if record.get("overflow")}
     for _, state in checkpoints:
         steps.update(state.overflowed)
     return steps
@@ -234,7 +235,7 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
         checkpoints: (name, state) of each checkpoint; each state holds one receipt.
     """
     marks = []
-    for record in read_metrics(run_dir, whole_metrics_fault):
+    for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
         if record["kind"] == "train":
             receipt = Receipt(rows=record["rows_seen"], digest=int(record["receipt"], base=16))
             marks.append(Mark(step=record["step"], source=METRICS_FILE, receipt=receipt))

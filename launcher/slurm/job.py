@@ -283,6 +283,7 @@ def begin(args: argparse.Namespace) -> None:
         started=_iso(args.started),
         ledger_events=len(ledger),
         checkpoint_step=newest_checkpoint(ledger),
+        uptime_s=round(time.clock_gettime(time.CLOCK_BOOTTIME), 3),
     )
 
 
@@ -295,7 +296,8 @@ def end(args: argparse.Namespace) -> None:
     Args:
         args: options of the command line, see `main`.
     """
-    cancelled = _is_cancelled(args.told, args.end_time)  # first, because it depends on the current time
+    now = _now_by_begin(read_jobs(args.run), args.job, args.restart)  # first, because it depends on the current time
+    cancelled = _is_cancelled(args.told, args.end_time, now)
     codes = exit_codes(args.state)
     cluster = load_config(args.config).cluster
     job_end = JobEnd(
@@ -312,7 +314,26 @@ def end(args: argparse.Namespace) -> None:
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
 
 
-def _is_cancelled(received_signal: str, end_time: str) -> bool:
+def _now_by_begin(jobs: Sequence[Record], job: str, restart: int) -> float:
+    """Return the Unix time as this node's wall clock would show it if it had not been set since the job began.
+
+    It is the time of the job's "begin" record plus the seconds since then, by a clock that does not jump. A job begins
+    and ends on the same node. Without such a record, of an older version, it is the wall clock's time.
+
+    Args:
+        jobs: all lines of jobs.jsonl.
+        job: Slurm's number of the job.
+        restart: how often Slurm has requeued it.
+    """
+    for record in reversed(jobs):
+        is_begin_of_job = record["event"] == "begin" and (record["job"], record["restart"]) == (job, restart)
+        if is_begin_of_job and "uptime_s" in record:
+            elapsed_s = time.clock_gettime(time.CLOCK_BOOTTIME) - record["uptime_s"]
+            return datetime.fromisoformat(record["time"]).timestamp() + elapsed_s
+    return time.time()
+
+
+def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
     """Return whether the job was cancelled from outside, for example by scancel or by preemption.
 
     Slurm then sends TERM. It sends TERM at the time limit, too, so a TERM counts as a cancellation only if it is now
@@ -321,10 +342,11 @@ def _is_cancelled(received_signal: str, end_time: str) -> bool:
     Args:
         received_signal: name of the signal that the batch script received, "USR1" or "TERM"; empty if there was none.
         end_time: when the time limit ends the job, Unix seconds; another text means that there is no limit.
+        now: the present time, Unix seconds.
     """
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
-    return received_signal == "TERM" and time.time() < limit - _CANCELLED_BEFORE_S
+    return received_signal == "TERM" and now < limit - _CANCELLED_BEFORE_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
 from electra_dist.store.patience import Patience
+from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
 from launcher.supervise.notify import event_of, notify
@@ -88,6 +89,7 @@ class Supervisor:
         self._placement = placement
         self._limits = hang_limits(config.cluster)
         self._signals = ReceivedSignals()
+        self._job_end = JobEndTime()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._signals.handle)
@@ -222,7 +224,8 @@ class Supervisor:
         num_events_before = len(read_ledger(self._run_dir))
         num_strikes_before = len(read_strikes(self._run_dir))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
-        environment = {TOKEN_VARIABLE: self._lease.token if self._lease is not None else ""}
+        token = self._lease.token if self._lease is not None else ""
+        environment = {TOKEN_VARIABLE: token, **self._job_end.environment()}
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
             ranks.start(self._placement.command(ranks.state, port, rank_arguments), environment)

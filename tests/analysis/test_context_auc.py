@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from electra_dist.analysis.context_auc import (
-    auc_with_standard_error,
     first_judged_step,
     is_stuck,
     stuck_warning,
     was_reported,
 )
-from electra_dist.analysis.roc_auc import roc_auc
+from electra_dist.analysis.roc_auc import auc_with_standard_error, roc_auc
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 

@@ -7,6 +7,7 @@ from typing import Any
 import context_auc
 import corpus_builder
 import loader
+import long_runs
 import pytest
 import restart
 import scaling
@@ -29,6 +30,13 @@ def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
     assert {"hardware", "versions", "date"} <= saved.keys()
     assert saved["lines"]
     return saved
+
+
+@pytest.mark.drill  # the default tests run these commands on long runs, too
+def test_commands_on_a_long_run_and_a_parse_of_its_records_are_measured(tmp_path: Path) -> None:
+    needs = _run(long_runs, tmp_path)["needs"]["1000"]
+    assert {"parse of all records", "status", "status, no summary", "report", "resume"} <= needs.keys()
+    assert all(need["cpu_s"] > 0 for need in needs.values())
 
 
 def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:

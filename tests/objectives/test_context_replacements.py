@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from electra_dist.analysis.context_auc import auc_with_standard_error
+from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import (
     NOT_COMPARED,

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import parameter_counts
-from electra_dist.report.curve_points import RunCurves, smooth_curve, smoothed, thinned
+from electra_dist.report.curve_points import RunCurves, columns_of, smooth_curve, smoothed, thinned
 from electra_dist.report.curves import draw_panel, write_curves_png
-from electra_dist.report.panels import PANELS, with_baselines
+from electra_dist.report.panels import PANELS, baselines
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger
@@ -164,7 +164,7 @@ def test_the_report_loads_nothing_from_another_file_or_server(run_dir: Path):
 def test_curves_scale_with_the_page_and_take_their_colors_from_its_css_variables(run_dir: Path):
     """Matplotlib draws with placeholder colors such as #010203, which must all be replaced."""
     placeholder_color = r"#0[1-4]0[1-4]0[1-9]"
-    run = RunCurves(name="run", records=with_baselines(read_metrics(run_dir)), resumes=[200])
+    run = RunCurves(name="run", columns=columns_of(read_metrics(run_dir)), resumes=[200])
 
     for panel in PANELS:
         drawn = draw_panel(panel, [run])
@@ -221,7 +221,7 @@ def test_values_under_the_pointer_are_those_of_the_records_at_their_place_in_the
     x = left + (step - first) / (last - first) * (right - left)
     y = bottom + (value - low) / (high - low) * (top - bottom)
     panel = next(panel for panel in PANELS if panel.name == "context_auc")
-    drawn = draw_panel(panel, [RunCurves(name="run", records=records)])
+    drawn = draw_panel(panel, [RunCurves(name="run", columns=columns_of(records))])
     assert drawn is not None
     (path,) = re.findall(
         r'<g id="line2d_\d+">\s*<path d="([^"]*)"[^>]*clip-path[^>]*stroke: var\(--series-2\)', drawn.svg
@@ -236,7 +236,6 @@ def test_baselines_are_what_guesses_reach_on_random_labels():
     is_replaced = rng.random(400_000) < 0.2
     called_replaced = rng.random(400_000) < np.where(is_replaced, 0.7, 0.1)  # a discriminator that knows something
     record = {
-        "kind": "train",
         "replaced_fraction": is_replaced.mean(),
         "replaced_accuracy": called_replaced[is_replaced].mean(),
         "original_accuracy": 1 - called_replaced[~is_replaced].mean(),
@@ -244,18 +243,18 @@ def test_baselines_are_what_guesses_reach_on_random_labels():
     guess = rng.permutation(called_replaced)  # as many tokens are called replaced, at random
     losses = [-np.log(np.where(is_replaced, p, 1 - p)).mean() for p in np.arange(0.1, 0.3, 0.001)]
 
-    (extended,) = with_baselines([record])
+    guesses = baselines(record)
 
-    assert extended["guessed_replaced"] == pytest.approx(guess[is_replaced].mean(), abs=0.005)
-    assert extended["constant_guess_loss"] == pytest.approx(min(losses), abs=1e-4)
-    (without_replaced,) = with_baselines([{**record, "replaced_fraction": 0.0}])
+    assert guesses["guessed_replaced"] == pytest.approx(guess[is_replaced].mean(), abs=0.005)
+    assert guesses["constant_guess_loss"] == pytest.approx(min(losses), abs=1e-4)
+    without_replaced = baselines({**record, "replaced_fraction": 0.0})
     assert np.isnan(without_replaced["guessed_replaced"])
 
 
 def test_the_diagram_of_the_context_auc_has_a_line_at_one_half(run_dir: Path):
     panel = next(panel for panel in PANELS if panel.name == "context_auc")
 
-    drawn = draw_panel(panel, [RunCurves(name="run", records=read_metrics(run_dir))])
+    drawn = draw_panel(panel, [RunCurves(name="run", columns=columns_of(read_metrics(run_dir)))])
 
     assert panel.chance == 0.5
     assert drawn is not None

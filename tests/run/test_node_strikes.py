@@ -112,6 +112,9 @@ def test_only_strikes_that_have_not_expired_count_towards_the_exclusion_of_a_nod
     # At 20 s the strike of n2 at 10 s still counts with an expiry of 10.5 s; those near the end of the day are ahead.
     assert excluded_nodes(strikes, 20.0, expires_s=10.5) == ["n1", "n10", "n2"]
 
+    # A clock was a year ahead when the strike was recorded; on a node whose clock was set back by a day it counts.
+    assert excluded_nodes([strike("n1", 366 * DAY_S), strike("n2", 2 * DAY_S)], DAY_S) == ["n2"]
+
     assert excluded_nodes([], 0.0) == []
 
 

@@ -22,6 +22,7 @@ from electra_dist.errors import StoreAway
 from electra_dist.run.folder import SAMPLES_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.record_checks import samples_fault
+from electra_dist.run.record_stream import newest_record
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 
@@ -76,8 +77,7 @@ def read_newest_samples(run_dir: Path) -> Record | None:
     Raises:
         UserError: the file is damaged; names the line.
     """
-    records = read_records(run_dir / SAMPLES_FILE, samples_fault)
-    return records[-1] if records else None
+    return newest_record(run_dir / SAMPLES_FILE, samples_fault)
 
 
 def replaced_words_table(samples: Sequence[TextSample]) -> str:

@@ -28,8 +28,28 @@ from types import FrameType
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds
 _LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
 _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take longer than those so far
+
+
+class JobEndTime:
+    """The end of the Slurm job, which a jump of the wall clock does not move.
+
+    Slurm gives it as a Unix time. It is converted once to a clock that does not jump; each later start of the ranks
+    gets the Unix time that the wall clock will then show.
+    """
+
+    def __init__(self) -> None:
+        """Read the end of this process's Slurm job, if there is one."""
+        unix_time = os.environ.get(_JOB_END, "")
+        self.monotonic = time.monotonic() + float(unix_time) - time.time() if unix_time.isdigit() else None
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable for processes that are started now; empty without Slurm."""
+        if self.monotonic is None:
+            return {}
+        return {_JOB_END: str(round(self.monotonic - time.monotonic() + time.time()))}
 
 
 class StopRequest:
@@ -55,9 +75,7 @@ class StopRequest:
         self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
         self._was_saved = False  # whether the file `save` was obeyed and could not be removed
-        job_end = os.environ.get("SLURM_JOB_END_TIME", "")
-        # Converted to a clock that does not jump, so that a later correction of the wall clock ends no run too early.
-        self._job_end = time.monotonic() + float(job_end) - time.time() if job_end.isdigit() else None
+        self._job_end = JobEndTime().monotonic
         self.longest_step_s = 0.0  # set by the step loop
         self.longest_save_s = 0.0  # set by the step loop
         for number in STOP_SIGNALS:

@@ -35,11 +35,12 @@ from electra_dist.errors import StoreAway
 from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
-from electra_dist.run.folder import CONFIG_FILE
+from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE
 from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
+from electra_dist.run.record_stream import iter_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
-from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
+from electra_dist.run.writers.metrics_writer import MetricsWriter
 from electra_dist.schedule import describe, schedules_of, value_at
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
@@ -383,7 +384,8 @@ class Reporter:
         if self._has_warned or not is_stuck(fields, self._config):
             return
         self._has_warned = True
-        if not was_reported(read_metrics(self._run_dir), self._config):
+        evaluations = iter_records(self._run_dir / METRICS_FILE, containing=b'"eval"')
+        if not was_reported(evaluations, self._config):
             self.note(stuck_warning(fields, self._config))
 
     def _note_few_replaced_tokens(self, record: EvalRecord) -> None:

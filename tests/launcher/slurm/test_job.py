@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,36 @@ def test_a_run_ends_after_four_crashes_in_a_row_without_a_checkpoint_and_not_ear
         assert verdict.action == expected
         if expected == "stop":
             break
+
+
+@pytest.mark.parametrize("jump_s", [0.0, 3600.0, -86400.0])
+@pytest.mark.parametrize(("seconds_left", "action"), [(600, "leave"), (5, "again")])
+def test_a_jump_of_the_wall_clock_during_a_job_makes_neither_a_cancellation_of_its_time_limit_nor_the_reverse(
+    tiny_config: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: float,
+    seconds_left: int,
+    action: str,
+):
+    """Slurm sends TERM when somebody cancels a job, and at its time limit, after which the run must go on."""
+    config, run, state = tiny_config("run"), tmp_path / "run", tmp_path / "run" / "slurm" / "job-7-0"
+    main(["begin", str(run), "--job", "7", "--nodes", "n1", "--submitted", "1700000000", "--started", "N/A"])
+    ledger = Ledger(run)
+    ledger.append("start", 0)
+    ledger.append("checkpoint", 5)
+    ledger.close()
+    state.mkdir(parents=True)
+    (state / "exit-n1").write_text("143\n")
+    end_time = str(round(time.time() + seconds_left))
+    wall_clock = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_clock() + jump_s)
+
+    arguments = ["--config", str(config), "--job", "7", "--state", str(state), "--told", "TERM"]
+    main(["end", str(run), *arguments, "--end-time", end_time])
+
+    assert capsys.readouterr().out.startswith(f"{action}|")
 
 
 def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_the_job(

