@@ -152,6 +152,7 @@ def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
         "crash_dir": folder,
         "rgw_data": folder,
         "rgw_thread_pool_size": 64,
+        "rgw_multipart_min_part_size": 1,  # so that small files can be uploaded in parts
         "rgw_gc_obj_min_wait": 5,  # the default of two hours would fill the small in-memory store
         "rgw_gc_processor_period": 5,
         "rgw_gc_processor_max_time": 5,
