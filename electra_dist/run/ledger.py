@@ -63,6 +63,15 @@ class Ledger:
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
 
+    def append_once(self, event: Event, step: int, **details: Any) -> None:
+        """Append an event as `append` does, unless the ledger has an event of this kind and step already.
+
+        It is for what a run decides once and then stores elsewhere. Such an event is recorded first; a start that was
+        killed before it stored the decision is followed by one that decides the same again, and records nothing new.
+        """
+        if not any(record["event"] == event and record["step"] == step for record in read_records(self._file.path)):
+            self.append(event, step, **details)
+
     def close(self) -> None:
         """Close the ledger file. Calling it twice is fine."""
         self._file.close()
@@ -96,6 +105,14 @@ def read_jobs(run_dir: Path) -> list[Record]:
     return read_records(Path(run_dir) / JOBS_FILE)
 
 
+def proves_checkpoint(event: Record) -> bool:
+    """Return whether an event proves that there was a checkpoint of its step.
+
+    A resume does, too: a start that was killed right after its commit has not recorded the checkpoint itself.
+    """
+    return event["event"] in ("checkpoint", "resume")
+
+
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
@@ -105,4 +122,4 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
     Args:
         ledger: events of `read_ledger`, in any order.
     """
-    return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)
+    return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.run.folder import LEDGER_FILE
-from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.run.ledger import Ledger, newest_checkpoint, read_ledger
 
 
 def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times(tmp_path: Path):
@@ -57,3 +57,19 @@ def test_a_torn_last_event_is_dropped_and_a_missing_ledger_has_no_events(tmp_pat
 
     assert [event["event"] for event in events] == ["start"]
     assert read_ledger(tmp_path / "elsewhere") == []
+
+
+def test_an_event_that_is_appended_once_is_not_repeated_by_the_next_start(tmp_path: Path):
+    for _ in range(2):
+        ledger = Ledger(tmp_path)
+        ledger.append_once("stopped_step", 5, fault="spike")
+        ledger.append_once("rollback", 5, skip_from=4, skip_to=5)
+        ledger.close()
+
+    assert [event["event"] for event in read_ledger(tmp_path)] == ["stopped_step", "rollback"]
+
+
+def test_a_resume_proves_the_checkpoint_that_a_killed_start_has_not_recorded():
+    ledger = [{"event": "start", "step": 0}, {"event": "checkpoint", "step": 4}, {"event": "resume", "step": 8}]
+
+    assert newest_checkpoint(ledger) == 8

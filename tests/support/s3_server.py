@@ -85,7 +85,9 @@ def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
     """Start moto's server and return its port."""
     port = _free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    _wait_for(port, _start(command, folder / "moto.log", processes))
+    # Small files can be uploaded in parts; objects stay in memory all the same.
+    settings = {"S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(16 << 20)}
+    _wait_for(port, _start(command, folder / "moto.log", processes, {**os.environ, **settings}))
     return port
 
 

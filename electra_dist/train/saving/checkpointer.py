@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
-from electra_dist.checkpoint.checkpoint_manifest import RunState
+from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.commit import begin_attempt
+from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
@@ -260,6 +261,17 @@ class Checkpointer:
         if self._loss_scale is not None:
             state = state.model_copy(update={"loss_scale": self._loss_scale.state})
         return self.writer.save(state, owned_fragments(self._module, self._optimizer))
+
+    def finish(self, last: RunState) -> None:
+        """Complete the save of the last step if its start was killed within it. Only rank 0 calls it.
+
+        Any other save needs no completion, because the next one replaces it.
+
+        Args:
+            last: state of the restored checkpoint of a run that has reached its last step.
+        """
+        copy_to_all(self._targets, folder_name(last.step, last.attempt))
+        self.writer.retain(self.attempt)
 
     @property
     def retries(self) -> int:

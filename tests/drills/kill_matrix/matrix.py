@@ -61,6 +61,15 @@ class Matrix:
         """Return the place of a run."""
         return Trial(self.folder / name, self.bucket, self.server)
 
+    def state_before(self, phase: str) -> Trial:
+        """Return the copy of the uninterrupted run before one of its parts."""
+        return self.trial(f"before-{phase.replace(' ', '-')}")
+
+    @property
+    def s3(self) -> Any:
+        """The boto3 client of this process; credentials are in os.environ."""
+        return s3_client(self.server.endpoint_url, os.getpid())
+
     def run_uninterrupted(self) -> None:
         """Run all parts without a kill, number their operations, and keep a copy of the state before each part."""
         write_corpus(str(self.corpus), [70, 33, 48])
@@ -69,13 +78,17 @@ class Matrix:
         trial.watched.mkdir(parents=True)
         begin = time.monotonic()
         for phase in PHASES:
-            copy_run(trial, self.trial(f"before-{phase.replace(' ', '-')}"), s3_client(self.server.endpoint_url, os.getpid()))
+            copy_run(
+                trial,
+                self.trial(f"before-{phase.replace(' ', '-')}"),
+                s3_client(self.server.endpoint_url, os.getpid()),
+            )
             end = run_phase(trial, self.corpus, phase, None)
             assert set(end.codes) == expected_codes(phase), output(trial, f"{phase} ended with {end.codes}")
             self.operations += end.operations
             self.missed += end.missed
         self.seconds = time.monotonic() - begin
-        self.expected = read_remains(trial, s3_client(self.server.endpoint_url, os.getpid()))
+        self.expected = read_remains(trial, self.s3)
         assert not self.expected.faults, self.expected.faults
 
     def kills(self) -> list[tuple[int, Kill]]:
@@ -89,10 +102,9 @@ class Matrix:
         The folder of a run that differs is kept.
         """
         begin = time.monotonic()
-        s3 = s3_client(self.server.endpoint_url, os.getpid())
         trial = self.trial(f"kill-{number}-{kill.moment}")
         first = kill.operation.phase
-        copy_run(self.trial(f"before-{first.replace(' ', '-')}"), trial, s3)
+        copy_run(self.state_before(first), trial, self.s3)
         was_reached = False
         differences: list[str] = []
         for phase in PHASES[PHASES.index(first) :]:
@@ -105,7 +117,7 @@ class Matrix:
                 break
         if not differences:
             assert self.expected is not None
-            differences = read_remains(trial, s3).differences(self.expected)
+            differences = read_remains(trial, self.s3).differences(self.expected)
         if not differences:
             shutil.rmtree(trial.folder)
         return KillResult(number, kill, was_reached, differences, time.monotonic() - begin)
@@ -135,7 +147,7 @@ class Matrix:
 
 @functools.cache
 def s3_client(endpoint_url: str, process_id: int) -> Any:
-    """Return the boto3 client of this process, which a forked process must not share; credentials are in os.environ."""
+    """Return the boto3 client of this process, which a forked process must not share."""
     return boto3.session.Session().client("s3", endpoint_url=endpoint_url)
 
 

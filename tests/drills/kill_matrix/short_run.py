@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {
     "guard.skip_before": 1,
     "checkpoint.every_steps": 4,
     "checkpoint.keep_last": 1,
-    "log.eval_every_steps": 6,
+    "log.eval_every_steps": 8,
     "log.eval_rows": 4,
 }
 
