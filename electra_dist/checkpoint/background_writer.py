@@ -200,19 +200,8 @@ class CheckpointWriter:
         for target in self._targets:
             commit(target, state, saved_at)
         self.on_commit(state, timing, time.perf_counter() - begin)
-        self.retain(state.attempt)
-
-    def retain(self, attempt: int) -> None:
-        """Delete the checkpoints that the retention policy does not keep, in every target. Rank 0 only.
-
-        Args:
-            attempt: number of this start of the run.
-
-        Raises:
-            Fenced: a newer start of the run exists.
-        """
         for target, scores in zip(self._targets, self._scores):
-            retain(target, self._policy, self._rollback_steps, attempt, scores)
+            retain(target, self._policy, self._rollback_steps, state.attempt, scores)
 
     def _write(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's tensor file in every target, and then the file's manifest entry (its size and digests).

@@ -63,15 +63,6 @@ class Ledger:
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
 
-    def append_once(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event as `append` does, unless the ledger has an event of this kind and step already.
-
-        It is for what a run decides once and then stores elsewhere. Such an event is recorded first; a start that was
-        killed before it stored the decision is followed by one that decides the same again, and records nothing new.
-        """
-        if not any(record["event"] == event and record["step"] == step for record in read_records(self._file.path)):
-            self.append(event, step, **details)
-
     def close(self) -> None:
         """Close the ledger file. Calling it twice is fine."""
         self._file.close()
@@ -103,6 +94,20 @@ def read_jobs(run_dir: Path) -> list[Record]:
         UserError: the file is damaged; names the line.
     """
     return read_records(Path(run_dir) / JOBS_FILE)
+
+
+def has_event(run_dir: Path, event: Event, step: int) -> bool:
+    """Return whether the ledger of a run has an event of this kind and step.
+
+    It is for what a run decides once and then stores elsewhere. Such an event is recorded first. A start that was
+    killed before it stored the decision is followed by one that decides the same again, and must not record it twice.
+
+    Args:
+        run_dir: folder of the run.
+        event: kind of the event.
+        step: step of the event.
+    """
+    return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
 
 
 def proves_checkpoint(event: Record) -> bool:

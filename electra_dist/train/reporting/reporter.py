@@ -34,7 +34,7 @@ from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE
-from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
+from electra_dist.run.ledger import Event, Ledger, has_event, read_jobs, read_ledger
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
 from electra_dist.run.writers.metrics_writer import MetricsWriter, read_metrics
@@ -422,8 +422,8 @@ class Reporter:
             fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
             suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
-        with self._ledger_lock:
-            self._ledger.append_once("stopped_step", step, fault=fault, suspect=suspect)
+        if not has_event(self._run_dir, "stopped_step", step):
+            self._record("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
         if suspect:
             advice = f"check the row that stands out: {suspect}"
@@ -440,8 +440,8 @@ class Reporter:
                 is skipped.
         """
         last = stopped[-1]
-        with self._ledger_lock:
-            self._ledger.append_once("rollback", last, skip_from=first, skip_to=last)
+        if not has_event(self._run_dir, "rollback", last):
+            self._record("rollback", last, skip_from=first, skip_to=last)
         self.note(
             f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
             f"to {last:,}; if this happens again, lower optimizer.lr in a new run"

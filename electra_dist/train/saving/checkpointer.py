@@ -16,7 +16,7 @@ import torch.distributed as dist
 from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
 from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.commit import begin_attempt
+from electra_dist.checkpoint.commit import begin_attempt, retain
 from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
@@ -271,7 +271,8 @@ class Checkpointer:
             last: state of the restored checkpoint of a run that has reached its last step.
         """
         copy_to_all(self._targets, folder_name(last.step, last.attempt))
-        self.writer.retain(self.attempt)
+        for target in self._targets:
+            retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
 
     @property
     def retries(self) -> int:
