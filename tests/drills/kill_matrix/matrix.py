@@ -6,7 +6,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from drills.kill_matrix.comparison import (
     read_remains,
 )
 from drills.kill_matrix.durable_operations import Kill, Operation
-from drills.kill_matrix.short_run import PHASES, Trial, copy_run, expected_codes, run_phase
+from drills.kill_matrix.short_run import PHASES, Trial, copy_run, delete_run, expected_codes, run_phase
 from support.real_runs import write_corpus
 from support.s3_server import S3Server
 
@@ -119,7 +118,7 @@ class Matrix:
             assert self.expected is not None
             differences = read_remains(trial, self.s3).differences(self.expected)
         if not differences:
-            shutil.rmtree(trial.folder)
+            delete_run(trial, self.s3)
         return KillResult(number, kill, was_reached, differences, time.monotonic() - begin)
 
     def _finish(self, trial: Trial, phase: str, codes: list[int] | None) -> list[str]:

@@ -286,6 +286,13 @@ def copy_run(source: Trial, copy: Trial, s3: Any) -> None:
         s3.copy_object(Bucket=bucket, Key=copied_key, CopySource={"Bucket": bucket, "Key": key})
 
 
+def delete_run(trial: Trial, s3: Any) -> None:
+    """Delete the files and the objects of a run, of which no process is running."""
+    shutil.rmtree(trial.folder)
+    for key in object_keys(s3, trial):
+        s3.delete_object(Bucket=trial.bucket.removeprefix("s3://"), Key=key)
+
+
 def object_keys(s3: Any, trial: Trial) -> list[str]:
     """Return the keys of a run's objects, sorted."""
     page = s3.list_objects_v2(Bucket=trial.bucket.removeprefix("s3://"), Prefix=f"{trial.name}/")
