@@ -38,8 +38,8 @@ import electra_dist.train.pretrain_rank  # noqa: F401  (once, in the process tha
 
 # Kind of operation, file, which of those in the uninterrupted run, and moment.
 SAMPLE = (
-    ("create", "run/.skipped_steps.json.*", 0, "before"),  # a stopped step is in the ledger and not yet on the list
     ("create", "run/.skipped_steps.json.*", -1, "before"),  # a rollback is in the ledger and not yet carried out
+    ("rename", "run/skipped_steps.json", -1, "after"),  # it has been stored, and the checkpoint is not yet loaded
     ("write", "run/metrics.jsonl", -1, "torn"),
     ("link", "checkpoints/step-*/manifest.json", -1, "after"),  # the last checkpoint is in one of two targets
     ("unlink", "checkpoints/step-*/manifest.json", -1, "after"),  # of an old checkpoint
