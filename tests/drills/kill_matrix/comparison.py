@@ -28,6 +28,7 @@ _NOT_COMPARED = {
     "tokens_per_s", "mfu", "data_wait", "memory_gb", "eta_s", "step_s", "store_retries", "store_wait_s", "refetches",
     "gpu_temperature_c", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_throttle", "slow_ranks",
 }  # fmt: skip
+_NUMBER = re.compile(r"\d{4,}")
 _CHECKPOINT = re.compile(r"step-(\d{8})-a\d{4}")
 
 
@@ -110,7 +111,8 @@ def _digests_of_last_checkpoint(trial: Trial, s3: Any) -> dict[str, set[tuple[st
 def _names(trial: Trial, s3: Any) -> list[str]:
     """Return the names of everything that the run has left; checkpoints are named "last" and "older".
 
-    The files attempts/NNNN.json, one for each start, are left out.
+    Other numbers in names become N, because starts are counted. The files attempts/NNNN.json, one for each start, are
+    left out.
     """
     names = []
     for path in trial.watched.rglob("*"):
@@ -120,7 +122,8 @@ def _names(trial: Trial, s3: Any) -> list[str]:
     names += [f"s3:{key.removeprefix(trial.name + '/')}" for key in object_keys(s3, trial)]
     uploads = s3.list_multipart_uploads(Bucket=trial.bucket.removeprefix("s3://"), Prefix=f"{trial.name}/")
     names += [f"unfinished upload of {upload['Key']}" for upload in uploads.get("Uploads", [])]
-    return [_CHECKPOINT.sub(_age, name) for name in names if "checkpoints/attempts/" not in name]
+    names = [_CHECKPOINT.sub(_age, name) for name in names if "checkpoints/attempts/" not in name]
+    return [_NUMBER.sub("N", name) for name in names]
 
 
 def _age(name: re.Match[str]) -> str:
