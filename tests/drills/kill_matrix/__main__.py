@@ -94,6 +94,42 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def run_and_show(matrix: Matrix, kills: Sequence[tuple[int, Kill]], num_workers: int) -> list[KillResult]:
+    """Run kills with a progress bar, print each that differs, and return the results."""
+    results = []
+    with Progress(auto_refresh=False) as progress:  # without a thread, because this process forks
+        task = progress.add_task("kills", total=len(kills))
+        for result in run_kills(matrix, kills, num_workers):
+            results.append(result)
+            progress.advance(task)
+            progress.refresh()
+            if result.differences:
+                text = "\n    ".join([f"DIFFERENT: {describe(result)}", *result.differences])
+                progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return results
+
+
+def describe(result: KillResult) -> str:
+    """Return which operation was killed, and when."""
+    operation = result.kill.operation
+    return (
+        f"operation {result.number}, killed {result.kill.moment}: {operation.phase}, rank {operation.rank}, "
+        f"{operation.kind} {operation.file}, number {operation.occurrence}"
+    )
+
+
+def print_summary(matrix: Matrix, results: Sequence[KillResult], seconds: float) -> None:
+    """Print the tables and the line with the totals."""
+    print_table("by kind", results, lambda result: result.kill.operation.kind)
+    print_table("by file", results, lambda result: sort_of_file(result.kill.operation.file))
+    num_different = sum(bool(result.differences) for result in results)
+    mean_s = sum(result.seconds for result in results) / max(1, len(results))
+    print(
+        f"\n{len(matrix.operations)} operations, {len(results)} kills, {num_different} differences, "
+        f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {seconds:.0f} s in all"
+    )
+
+
 def main() -> int:
     """Run the drill and return its exit code: 0 if no killed run differs from the uninterrupted one."""
     args = parse()
@@ -113,32 +149,10 @@ def main() -> int:
             for number, operation in enumerate(matrix.operations, start=1):
                 print(f"{number:5} {operation.phase} rank {operation.rank}: {operation.kind} {operation.file}")
             return 1 if matrix.missed else 0
-        kills = chosen_kills(matrix, operations, args.sample)
-        results = []
-        with Progress(auto_refresh=False) as progress:  # without a thread, because this process forks
-            task = progress.add_task("kills", total=len(kills))
-            for result in run_kills(matrix, kills, args.workers):
-                results.append(result)
-                progress.advance(task)
-                progress.refresh()
-                if result.differences:
-                    operation = result.kill.operation
-                    place = f"{operation.phase} rank {operation.rank}: {operation.kind} {operation.file}"
-                    occurrence = f"number {operation.occurrence}"
-                    progress.console.print(
-                        f"DIFFERENT: operation {result.number}, killed {result.kill.moment} {place} ({occurrence})",
-                        *result.differences,
-                        sep="\n    ", markup=False, highlight=False, soft_wrap=True,
-                    )  # fmt: skip
-    print_table("by kind", results, lambda result: result.kill.operation.kind)
-    print_table("by file", results, lambda result: sort_of_file(result.kill.operation.file))
-    num_different = sum(bool(result.differences) for result in results)
-    mean_s = sum(result.seconds for result in results) / max(1, len(results))
-    print(
-        f"\n{len(matrix.operations)} operations, {len(results)} kills, {num_different} differences, "
-        f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {time.monotonic() - begin:.0f} s"
-    )
-    return 1 if num_different or matrix.missed or not results else 0
+        results = run_and_show(matrix, chosen_kills(matrix, operations, args.sample), args.workers)
+    print_summary(matrix, results, time.monotonic() - begin)
+    is_good = results and not matrix.missed and not any(result.differences for result in results)
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -176,12 +175,14 @@ def run_kills(matrix: Matrix, kills: Sequence[tuple[int, Kill]], num_workers: in
         while readers:
             for reader in wait(list(readers)):
                 assert isinstance(reader, Connection)
-                with contextlib.suppress(EOFError):
-                    yield reader.recv()
-                    readers[reader] -= 1
+                try:
+                    result = reader.recv()
+                except EOFError:
+                    if readers.pop(reader):
+                        raise RuntimeError("a worker has ended before its last kill; its error is above") from None
                     continue
-                if readers.pop(reader):
-                    raise RuntimeError("a worker process has ended before its last kill; its error is above")
+                readers[reader] -= 1
+                yield result
     finally:
         for process in workers:
             process.terminate()

@@ -56,6 +56,7 @@ SAVE_REQUESTED_AT_STEP = 8
 DONE, STOPPED = 0, 75
 PATIENCE_S = 600.0  # for one start
 PART_BYTES = 50_000  # files of more bytes are uploaded in parts of so many
+_POLL_S = 0.01
 _PR_SET_PDEATHSIG = 1
 
 SETTINGS: dict[str, Any] = {
@@ -207,7 +208,7 @@ def wait_for(ranks: Mapping[int, int]) -> dict[int, int]:
         if pid in running:
             codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
         elif pid == 0:
-            time.sleep(0.005)
+            time.sleep(_POLL_S)
         if -signal.SIGKILL in codes.values() or time.monotonic() > deadline:
             for other in running:
                 os.kill(other, signal.SIGKILL)
