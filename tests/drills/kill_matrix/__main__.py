@@ -46,9 +46,11 @@ SAMPLE = (
 )
 
 
-def chosen_kills(matrix: Matrix, operations: Sequence[int], sample: bool) -> list[tuple[int, Kill]]:
+def chosen_kills(
+    matrix: Matrix, operations: Sequence[int], moments: Sequence[str], sample: bool
+) -> list[tuple[int, Kill]]:
     """Return the kills that the command line asks for, each with the number of its operation."""
-    kills = matrix.kills()
+    kills = [(number, kill) for number, kill in matrix.kills() if kill.moment in moments]
     if operations:
         return [(number, kill) for number, kill in kills if number in operations]
     if not sample:
@@ -84,6 +86,7 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", default="", help="numbers of operations, separated by commas; default: all")
+    parser.add_argument("--moments", default="before,torn,after", help="moments of the kills, separated by commas")
     parser.add_argument("--sample", action="store_true", help="only the few kills that the default tests repeat")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--list", action="store_true", help="print the numbered operations and kill nothing")
@@ -149,7 +152,9 @@ def main() -> int:
             for number, operation in enumerate(matrix.operations, start=1):
                 print(f"{number:5} {operation.phase} rank {operation.rank}: {operation.kind} {operation.file}")
             return 1 if matrix.missed else 0
-        results = run_and_show(matrix, chosen_kills(matrix, operations, args.sample), args.workers)
+        results = run_and_show(
+            matrix, chosen_kills(matrix, operations, args.moments.split(","), args.sample), args.workers
+        )
     print_summary(matrix, results, time.monotonic() - begin)
     is_good = results and not matrix.missed and not any(result.differences for result in results)
     return 0 if is_good else 1
