@@ -16,7 +16,7 @@ help:
 	@echo "make test           set up, then check style and types and run all tests"
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills         run long series of kills, damaged files and S3 faults (docs/drills.md; about half an hour)"
-	@echo "make kill-matrix    kill a short run at every change of a file or an object in turn (about an hour)"
+	@echo "make kill-matrix    kill a short run at every change of a file or an object in turn (docs/drills.md)"
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make docs           build the documentation as a web site in site/"
