@@ -9,7 +9,7 @@ CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest cluster-test drills fuzz chaos bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain test pytest cluster-test drills fuzz kill-matrix chaos bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
@@ -17,6 +17,7 @@ help:
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills         run long series of kills, damaged files and S3 faults (docs/drills.md; about half an hour)"
 	@echo "make fuzz           damage every file that is read, 50,000 times, and judge how what reads it ends (docs/drills.md)"
+	@echo "make kill-matrix    kill a short run at every change of a file or an object in turn (docs/drills.md)"
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make docs           build the documentation as a web site in site/"
@@ -62,7 +63,6 @@ cluster-test: $(VENV)/ready-test
 drills: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m drill
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
-	$(BIN)/python tests/drills/save_kills.py --target both --seed 1 --count 200
 	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
 	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
 	$(BIN)/python tests/drills/s3_ways.py
@@ -72,6 +72,9 @@ drills: $(VENV)/ready-test
 # 500 of the cases are processes of their own. Each kind of fault is printed once, with the damage that repeats it.
 fuzz: $(VENV)/ready-test
 	$(BIN)/python tests/fuzz/campaign.py --cases 49500 --processes 500
+
+kill-matrix: $(VENV)/ready-test
+	$(BIN)/python tests/drills/kill_matrix
 
 chaos: $(VENV)/ready-test
 	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1

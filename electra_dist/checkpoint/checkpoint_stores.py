@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-
 from electra_dist.config import Config
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+
+_WRITE_TEST = "write-test"  # one name, so that the next start deletes the object of a start that was killed
 
 
 def open_targets(config: Config) -> list[Store]:
@@ -28,8 +28,9 @@ def open_targets(config: Config) -> list[Store]:
 def check_targets(config: Config) -> None:
     """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes anything.
 
-    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. The
-    default target is not checked, because it is inside the run folder. Costs two requests for each store. Rank 0 only.
+    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. What a
+    start that was killed here has left is deleted. The default target is not checked, because it is inside the run
+    folder. Costs three requests for each store. Rank 0 only.
 
     Raises:
         StoreError: a store cannot be written; the message names the key, the store and the next step.
@@ -37,9 +38,9 @@ def check_targets(config: Config) -> None:
     if not config.checkpoint.targets:
         return
     for target in open_targets(config):
-        key = f"write-test-{uuid.uuid4().hex}"
         try:
-            target.write(key, b"")
-            target.delete(key)
+            target.discard_unfinished(_WRITE_TEST, lambda key: True)  # of a start that was killed here
+            target.write(_WRITE_TEST, b"")
+            target.delete(_WRITE_TEST)
         except StoreError as error:
             raise type(error)(f"checkpoint.targets: {error}") from None

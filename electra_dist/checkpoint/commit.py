@@ -12,7 +12,7 @@ again before it deletes anything. If the new attempt begins just after the first
 of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
 one, which still exists because the second check prevented its deletion.
 
-Cost: a commit takes W + 4 store requests at W ranks; the start of a run takes 5.
+Cost: a commit takes W + 4 store requests at W ranks; the start of a run takes 6.
 
 Limits: every rank calls `submit`. Only rank 0, or a command outside the run, calls the other functions.
 """
@@ -105,6 +105,8 @@ def begin_attempt(
         check_exclusive(target, _attempt_key(attempt), document)
     for target in targets:
         sweep(target, attempt)
+        # A start that was killed when it was about to take this number has left its temporary file.
+        target.discard_unfinished(_attempt_key(attempt), lambda key: True)
     return attempt
 
 

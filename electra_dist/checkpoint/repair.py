@@ -139,6 +139,32 @@ def repair(
             yield f"{target.url}/{key}: leftover of an unfinished save, removed"
 
 
+def copy_to_all(targets: Sequence[Store], folder: str) -> None:
+    """Copy a checkpoint to each target that lacks it, because a start was killed between the commits on two targets.
+
+    The manifest is copied last. Nothing is done where the checkpoint is committed.
+
+    Args:
+        targets: all targets of the run; at least one has the checkpoint, and was verified when it was loaded.
+        folder: name of the checkpoint's folder.
+
+    Raises:
+        StoreError: a target cannot be read or written, or the copy is damaged.
+    """
+    has_it = [target.exists(f"{folder}/{MANIFEST}") for target in targets]
+    donor = targets[has_it.index(True)]
+    manifest = read_manifest(donor, folder)
+    for target, is_complete in zip(targets, has_it):
+        if is_complete:
+            continue
+        for file in manifest.files:
+            _copy(donor, target, f"{folder}/{file.name}")
+            faults = verify_file(target, folder, file)
+            if faults:
+                raise StoreError(f"{target.url}/{folder}: copied from {donor.url} and damaged: {faults[0]}")
+        target.write_new(f"{folder}/{MANIFEST}", manifest.dump())
+
+
 def _repair_checkpoint(
     found: Found, other_stores: Sequence[Store], dry_run: bool, advance: Callable[[int], None]
 ) -> Iterator[str]:

@@ -28,6 +28,7 @@ from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
 from electra_dist.run.writers.text_samples import read_newest_samples
 from electra_dist.tracking.settings import without_secrets

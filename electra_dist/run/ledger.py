@@ -110,6 +110,28 @@ def read_jobs(run_dir: Path) -> list[Record]:
     return read_records(Path(run_dir) / JOBS_FILE, job_fault)
 
 
+def has_event(run_dir: Path, event: Event, step: int) -> bool:
+    """Return whether the ledger of a run has an event of this kind and step.
+
+    It is for what a run decides once and then stores elsewhere. Such an event is recorded first. A start that was
+    killed before it stored the decision is followed by one that decides the same again, and must not record it twice.
+
+    Args:
+        run_dir: folder of the run.
+        event: kind of the event.
+        step: step of the event.
+    """
+    return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
+
+
+def proves_checkpoint(event: Record) -> bool:
+    """Return whether an event proves that there was a checkpoint of its step.
+
+    A resume does, too: a start that was killed right after its commit has not recorded the checkpoint itself.
+    """
+    return event["event"] in ("checkpoint", "resume")
+
+
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
@@ -119,4 +141,4 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
     Args:
         ledger: events of `read_ledger`, in any order.
     """
-    return max((event["step"] for event in ledger if event["event"] == "checkpoint"), default=0)
+    return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)

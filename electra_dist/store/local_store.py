@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import (
     TEMPORARY_SUFFIX,
     is_temporary,
@@ -117,6 +118,11 @@ class LocalStore(Store):
                 out.write(data)
         except FileExistsError:
             return False
+        except StoreError:
+            # A start that has taken the name may have deleted the temporary file of this one.
+            if path.exists():
+                return False
+            raise
         return True
 
     def upload(self, path: Path, key: str) -> None:

@@ -140,6 +140,7 @@ class Trainer:
             self.reporter = self._open_reporter(set_aside, notes, hosts)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
+                self.patience.call(skips.write)
             self.checkpointer.writer.on_commit = self._committed
             self.checkpointer.writer.before_commit = self.reporter.before_commit
         self._next_look_at_space = time.monotonic()
@@ -184,6 +185,8 @@ class Trainer:
         try:
             if self.state.step < self.config.train.num_steps:
                 code = self._train()
+            elif self.restored is not None and self.reporter:
+                self.checkpointer.finish(self.restored)
             ending = _ENDINGS[code]
             why = self.stop.reason if ending == "stop" else ""
         except (LeaseLost, Fenced):
@@ -280,6 +283,7 @@ class Trainer:
                     first, stopped = self._roll_back(state.skips)
                     if self.reporter:
                         self.reporter.rolled_back(first, stopped)
+                        self.patience.call(state.skips.write)
                     return None
             if evaluator and (is_last or _is_due(state.step, self.config.log.eval_every_steps)):
                 self._evaluate(evaluator)
@@ -463,8 +467,8 @@ class Trainer:
         suspect = self._find_suspect(batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
-            self.patience.call(self.state.skips.write)
             self.reporter.stopped_step(batch.step, fault, suspect)
+            self.patience.call(self.state.skips.write)
 
     def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
         """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
@@ -490,9 +494,10 @@ class Trainer:
         return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
 
     def _roll_back(self, skips: SkipList) -> tuple[int, list[int]]:
-        """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint. Collective.
+        """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint.
 
-        It does not restore anything: the caller does, after this call, and reports the rollback.
+        Every rank calls it. It does not restore anything: the caller does, and rank 0 reports the rollback and then
+        writes the list of skipped steps.
 
         Args:
             skips: list of the steps that the run skips; its newest stopped steps in a row have reached the limit.
@@ -514,8 +519,6 @@ class Trainer:
         # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
         first = first_to_skip(stopped[0], guard.skip_before)
         skips.roll_back(first)
-        if dist.get_rank() == 0:
-            self.patience.call(skips.write)
         return first, stopped
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:

@@ -41,7 +41,7 @@ from electra_dist.errors import (
 )
 from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger
+from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, read_jobs, read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
@@ -226,7 +226,7 @@ def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
     """
     reached_step = newest_checkpoint(ledger)
     for num_events, event in enumerate(ledger, start=1):
-        if event["event"] == "checkpoint" and event["step"] == reached_step:
+        if proves_checkpoint(event) and event["step"] == reached_step:
             return num_events
     return 0
 

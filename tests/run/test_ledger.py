@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.run.folder import LEDGER_FILE
-from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.run.ledger import Ledger, has_event, newest_checkpoint, read_ledger
 
 
 def test_events_of_two_starts_are_read_in_order_with_their_details_and_utc_times(tmp_path: Path):
@@ -57,3 +57,21 @@ def test_a_torn_last_event_is_dropped_and_a_missing_ledger_has_no_events(tmp_pat
 
     assert [event["event"] for event in events] == ["start"]
     assert read_ledger(tmp_path / "elsewhere") == []
+
+
+def test_an_event_is_found_by_its_kind_and_step(tmp_path: Path):
+    assert not has_event(tmp_path, "rollback", 5)
+    ledger = Ledger(tmp_path)
+    ledger.append("stopped_step", 5, fault="spike")
+    ledger.append("rollback", 6, skip_from=4, skip_to=6)
+    ledger.close()
+
+    assert has_event(tmp_path, "rollback", 6)
+    assert not has_event(tmp_path, "rollback", 5)
+    assert not has_event(tmp_path, "stopped_step", 6)
+
+
+def test_a_resume_proves_the_checkpoint_that_a_killed_start_has_not_recorded():
+    ledger = [{"event": "start", "step": 0}, {"event": "checkpoint", "step": 4}, {"event": "resume", "step": 8}]
+
+    assert newest_checkpoint(ledger) == 8

@@ -85,7 +85,9 @@ def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
     """Start moto's server and return its port."""
     port = _free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    _wait_for(port, _start(command, folder / "moto.log", processes))
+    # Small files can be uploaded in parts; objects stay in memory all the same.
+    settings = {"S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(16 << 20)}
+    _wait_for(port, _start(command, folder / "moto.log", processes, {**os.environ, **settings}))
     return port
 
 
@@ -152,6 +154,7 @@ def _ceph_conf(folder: Path, cluster: str, monitors: str) -> str:
         "crash_dir": folder,
         "rgw_data": folder,
         "rgw_thread_pool_size": 64,
+        "rgw_multipart_min_part_size": 1,  # so that small files can be uploaded in parts
         "rgw_gc_obj_min_wait": 5,  # the default of two hours would fill the small in-memory store
         "rgw_gc_processor_period": 5,
         "rgw_gc_processor_max_time": 5,

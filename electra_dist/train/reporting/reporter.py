@@ -36,7 +36,7 @@ from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE
-from electra_dist.run.ledger import Event, Ledger, read_jobs, read_ledger
+from electra_dist.run.ledger import Event, Ledger, has_event, read_jobs, read_ledger
 from electra_dist.run.record_stream import iter_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
@@ -440,12 +440,15 @@ class Reporter:
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
         """Record in log and ledger a step whose update was prevented because of its loss or gradient.
 
+        Call it before the list of skipped steps is written: a start that is killed in between stops the step again.
+
         Args:
             step: number of the step, from 0.
             fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
             suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
-        self._record_soon("stopped_step", step, fault=fault, suspect=suspect)
+        if not self._patience.call(lambda: has_event(self._run_dir, "stopped_step", step)):
+            self._record_soon("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
         if suspect:
             advice = f"check the row that stands out: {suspect}"
@@ -454,13 +457,16 @@ class Reporter:
     def rolled_back(self, first: int, stopped: list[int]) -> None:
         """Record in log and ledger that the run goes back to a checkpoint and skips steps.
 
+        Call it before the list of skipped steps is written: a start that is killed in between goes back again.
+
         Args:
             first: first step that is skipped from now on.
             stopped: the consecutive steps whose updates were prevented, ascending; the last one is also the last that
                 is skipped.
         """
         last = stopped[-1]
-        self._record_soon("rollback", last, skip_from=first, skip_to=last)
+        if not self._patience.call(lambda: has_event(self._run_dir, "rollback", last)):
+            self._record_soon("rollback", last, skip_from=first, skip_to=last)
         self.note(
             f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
             f"to {last:,}; if this happens again, lower optimizer.lr in a new run"

@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import CheckpointWriter, SaveTiming
-from electra_dist.checkpoint.checkpoint_manifest import RunState
+from electra_dist.checkpoint.checkpoint_manifest import RunState, folder_name
 from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.commit import begin_attempt
+from electra_dist.checkpoint.commit import begin_attempt, retain
+from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.checkpoint.restore_state import load_newest
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0
@@ -276,6 +277,23 @@ class Checkpointer:
         """Raise the error of the newest save, if it has failed; return at once if it succeeds or is still written."""
         if self.writer.has_failed:
             self.writer.wait()
+
+    def finish(self, last: RunState) -> None:
+        """Complete the save of the last step if its start was killed within it. Only rank 0 calls it.
+
+        Any other save needs no completion, because the next one replaces it.
+
+        Args:
+            last: state of the restored checkpoint of a run that has reached its last step.
+        """
+
+        def complete() -> None:
+            """Copy the checkpoint to the targets that lack it, and delete those that are no longer kept."""
+            copy_to_all(self._targets, folder_name(last.step, last.attempt))
+            for target in self._targets:
+                retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
+
+        self._patience.call(complete)
 
     @property
     def retries(self) -> int:
