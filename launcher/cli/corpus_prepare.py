@@ -1,4 +1,4 @@
-"""Command `electra-dist corpus prepare`: extract, filter and deduplicate text by datatrove before a corpus is built."""
+"""Command `electra-dist corpus prepare`: extract, filter and deduplicate text by datatrove, for `corpus build`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from electra_dist.config_file import load_section
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.errors import EXIT_STOPPED, UserError
+from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, UserError
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help
@@ -30,7 +30,7 @@ def prepare(
     What is dropped is counted by step, reason and source in OUTPUT/prepare.json, with samples in OUTPUT/samples. After
     an interruption, run the same command again: completed tasks are not repeated, and the result is the same.
 
-    Exit codes: 0 done (or submitted), 75 interrupted, 78 invalid config or data.
+    Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data.
     """
     config = load_section(file, PrepareConfig)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
@@ -63,6 +63,7 @@ def prepare(
 
 def _run(preparation: Preparation, out: Console) -> None:
     """Run the preparation with a progress bar; end the process with 75 if the user interrupts it."""
+    from electra_dist.corpus.prepare.executors import TaskKilled
     from electra_dist.corpus.prepare.preparation import run
     from launcher.cli.finetune import progress_bar
 
@@ -72,6 +73,13 @@ def _run(preparation: Preparation, out: Console) -> None:
     except KeyboardInterrupt:
         out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
+    except TaskKilled as error:
+        out.print(
+            f"{error}; if its memory was short, set fewer executor.workers; run the same command again to continue",
+            soft_wrap=True,
+            markup=False,
+        )
+        raise typer.Exit(EXIT_CRASH) from None
 
 
 def _submit(preparation: Preparation, out: Console) -> None:

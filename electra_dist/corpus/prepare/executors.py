@@ -12,23 +12,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import multiprocess
+import dill
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 
 from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareConfig
 from electra_dist.corpus.prepare.stages import Stage
-from electra_dist.corpus.prepare.steps.child_processes import begin_task
+from electra_dist.corpus.prepare.steps.child_processes import begin_worker
 from electra_dist.errors import UserError
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
@@ -48,6 +51,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
 
     Raises:
         UserError: a task ended with an error of the user's, or another process uses the work folder.
+        TaskKilled: a worker process was killed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
     with _only_process(Path(config.work)):
@@ -96,27 +100,63 @@ def run_folder(config: PrepareConfig, stage: Stage) -> Path:
     return Path(config.work) / stage.name / _RUN_DIR
 
 
-class _QuietExecutor(LocalPipelineExecutor):
-    """Local executor whose tasks write their messages to log files only (WORK/STAGE/run/logs)."""
+class TaskKilled(Exception):
+    """Error for a worker process that was killed, as by the kernel for lack of memory."""
 
-    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
-        """Run one task without the messages and progress bars that datatrove prints to stderr."""
-        with contextlib.redirect_stderr(io.StringIO()):
-            return super()._run_for_rank(rank, local_rank, node_rank)
+
+class _WatchedExecutor(LocalPipelineExecutor):
+    """Local executor of datatrove on processes whose death is noticed.
+
+    The pool that datatrove takes waits for ever for the task of a process that was killed.
+    """
+
+    def run(self) -> None:
+        """Run the tasks that are not completed.
+
+        Raises:
+            TaskKilled: a worker process was killed; the others are ended.
+            Exception: what a task raised; the other tasks that run are ended.
+        """
+        self.save_executor_as_json()
+        # The workers are forks of one process that has imported everything, and has no threads.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
+        pool = ProcessPoolExecutor(self.workers, context, initializer=begin_worker)
+        pickled = dill.dumps(self)
+        try:
+            futures = [pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()]
+            for future in as_completed(futures):
+                future.result()
+        except BrokenProcessPool:
+            raise TaskKilled(f"a task of {self.logging_dir.path} was killed") from None
+        except BaseException:
+            # `shutdown` would wait for the tasks that run, which may take hours.
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_task(pickled: bytes, rank: int) -> None:
+    """Run one task in a worker process; its messages go to a log file only (WORK/STAGE/run/logs)."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        dill.loads(pickled)._run_for_rank(rank)
 
 
 def _run_locally(config: PrepareConfig, stage: Stage) -> None:
-    """Run one stage by worker processes, which begin as forks of one process that has imported everything."""
-    workers = min(config.executor.workers or len(os.sched_getaffinity(0)), stage.num_tasks)
-    multiprocess.get_context("forkserver").set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
-    # One worker would run its tasks in this process, where an extractor or a signal could harm the others.
-    executor = _QuietExecutor(
-        [begin_task, *stage.steps],
+    """Run one stage by worker processes of this machine.
+
+    Raises:
+        TaskKilled: a worker process was killed.
+    """
+    executor = _WatchedExecutor(
+        stage.steps,
         tasks=stage.num_tasks,
-        workers=max(workers, 2),
+        workers=min(config.executor.workers or len(os.sched_getaffinity(0)), stage.num_tasks),
         logging_dir=str(run_folder(config, stage)),
     )
-    with contextlib.redirect_stderr(io.StringIO()):
+    if executor.get_incomplete_ranks():
         executor.run()
 
 

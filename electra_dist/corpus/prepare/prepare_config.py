@@ -23,7 +23,7 @@ class SourceSection(Section):
     name: SourceName = Field(description="name of the source in the reports and in each document's metadata")
     path: str = Field(
         min_length=1,
-        description="file, folder, s3:// URL, brace pattern or glob pattern of files; the endings decide the format: all "
+        description="file, folder, s3:// URL, brace pattern or glob pattern; the endings decide the format: all "
         "inputs of `corpus build`, and .warc .wet .html .htm, also compressed",
     )
     license: str = Field(default="unknown", description="licence of the texts; it is recorded, not interpreted")
@@ -79,7 +79,7 @@ class SentencesSection(Section):
 
 
 class DeduplicationSection(Section):
-    """Kinds of deduplication in the order in which they are applied, over all sources together; each off by default."""
+    """Kinds of deduplication in the order in which they are applied, over all sources together."""
 
     exact: ExactSection | None = Field(default=None, description="documents with the same text")
     minhash: MinhashSection | None = Field(default=None, description="near-duplicates")
@@ -175,8 +175,8 @@ class PrepareConfig(Section):
     )
     words: Literal["plain", "spacy"] = Field(
         default="plain",
-        description="how text is cut into words and sentences: by a regular expression for languages with spaces, or as "
-        "datatrove does by default (the package spacy must be installed)",
+        description="how text is cut into words and sentences: by a regular expression for languages with spaces, or "
+        "as datatrove does by default (the package spacy must be installed)",
     )
     spacy_language: str = Field(default="eng", description="ISO 639-3 code of the language for words: spacy")
     extraction: ExtractionSection = Field(default=ExtractionSection(), description="text of HTML pages")

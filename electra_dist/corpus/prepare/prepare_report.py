@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Seque
                 by_source = dropped.setdefault(step, {}).setdefault(reason, {})
                 by_source[source] = by_source.get(source, 0) + number
                 num_dropped[source] += number
-    for earlier, later in zip(records, records[1:], strict=False):
+    for earlier, later in pairwise(records):
         assert _sum(earlier, "documents_out") == _sum(later, "documents_in")
     sources = {}
     for source in config.sources:

@@ -21,7 +21,8 @@ from electra_dist.store.open_store import open_store
 
 PLAN_FILE = "plan.json"
 _FORMAT = 1
-_PLACES = {"work", "endpoint_url", "executor"}  # keys that do not change what is prepared; executor.tasks does
+# Keys that do not change what is prepared; of executor only `tasks` does.
+_PLACES = {"output", "work", "endpoint_url", "executor"}
 _LIBRARIES = ("datatrove", "trafilatura")
 
 
@@ -45,6 +46,7 @@ class PlannedFile(NamedTuple):
 class SourcePlan(NamedTuple):
     """All input files of a preparation and their tasks."""
 
+    output: str  # where the completed tasks of the last stage have written
     identity: dict[str, Any]  # what decides the result, beside the files: the config and the versions of libraries
     files: list[PlannedFile]
     tasks: list[list[int]]  # for each task the indices of its files, in the order in which it reads them
@@ -67,7 +69,7 @@ def make_plan(config: PrepareConfig) -> SourcePlan:
     for source in config.sources:
         found, inputs_skipped[source.name] = _files_of_source(source, config.endpoint_url)
         files += found
-    return SourcePlan(_identity(config), files, _divide(files, config.executor.tasks), inputs_skipped)
+    return SourcePlan(config.output, _identity(config), files, _divide(files, config.executor.tasks), inputs_skipped)
 
 
 def _files_of_source(
@@ -144,15 +146,15 @@ def read_plan(work: Path) -> SourcePlan:
     try:
         tree = json.loads(path.read_bytes())
         files = [PlannedFile(*file) for file in tree["files"]]
-        return SourcePlan(tree["identity"], files, tree["tasks"], tree["inputs_skipped"])
+        return SourcePlan(tree["output"], tree["identity"], files, tree["tasks"], tree["inputs_skipped"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete {work} and prepare again") from None
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
     """Raise UserError with the first difference if the work folder holds another preparation."""
-    stored_values = _leaves(stored.identity)
-    values = _leaves(plan.identity)
+    stored_values = {"output": stored.output, **_leaves(stored.identity)}
+    values = {"output": plan.output, **_leaves(plan.identity)}
     advice = f"set another `work`, or delete {path.parent} and prepare again"
     for key in sorted(stored_values | values):
         if stored_values.get(key) != values.get(key):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import signal
 import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -19,6 +19,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def begin_task(data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-    """Bind a worker process to its parent; the first step of every pipeline that local processes run."""
+def begin_worker() -> None:
+    """Prepare a worker process: it ends with its parent, and the processes that it starts are forks of it.
+
+    Without the second, the extractor's process would be the child of a further server process, and outlive the worker.
+    """
     die_with_parent()
+    multiprocessing.set_start_method("fork", force=True)

@@ -102,7 +102,10 @@ class OfflineLanguageFilter(LanguageFilter):
         self.model = _LocalLanguageModel(settings.model, languages)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return True, or (False, most probable language)."""
+        """Return True, or (False, most probable language); "unknown" if the model finds none."""
+        labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
+        if not labels:
+            return False, "unknown"  # nothing in the text is in the vocabulary of the model
         return True if super().filter(doc) else (False, doc.metadata["language"])
 
 
