@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from support.s3_fixtures import moto as s3
+
+__all__ = ["s3"]
 
 sys.path.insert(0, str(Path(__file__).parent))
 
