@@ -154,7 +154,7 @@ def make_sources(folder: Path) -> None:
         good[30],  # once more
         near_duplicate(good[31]),
         german(2),
-        english(1003, 4),  # too short
+        english(1003, 3),  # too short
         "We use cookies. Accept all cookies.\n" * 40,
         f"{english(1001)} {BAD_WORD} .",
         f"{english(1002)} {{ code }}.",

@@ -51,7 +51,7 @@ def read_pages(file: InputFile) -> Iterator[Page]:
             if kind.format == "html":
                 yield _decoded(stream.read(), is_html=True, url=None)
                 return
-            for record in ArchiveIterator(_CheckedStream(stream)):
+            for record in _records(stream):
                 page = _page_of_record(record)
                 if page is not None:
                     yield page
@@ -59,6 +59,26 @@ def read_pages(file: InputFile) -> Iterator[Page]:
         raise UserError(
             f"{file.location}: cannot be read to its end ({error}); replace the file or leave it out"
         ) from None
+
+
+def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
+    """Yield the records of a decompressed WARC file.
+
+    Raises:
+        OSError: a record is damaged; warcio fails on some of these with errors of Python's own.
+        ArchiveLoadFailed: the file is not WARC.
+    """
+    records = iter(ArchiveIterator(_CheckedStream(stream)))
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise OSError(f"a WARC record is damaged: {error}") from None
+        if record.length is None:
+            raise OSError("a WARC record has no Content-Length")
+        yield record
 
 
 def _page_of_record(record: Any) -> Page | None:
