@@ -97,7 +97,7 @@ def start_prepare(config: dict[str, Any], folder: Path, *options: str) -> subpro
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     """Wait for a preparation."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=400)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

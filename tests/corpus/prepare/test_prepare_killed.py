@@ -22,7 +22,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
     """Wait until a condition holds while a preparation runs; return its value."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         value = condition()
         if value:
@@ -49,7 +49,7 @@ def test_kills_of_the_command_and_of_a_task_change_no_byte(
     wait_for((tmp_path / "work" / "01-filter" / "unfinished").exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert alive == []  # a task that went on could write while the next start reads
 
     # A task, as the kernel kills for lack of memory.

@@ -83,6 +83,7 @@ class _LocalLanguageModel(FT176LID):
         """Prepare to load the model with the first document."""
         super().__init__(languages)
         self._path = path
+        self._model: Any = None
 
     @property
     def model(self) -> Any:
@@ -143,6 +144,7 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
             exclusion_writer=exclusion_writer,
         )
         self._path = settings.model
+        self._model: Any = None
 
     @property
     def model(self) -> Any:
