@@ -51,7 +51,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
 
     Raises:
         UserError: a task ended with an error of the user's, or another process uses the work folder.
-        TaskKilled: a worker process was killed.
+        TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
     with _only_process(Path(config.work)):
@@ -61,6 +61,9 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
                     _ray_executor(config, stage).run()
                 else:
                     _run_locally(config, stage)
+            num_left = stage.num_tasks - completed_tasks(config, stage)
+            if num_left:  # Ray ends without an error
+                raise TaskKilled(f"{num_left} tasks of {stage.name} failed; {run_folder(config, stage)}/logs says why")
 
 
 def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
@@ -101,7 +104,7 @@ def run_folder(config: PrepareConfig, stage: Stage) -> Path:
 
 
 class TaskKilled(Exception):
-    """Error for a worker process that was killed, as by the kernel for lack of memory."""
+    """Error for a task without a result, such as one whose process the kernel killed for lack of memory."""
 
 
 class _WatchedExecutor(LocalPipelineExecutor):
