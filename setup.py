@@ -7,6 +7,17 @@ from setuptools import Extension, find_packages, setup
 
 VERSION = runpy.run_path("electra_dist/version.py")["VERSION"]
 
+CORPUS = [
+    "datatrove>=0.10,<0.11",
+    "trafilatura>=2",
+    "lxml_html_clean>=0.4",
+    "warcio>=1.7",
+    "fasttext-numpy2-wheel>=0.9.2",
+    "fasteners>=0.19",
+    "tldextract>=5.1",
+    "pyahocorasick>=2.1",
+    "ftfy>=6.2",
+]
 EXTRAS = {
     "s3": ["boto3>=1.36", "urllib3>=2.2.2"],  # urllib3 has read1 since 2.2
     "export": ["transformers>=4.50,<6"],
@@ -16,8 +27,11 @@ EXTRAS = {
     # Tracking services, for `log.wandb` and `log.mlflow`.
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],
+    # `corpus prepare`. trafilatura needs lxml_html_clean without naming it for newer versions of lxml.
+    "corpus": CORPUS,
     "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],
     "test": [
+        *CORPUS,
         "wandb>=0.19",
         "mlflow-skinny>=2.20",
         "sqlalchemy>=2",

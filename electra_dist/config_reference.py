@@ -36,12 +36,12 @@ def reference() -> str:
     for name, field in Config.model_fields.items():
         section = _section_of(field)
         if section is not None:
-            parts.append(_section(name, section))
+            parts.append(section_tables(name, section))
     parts.append(_table("Schedules", dict(Schedule.model_fields), prefix="", introduction=_SCHEDULES))
     return "\n".join(parts)
 
 
-def _section(path: str, section: type[BaseModel]) -> str:
+def section_tables(path: str, section: type[BaseModel]) -> str:
     """Return the Markdown table of a config section, followed by the tables of the sections within it.
 
     Args:
@@ -52,8 +52,19 @@ def _section(path: str, section: type[BaseModel]) -> str:
     for name, field in section.model_fields.items():
         inner = _section_of(field) or _optional_section_of(field)
         if inner is not None:
-            parts.append(_section(f"{path}.{name}", inner))
+            parts.append(section_tables(f"{path}.{name}", inner))
     return "\n".join(parts)
+
+
+def plain_table(title: str, section: type[BaseModel], prefix: str = "") -> str:
+    """Return the Markdown table of the plain values of a section, without the sections within it.
+
+    Args:
+        title: Text of the heading.
+        section: Class of the section.
+        prefix: Beginning of every key, for example `train.`.
+    """
+    return _table(title, _plain_fields(section), prefix)
 
 
 def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -116,6 +127,8 @@ def _type_name(annotation: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is dict:
+        return "mapping"
     if origin is tuple:
         return f"list of {_type_name(arguments[0])}"
     if annotation is NoneType:

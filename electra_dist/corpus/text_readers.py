@@ -112,7 +112,7 @@ class DocumentStream:
         """
         kind = kind_of(file.name)
         assert kind is not None
-        with _local_path(file) as path, open(path, "rb") as raw:
+        with local_path(file) as path, open(path, "rb") as raw:
             stream = decompressed(raw, kind.compression)
             if kind.format in ARCHIVES:
                 archive = ArchiveReader(file.name, self._text_field, self.counts.members, self.counts.skipped)
@@ -124,12 +124,12 @@ class DocumentStream:
         """Count a table without the text column as left out, or raise an error if the table was meant to be read.
 
         A CSV or TSV file in an input folder is counted, because a folder of texts may also hold tables about them. A
-        parquet file, or a table that the user gave by its name, is an error.
+        parquet or Arrow file, or a table that the user gave by its name, is an error.
 
         Raises:
-            UserError: the file is parquet, or was given by its name.
+            UserError: the file is parquet or Arrow, or was given by its name.
         """
-        if file.is_given or file.format == "parquet":
+        if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(
                 f"{file.location}: no column `{self._text_field}` of text; set --text-field to the column that holds "
                 f"it: {error}"
@@ -138,7 +138,7 @@ class DocumentStream:
 
 
 @contextlib.contextmanager
-def _local_path(file: InputFile) -> Iterator[Path]:
+def local_path(file: InputFile) -> Iterator[Path]:
     """Provide the path of an input file on a local disk; a file on S3 is downloaded, and deleted after the block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Commands `electra-dist corpus build`, `merge`, `submit`, `info`, `vocab`, `index` and `python-docs`.
+"""Commands `electra-dist corpus build`, `merge`, `info`, `index` and `python-docs`; others are in files of their own.
 
 A corpus is a folder or S3 prefix with rows of token ids, which are split into tar files (shards). Modules that import
 torch are imported only in the command that uses them, because every worker process of a build imports this file.
@@ -24,6 +24,7 @@ from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
 from launcher.cli.corpus_find import find
+from launcher.cli.corpus_prepare import prepare
 from launcher.cli.corpus_submit import submit
 from launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # This module imports torch, which only the command `build` n
 app = typer.Typer(
     help="Turn text into a corpus: rows of token ids in WebDataset shards.", no_args_is_help=True, add_completion=False
 )
+app.command()(prepare)
 
 app.command("submit")(submit)
 app.command("vocab")(train_vocab)

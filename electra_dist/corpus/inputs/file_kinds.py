@@ -15,6 +15,7 @@ FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".wet": "wet",
     ".md": "md",
     ".json": "json",
@@ -23,9 +24,10 @@ FORMATS = {
     ".tar": "tar",
     ".zip": "zip",
 }
+PAGES = {".warc": "warc", ".html": "html", ".htm": "html"}  # have HTML, of which only `corpus prepare` makes text
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 NO_ENDING = "(none)"  # stands for the ending of a name that has none, in counts by ending
-_COMPRESSED_WITHIN = (".parquet", ".zip")  # a compressed file of these kinds is of no known kind
+_COMPRESSED_WITHIN = (".parquet", ".arrow", ".zip")  # a compressed file of these kinds is of no known kind
 _SHORT_ENDINGS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 _USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # a number is none: it differs from file to file
 
@@ -33,17 +35,18 @@ _USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # a number is none:
 class FileKind(NamedTuple):
     """Kind of an input file: its format and its compression."""
 
-    format: str  # a value of FORMATS
+    format: str  # a value of FORMATS or PAGES
     compression: str  # one of COMPRESSIONS; "" if the file is not compressed
 
 
-def kind_of(name: str) -> FileKind | None:
+def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
     """Return the kind of a file by the endings of its name, in any case of letters; None if it is unknown.
 
     `a.parquet.gz` is unknown, because parquet is compressed within the file.
 
     Args:
         name: name or path of the file, with `/` between the parts.
+        with_pages: whether the endings of `PAGES` are known, too.
     """
     endings = _endings(name)
     compression = ""
@@ -51,7 +54,8 @@ def kind_of(name: str) -> FileKind | None:
         compression = endings.pop()
     if not endings:
         return None
-    file_format = FORMATS.get(endings[-1])
+    known = FORMATS | PAGES if with_pages else FORMATS
+    file_format = known.get(endings[-1])
     if file_format is None or (compression and endings[-1] in _COMPRESSED_WITHIN):
         return None
     return FileKind(file_format, compression)
@@ -71,9 +75,10 @@ def ending_of(name: str) -> str:
     return "".join(usual_endings) or NO_ENDING
 
 
-def known_endings() -> str:
+def known_endings(*, with_pages: bool = False) -> str:
     """Return the file endings that can be read, as text for error messages: ".txt, .jsonl, ..."."""
-    return f"{', '.join(FORMATS)}, each but .parquet and .zip also with {', '.join(COMPRESSIONS)}"
+    known = FORMATS | PAGES if with_pages else FORMATS
+    return f"{', '.join(known)}, each but {', '.join(_COMPRESSED_WITHIN)} also with {', '.join(COMPRESSIONS)}"
 
 
 def _endings(name: str) -> list[str]:

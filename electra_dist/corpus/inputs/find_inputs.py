@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import braceexpand
 
-from electra_dist.corpus.inputs.file_kinds import kind_of, known_endings
+from electra_dist.corpus.inputs.file_kinds import FileKind, kind_of, known_endings
 from electra_dist.corpus.inputs.folder_files import files_in_folder
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs, encodable
 from electra_dist.errors import UserError
@@ -35,7 +35,7 @@ class InputFile(NamedTuple):
 
     name: str  # path relative to the given input folder; only the file's own name if the user gave the file
     path: Path  # on a local disk; for a file on S3 its name again, which is the key in `store`
-    format: str  # a value of FORMATS
+    format: str  # a value of FORMATS or PAGES
     size: int  # bytes on disk
     source: str = ""  # the given input and the first folder below it, such as "texts/wiki"; a key of the report
     is_given: bool = False  # True: the user gave the file or a brace pattern; False: a folder that contains the file
@@ -61,7 +61,9 @@ def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) ->
     return search_inputs(paths, endpoint_url).files
 
 
-def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> FoundInputs:
+def search_inputs(
+    paths: Sequence[str | Path], endpoint_url: str | None = None, *, with_pages: bool = False
+) -> FoundInputs:
     """Find the input files that `paths` name, and count the files of the folders among them that are left out.
 
     Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file, for
@@ -71,12 +73,13 @@ def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) 
         paths: files with a known ending, folders, s3:// URLs of both, or brace patterns of files and URLs, such as
             `shard-{000000..000099}.tar`.
         endpoint_url: S3 endpoint; None for AWS.
+        with_pages: find HTML pages and WARC files, too, which a corpus build does not read.
 
     Raises:
         UserError: a path is missing or a file of unknown kind, a folder or file may not be read, or no file was found.
         StoreError: S3 refuses access, or an object is missing.
     """
-    search = _Search(endpoint_url)
+    search = _Search(endpoint_url, with_pages)
     for path in paths:
         search.add(str(path))
     if not search.file_of_identity:
@@ -84,7 +87,8 @@ def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) 
         left_out = search.skipped.summary()
         found = f" (left out: {left_out})" if left_out else ""
         raise UserError(
-            f"--input {all_paths}: no file with a known ending{found}; give files or folders with {known_endings()}"
+            f"--input {all_paths}: no file with a known ending{found}; give files or folders with "
+            f"{known_endings(with_pages=with_pages)}"
         )
     files = sorted(search.file_of_identity.values(), key=lambda file: (file.name, file.location))
     return FoundInputs(files, search.skipped)
@@ -93,12 +97,14 @@ def search_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) 
 class _Search:
     """State of one search: the files found so far, by their identity, and what is left out."""
 
-    def __init__(self, endpoint_url: str | None) -> None:
+    def __init__(self, endpoint_url: str | None, with_pages: bool) -> None:
         """Start without files.
 
         Args:
             endpoint_url: S3 endpoint; None for AWS.
+            with_pages: whether HTML pages and WARC files are of known kind.
         """
+        self._with_pages = with_pages
         self.file_of_identity: dict[str, InputFile] = {}  # resolved path or s3:// URL -> the file
         self.skipped = SkippedInputs()
         self._endpoint_url = endpoint_url
@@ -141,11 +147,12 @@ class _Search:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
-            for name, file in files_in_folder(root, self.skipped):
+            for name, file in files_in_folder(root, self.skipped, with_pages=self._with_pages):
                 self._add_file(name, file, _source_of(source, name), is_given=False)
             return
-        if kind_of(root.name) is None:
-            raise UserError(f"--input {path}: unknown kind of file; known: {known_endings()}; convert or rename it")
+        if self._kind_of(root.name) is None:
+            known = known_endings(with_pages=self._with_pages)
+            raise UserError(f"--input {path}: unknown kind of file; known: {known}; convert or rename it")
         if root.is_file():
             self._add_file(root.name, root, source, is_given=True)
         else:
@@ -157,7 +164,7 @@ class _Search:
         Raises:
             UserError: the file may not be read.
         """
-        kind = kind_of(name)
+        kind = self._kind_of(name)
         assert kind is not None
         identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
         if identity in self.file_of_identity:
@@ -174,7 +181,7 @@ class _Search:
         Raises:
             StoreError: the object is missing, or S3 refuses access.
         """
-        if kind_of(url) is not None:
+        if self._kind_of(url) is not None:
             parent, _, name = url.rstrip("/").rpartition("/")
             self._add_object(self._open(parent), name, source, is_given=True)
             return
@@ -182,14 +189,14 @@ class _Search:
         for key in store.list():
             if _is_hidden(key):
                 self.skipped.add("hidden", key)
-            elif kind_of(key) is None:
+            elif self._kind_of(key) is None:
                 self.skipped.add("unknown_kind", key)
             else:
                 self._add_object(store, key, _source_of(source, key), is_given=False)
 
     def _add_object(self, store: Store, key: str, source: str, *, is_given: bool) -> None:
         """Add an object of known kind, unless it was added before; its size costs one request."""
-        kind = kind_of(key)
+        kind = self._kind_of(key)
         assert kind is not None
         identity = f"{store.url}/{key}"
         if identity in self.file_of_identity:
@@ -197,6 +204,10 @@ class _Search:
             return
         size = store.size(key)
         self.file_of_identity[identity] = InputFile(key, Path(key), kind.format, size, source, is_given, store)
+
+    def _kind_of(self, name: str) -> FileKind | None:
+        """Return the kind of a file by the endings of its name; None if this search does not know it."""
+        return kind_of(name, with_pages=self._with_pages)
 
     def _open(self, url: str) -> Store:
         """Return the store at an s3:// URL; the same one for equal URLs."""

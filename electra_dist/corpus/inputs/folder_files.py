@@ -17,10 +17,11 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.errors import UserError
 
 
-def files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str, Path]]:
+def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of each file of known kind below a folder; count everything else.
 
-    Files below real folders come first, sorted by path, then those of each folder that a link leads to.
+    Files below real folders come first, sorted by path, then those of each folder that a link leads to. The endings
+    of HTML pages and WARC files are known if `with_pages` is set.
 
     Raises:
         UserError: a folder may not be listed.
@@ -30,14 +31,14 @@ def files_in_folder(folder: Path, skipped: SkippedInputs) -> Iterator[tuple[str,
     while waiting:
         for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
             name = path.relative_to(folder).as_posix()
-            reason = _reason_to_skip(path)
+            reason = _reason_to_skip(path, with_pages)
             if reason is None:
                 yield name, path
             else:
                 skipped.add(reason, name)
 
 
-def _reason_to_skip(path: Path) -> str | None:
+def _reason_to_skip(path: Path, with_pages: bool) -> str | None:
     """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read.
 
     Raises:
@@ -52,7 +53,7 @@ def _reason_to_skip(path: Path) -> str | None:
         raise UserError(
             f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
         ) from None
-    return "unknown_kind" if kind_of(path.name) is None else None
+    return "unknown_kind" if kind_of(path.name, with_pages=with_pages) is None else None
 
 
 def _walk(

@@ -5,7 +5,7 @@
 | txt | the lines up to a blank line |
 | md | the whole file |
 | jsonl, json | a JSON object |
-| csv, tsv, parquet | the cell of a row in the column of the texts |
+| csv, tsv, parquet, arrow | the cell of a row in the column of the texts |
 | wet | a `conversion` record of a WARC file (Common Crawl text) |
 
 Archives are read by `archives.py`.
@@ -26,7 +26,7 @@ import zstandard
 
 from electra_dist.corpus.inputs.decompression import READ_BYTES
 from electra_dist.corpus.inputs.json_values import read_json
-from electra_dist.corpus.inputs.table_files import read_csv, read_parquet
+from electra_dist.corpus.inputs.table_files import read_arrow, read_csv, read_parquet
 from electra_dist.corpus.text_decoding import RawDocument
 
 # Errors that the readers of the formats raise for a file that is damaged or cut off.
@@ -67,6 +67,9 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
             yield RawDocument(cell, is_json=False)
     elif file_format == "parquet":
         for cell in read_parquet(stream, text_field):  # type: ignore[arg-type]
+            yield RawDocument(cell, is_json=False)
+    elif file_format == "arrow":
+        for cell in read_arrow(stream, text_field):  # type: ignore[arg-type]
             yield RawDocument(cell, is_json=False)
     elif file_format == "wet":
         yield from _read_wet(stream)

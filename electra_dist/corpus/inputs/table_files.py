@@ -1,4 +1,4 @@
-"""Read the texts of one column of a table: a CSV, TSV or parquet file.
+"""Read the texts of one column of a table: a CSV, TSV, parquet or Arrow file.
 
 CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two quotes within it stand for one. TSV
 has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
+_ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
 _MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
 _MAX_COLUMNS_SHOWN = 20  # in an error message
@@ -93,13 +95,40 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
     if text_field not in schema.names or not _is_text(schema.field(text_field).type):
         raise NoTextColumn(schema.names)
     for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_field]):
-        cells = batch.column(0).cast(pyarrow.large_binary())  # strings become their UTF-8 bytes
-        for cell in cells:
-            yield cell.as_py()
+        yield from _cells(batch.column(0))
+
+
+def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
+    """Yield the cells of one column of an Arrow file, undecoded; None for a null cell.
+
+    Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
+
+    Args:
+        stream: the file, opened to read bytes.
+        text_field: name of the column.
+
+    Raises:
+        NoTextColumn: there is no column of that name with strings or bytes.
+        ArrowException: the file is damaged or cut off.
+    """
+    is_file = stream.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
+    stream.seek(0)
+    reader = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
+    if text_field not in reader.schema.names or not _is_text(reader.schema.field(text_field).type):
+        raise NoTextColumn(reader.schema.names)
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
+        yield from _cells(batch.column(text_field))
+
+
+def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
+    """Yield the cells of a column of strings or bytes as bytes (strings as UTF-8); None for a null cell."""
+    for cell in column.cast(pyarrow.large_binary()):
+        yield cell.as_py()
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:
-    """Return whether a parquet column holds strings or bytes, with 32-bit or 64-bit ("large") offsets."""
+    """Return whether a column holds strings or bytes, with 32-bit or 64-bit ("large") offsets."""
     return (
         pyarrow.types.is_string(column_type)
         or pyarrow.types.is_large_string(column_type)

@@ -1,0 +1,1 @@
+"""Clean text before it becomes a corpus: extraction, filters and deduplication by datatrove."""

@@ -1,0 +1,256 @@
+"""Run the stages of a preparation by datatrove's executors: processes of this machine, Slurm arrays, or Ray.
+
+Guarantee: a task that is completed is not repeated (datatrove's completion files), so a preparation that was
+interrupted continues when the same command runs again. At most one process on a machine runs a work folder.
+
+How: on this machine and on Ray the stages run one after another. On Slurm each stage is an array job that depends on
+the job of the stage before; the command returns when all are submitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import dill
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.executor.slurm import SlurmPipelineExecutor
+from datatrove.utils.logging import logger
+
+from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareConfig
+from electra_dist.corpus.prepare.stages import Stage
+from electra_dist.corpus.prepare.steps.child_processes import begin_worker
+from electra_dist.errors import UserError
+
+_RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
+_LOCK_FILE = "lock"
+_PROGRESS_INTERVAL_S = 0.5
+
+Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, all tasks
+
+
+def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> None:
+    """Run all stages on this machine or on a Ray cluster, and return when the last one is complete.
+
+    Args:
+        config: the preparation.
+        stages: its stages in order.
+        report: receives the progress.
+
+    Raises:
+        UserError: a task ended with an error of the user's, or another process uses the work folder.
+        TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
+    """
+    logger.remove()  # datatrove's messages are in the logs of the tasks
+    with _only_process(Path(config.work)):
+        for stage in stages:
+            with _progress(config, stage, report):
+                if config.executor.kind == "ray":
+                    _ray_executor(config, stage).run()
+                else:
+                    _run_locally(config, stage)
+            num_left = stage.num_tasks - completed_tasks(config, stage)
+            if num_left:  # Ray ends without an error
+                raise TaskKilled(f"{num_left} tasks of {stage.name} failed; {run_folder(config, stage)}/logs says why")
+
+
+def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
+    """Submit a Slurm array for each stage that is not complete; return stage -> job id.
+
+    Raises:
+        UserError: sbatch is missing or refuses a job, or jobs of this work folder are still queued.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError("executor.kind slurm: there is no sbatch on this machine; run the command on a login node")
+    executor: SlurmPipelineExecutor | None = None
+    executors = []
+    for stage in stages:
+        executor = _slurm_executor(config, stage, executor)
+        executors.append(executor)
+    assert executor is not None
+    logger.remove()
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"sbatch refused a job (exit code {error.returncode}); see its message above") from None
+    jobs = {}
+    for stage, executor in zip(stages, executors, strict=True):
+        if executor.job_id != -1:
+            jobs[stage.name] = str(executor.job_id)
+    return jobs
+
+
+def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
+    """Return how many tasks of a stage are completed."""
+    folder = run_folder(config, stage) / "completions"
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def run_folder(config: PrepareConfig, stage: Stage) -> Path:
+    """Return the folder with datatrove's logs, completions and job script of a stage."""
+    return Path(config.work) / stage.name / _RUN_DIR
+
+
+class TaskKilled(Exception):
+    """Error for a task without a result, such as one whose process the kernel killed for lack of memory."""
+
+
+class _WatchedExecutor(LocalPipelineExecutor):
+    """Local executor of datatrove on processes whose death is noticed.
+
+    The pool that datatrove takes waits for ever for the task of a process that was killed.
+    """
+
+    def run(self) -> None:
+        """Run the tasks that are not completed.
+
+        Raises:
+            TaskKilled: a worker process was killed; the others are ended.
+            Exception: what a task raised; the other tasks that run are ended.
+        """
+        self.save_executor_as_json()
+        # The workers are forks of one process that has imported everything, and has no threads.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
+        pool = ProcessPoolExecutor(self.workers, context, initializer=begin_worker)
+        pickled = dill.dumps(self)
+        try:
+            futures = [pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()]
+            for future in as_completed(futures):
+                future.result()
+        except BrokenProcessPool:
+            raise TaskKilled(f"a task of {self.logging_dir.path} was killed") from None
+        except BaseException:
+            # `shutdown` would wait for the tasks that run, which may take hours.
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_task(pickled: bytes, rank: int) -> None:
+    """Run one task in a worker process; its messages go to a log file only (WORK/STAGE/run/logs)."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        dill.loads(pickled)._run_for_rank(rank)
+
+
+def _run_locally(config: PrepareConfig, stage: Stage) -> None:
+    """Run one stage by worker processes of this machine.
+
+    Raises:
+        TaskKilled: a worker process was killed.
+    """
+    executor = _WatchedExecutor(
+        stage.steps,
+        tasks=stage.num_tasks,
+        workers=min(config.executor.workers or len(os.sched_getaffinity(0)), stage.num_tasks),
+        logging_dir=str(run_folder(config, stage)),
+    )
+    if executor.get_incomplete_ranks():
+        executor.run()
+
+
+def _slurm_executor(
+    config: PrepareConfig, stage: Stage, depends: SlurmPipelineExecutor | None
+) -> SlurmPipelineExecutor:
+    """Return datatrove's executor for one stage as a Slurm array, which waits for the stage `depends`."""
+    settings = config.executor.slurm
+    assert settings is not None
+    # The tasks use this Python; launch_pickled_pipeline is a command beside it.
+    setup = [f'export PATH="{Path(sys.executable).parent}:$PATH"', *settings.setup.splitlines()]
+    return SlurmPipelineExecutor(
+        stage.steps,
+        tasks=stage.num_tasks,
+        time=settings.time,
+        partition=settings.partition,
+        cpus_per_task=settings.cpus_per_task,
+        mem_per_cpu_gb=settings.mem_per_cpu_gb,
+        workers=config.executor.workers or -1,
+        job_name=f"prepare-{stage.name}",
+        qos=settings.qos,
+        env_command="\n".join(setup),
+        # A job whose dependency failed would wait in the queue for ever.
+        sbatch_args={"kill-on-invalid-dep": "yes", **settings.options},
+        max_array_size=settings.max_array_size,
+        depends=depends,
+        logging_dir=str(run_folder(config, stage)),
+        mail_user=None,
+    )
+
+
+def _ray_executor(config: PrepareConfig, stage: Stage) -> Any:
+    """Return datatrove's executor for one stage on a Ray cluster; connect to the cluster at the first call.
+
+    Raises:
+        UserError: the package ray is not installed, or there is no cluster at the address.
+    """
+    try:
+        import ray
+        from datatrove.executor.ray import RayPipelineExecutor
+    except ImportError:
+        raise UserError("executor.kind ray: the package ray is not installed; pip install 'ray[default]'") from None
+    settings: ExecutorSection = config.executor
+    if not ray.is_initialized():
+        try:
+            ray.init(address=settings.ray_address, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"executor.ray_address {settings.ray_address}: no Ray cluster ({error}); start one with `ray start`"
+            ) from None
+    return RayPipelineExecutor(
+        stage.steps,
+        tasks=stage.num_tasks,
+        workers=settings.workers or -1,
+        logging_dir=str(run_folder(config, stage)),
+    )
+
+
+@contextlib.contextmanager
+def _only_process(work: Path) -> Iterator[None]:
+    """Hold the lock of a work folder on this machine.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with (work / _LOCK_FILE).open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{work}: another preparation uses this folder; wait for it, or set another `work`"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _progress(config: PrepareConfig, stage: Stage, report: Report) -> Iterator[None]:
+    """Report the completed tasks of a stage twice a second while the block runs."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        """Count the completed tasks until the stage has ended."""
+        while not ended.wait(_PROGRESS_INTERVAL_S):
+            report(stage.name, completed_tasks(config, stage), stage.num_tasks)
+
+    report(stage.name, completed_tasks(config, stage), stage.num_tasks)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    report(stage.name, completed_tasks(config, stage), stage.num_tasks)

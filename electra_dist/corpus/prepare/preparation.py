@@ -1,0 +1,128 @@
+"""Begin, continue and report a preparation: what `electra-dist corpus prepare` does.
+
+Guarantee: everything that can be refused is refused before the first task: unknown keys, missing files of sources,
+models and lists, a missing package, an output or a work folder of another preparation. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from electra_dist.corpus.prepare.executors import Report, completed_tasks, run_here, submit
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
+from electra_dist.corpus.prepare.prepare_report import REPORT_FILE
+from electra_dist.corpus.prepare.source_plan import SourcePlan, make_plan, write_plan
+from electra_dist.corpus.prepare.stages import Stage, make_stages
+from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import make_folder
+from electra_dist.store.open_store import open_store
+
+# Key of a file -> what it is, and where it comes from.
+_HOW_TO_GET = {
+    "filters.language.model": "download lid.176.bin (https://fasttext.cc/docs/en/language-identification.html)",
+    "filters.c4_bad_words.list": "download the list of the language "
+    "(https://github.com/LDNOOBW/List-of-Dirty-Naughty-Obscene-and-Otherwise-Bad-Words)",
+    "filters.classifier.model": "train or download a fastText model",
+}
+
+
+class Preparation(NamedTuple):
+    """A checked preparation."""
+
+    config: PrepareConfig
+    plan: SourcePlan
+    stages: list[Stage]
+
+
+def check(config: PrepareConfig) -> Preparation:
+    """Check everything that a preparation needs; write nothing.
+
+    Raises:
+        UserError: a file or a package is missing.
+        StoreError: S3 refuses access.
+    """
+    for key, path in local_files(config).items():
+        if not path.is_file():
+            advice = _HOW_TO_GET.get(key, "write it, one entry a line")
+            raise UserError(f"{key}: there is no file {path}; {advice} and set {key} to its path")
+    if config.words == "spacy" and importlib.util.find_spec("spacy") is None:
+        raise UserError("words: spacy: the package spacy is not installed; pip install spacy, or set words: plain")
+    _refuse_folders_in_sources(config)
+    plan = make_plan(config)
+    return Preparation(config, plan, make_stages(config))
+
+
+def run(preparation: Preparation, report: Report) -> None:
+    """Run the tasks that are not completed on this machine or a Ray cluster; return when prepare.json is written.
+
+    Raises:
+        UserError: the work folder or the output holds another preparation, or a task failed for such a reason.
+    """
+    _begin(preparation)
+    run_here(preparation.config, preparation.stages, report)
+
+
+def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
+    """Submit the stages that are not complete to Slurm; return stage -> job id.
+
+    Raises:
+        UserError: the work folder or the output holds another preparation, or Slurm refuses a job.
+    """
+    _begin(preparation)
+    return submit(preparation.config, preparation.stages)
+
+
+def finished_report(preparation: Preparation) -> dict[str, Any] | None:
+    """Return prepare.json if the preparation is complete; None if it is not.
+
+    Raises:
+        UserError: the output holds the result of another preparation.
+    """
+    config = preparation.config
+    store = open_store(config.output, config.endpoint_url)
+    if not store.exists(REPORT_FILE):
+        return None
+    try:
+        report = json.loads(store.read(REPORT_FILE))
+        is_same = report["config"] == json.loads(json.dumps(preparation.plan.identity))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_same = False
+    if not is_same:
+        raise UserError(
+            f"{config.output}/{REPORT_FILE}: is the result of another preparation; set another `output`, or delete it"
+        )
+    return report
+
+
+def tasks_left(preparation: Preparation) -> dict[str, int]:
+    """Return for each stage the number of tasks that are not completed."""
+    config = preparation.config
+    return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
+
+
+def _begin(preparation: Preparation) -> None:
+    """Make the work folder and write plan.json.
+
+    Raises:
+        UserError: the work folder holds another preparation.
+    """
+    work = Path(preparation.config.work)
+    make_folder(work)
+    write_plan(preparation.plan, work)
+
+
+def _refuse_folders_in_sources(config: PrepareConfig) -> None:
+    """Raise UserError if the output or the work folder is inside a source, which would read it as text."""
+    for source in config.sources:
+        for key, folder in (("output", config.output), ("work", config.work)):
+            if "://" in source.path or "://" in folder:
+                is_inside = f"{folder.rstrip('/')}/".startswith(f"{source.path.rstrip('/')}/")
+            else:
+                is_inside = Path(folder).resolve().is_relative_to(Path(source.path).resolve())
+            if is_inside:
+                raise UserError(
+                    f"{key}: {folder} is inside the source {source.name} ({source.path}); choose a folder outside"
+                )

@@ -1,0 +1,216 @@
+"""Define the config of `electra-dist corpus prepare`, a YAML file: sources, steps, executor and output.
+
+The steps have a fixed order, that of FineWeb (arXiv:2406.17557): extraction of text from HTML, filters, deduplication,
+formatting. A step is off unless its key is in the file. docs/corpus_prepare.md has all keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Section
+from electra_dist.corpus.prepare.filter_sections import FiltersSection
+
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class SourceSection(Section):
+    """One source of documents: files of any known kind, with a name and a licence for the reports."""
+
+    name: SourceName = Field(description="name of the source in the reports and in each document's metadata")
+    path: str = Field(
+        min_length=1,
+        description="file, folder, s3:// URL, brace pattern or glob pattern; the endings decide the format: all "
+        "inputs of `corpus build`, and .warc .wet .html .htm, also compressed",
+    )
+    license: str = Field(default="unknown", description="licence of the texts; it is recorded, not interpreted")
+    text_field: str = Field(default="text", description="JSON field or column of a table that holds the text")
+    url_field: str | None = Field(
+        default="url", description="JSON field with the address of the document, for filters.url; null: none"
+    )
+
+
+class ExtractionSection(Section):
+    """Extraction of the text of HTML pages by trafilatura; other documents pass unchanged."""
+
+    favor: Literal["precision", "recall", "balance"] = Field(
+        default="precision", description="less text but the right one, or more of it; FineWeb took precision"
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="a page that takes longer is dropped (reason timeout), seconds"
+    )
+
+
+class ExactSection(Section):
+    """Exact deduplication: of documents with the same text, one stays."""
+
+    finder_tasks: Positive = Field(default=1, description="tasks that search for equal hashes, each a range of hashes")
+
+
+class MinhashSection(Section):
+    """MinHash deduplication: of each cluster of near-duplicates one document stays.
+
+    Two documents whose sets of word n-grams have Jaccard similarity s match with probability
+    1 - (1 - s^hashes_per_bucket)^num_buckets.
+    """
+
+    n_grams: Positive = Field(default=5, description="words in an n-gram; FineWeb took 5")
+    num_buckets: Positive = Field(
+        default=14, description="buckets, which are also the tasks of the search; FineWeb: 14"
+    )
+    hashes_per_bucket: Positive = Field(default=8, description="hashes that must all agree; FineWeb: 8")
+    seed: NonNegative = Field(default=1, description="seed of the hash functions")
+
+
+class SentencesSection(Section):
+    """Deduplication of spans of sentences as in C4: a span that occurred in an earlier document is removed."""
+
+    num_sentences: Positive = Field(default=3, description="sentences in a span; C4 took 3")
+    min_doc_words: NonNegative = Field(
+        default=50, description="a document that lost a span and has fewer words left is dropped"
+    )
+    min_num_sentences: NonNegative = Field(
+        default=3, description="a document that lost a span and has fewer sentences left is dropped"
+    )
+    finder_tasks: Positive = Field(default=1, description="tasks that search for equal hashes, each a range of hashes")
+
+
+class DeduplicationSection(Section):
+    """Kinds of deduplication in the order in which they are applied, over all sources together."""
+
+    exact: ExactSection | None = Field(default=None, description="documents with the same text")
+    minhash: MinhashSection | None = Field(default=None, description="near-duplicates")
+    sentences: SentencesSection | None = Field(default=None, description="repeated spans of sentences")
+
+
+class PiiSection(Section):
+    """Replacement of e-mail addresses and IP addresses."""
+
+    remove_emails: bool = Field(default=True, description="replace e-mail addresses")
+    remove_ips: bool = Field(default=True, description="replace IP addresses")
+    only_remove_public_ips: bool = Field(default=True, description="leave private addresses such as 192.168.0.1")
+    email_replacement: tuple[str, ...] = Field(
+        default=("email@example.com", "firstname.lastname@example.org"), description="taken in turn"
+    )
+    ip_replacement: tuple[str, ...] = Field(
+        default=("192.0.2.1", "198.51.100.1", "203.0.113.1"),
+        description="taken in turn; addresses that RFC 5737 reserves for documentation",
+    )
+
+
+class FormattingSection(Section):
+    """Changes to the text of the documents that stay; each off unless its key is set."""
+
+    fix_encoding: bool = Field(default=False, description="repair text in a wrong encoding (mojibake) by ftfy")
+    drop_symbol_lines: bool = Field(default=False, description="remove lines that consist of punctuation only")
+    pii: PiiSection | None = Field(default=None, description="replace e-mail and IP addresses")
+
+
+class SlurmSection(Section):
+    """What the jobs of `executor.kind: slurm` ask for."""
+
+    partition: str = Field(min_length=1, description="partition of the jobs")
+    time: str = Field(default="24:00:00", description="time limit of a task, as Slurm writes it")
+    cpus_per_task: Positive = Field(default=1, description="cores of a task; datatrove uses one")
+    mem_per_cpu_gb: Positive = Field(default=4, description="memory for each core, GB")
+    qos: str | None = Field(default=None, description="quality of service; null: the cluster's default")
+    max_array_size: Positive = Field(
+        default=1001, description="largest array that the cluster allows; more tasks become several arrays"
+    )
+    setup: str = Field(
+        default="", description="shell lines that a task runs first; the folder of this Python is in PATH before them"
+    )
+    options: dict[str, str] = Field(default={}, description="further options of sbatch, without the dashes")
+
+    @field_validator("partition", "time", "qos", "options")
+    @classmethod
+    def _one_line(cls, value: object) -> object:
+        """Return the value unchanged; raise ValueError if it holds a line break, which would begin a shell command."""
+        texts = [*value, *value.values()] if isinstance(value, dict) else [value]
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
+            raise ValueError("must not contain a line break or a control character")
+        return value
+
+
+class ExecutorSection(Section):
+    """Where the tasks run."""
+
+    kind: Literal["local", "slurm", "ray"] = Field(
+        default="local", description="processes of this machine, a Slurm array for each stage, or a Ray cluster"
+    )
+    tasks: Positive = Field(
+        default=1, description="parts into which the files are divided, fixed for a preparation; one output file each"
+    )
+    workers: Positive | None = Field(
+        default=None, description="tasks at a time; null: the usable cores of this machine, or no limit on a cluster"
+    )
+    slurm: SlurmSection | None = Field(default=None, description="what the jobs ask for; required for slurm")
+    ray_address: str = Field(default="auto", description="address of the Ray cluster")
+
+    @model_validator(mode="after")
+    def _slurm_has_its_section(self) -> ExecutorSection:
+        """Raise ValueError if the tasks run on Slurm and no partition is given."""
+        if self.kind == "slurm" and self.slurm is None:
+            raise ValueError("kind slurm needs the section slurm; add slurm: {partition: NAME}")
+        return self
+
+
+class PrepareConfig(Section):
+    """The whole file."""
+
+    output: str = Field(
+        min_length=1, description="folder or s3://bucket/prefix for documents/*.jsonl.gz, samples/ and prepare.json"
+    )
+    work: LocalFolder = Field(
+        description="folder for intermediate documents, signatures, logs and completed tasks; shared by all nodes; it "
+        "takes about as much space as the documents, once for each deduplication"
+    )
+    sources: tuple[SourceSection, ...] = Field(min_length=1, description="sources of documents")
+    endpoint_url: str | None = Field(default=None, description="URL of the S3 endpoint; null: AWS")
+    undecodable: Literal["skip", "replace"] = Field(
+        default="skip", description="documents that are not UTF-8 are dropped, or the bytes become U+FFFD"
+    )
+    words: Literal["plain", "spacy"] = Field(
+        default="plain",
+        description="how text is cut into words and sentences: by a regular expression for languages with spaces, or "
+        "as datatrove does by default (the package spacy must be installed)",
+    )
+    spacy_language: str = Field(default="eng", description="ISO 639-3 code of the language for words: spacy")
+    extraction: ExtractionSection = Field(default=ExtractionSection(), description="text of HTML pages")
+    filters: FiltersSection = Field(default=FiltersSection(), description="which documents are dropped")
+    deduplication: DeduplicationSection = Field(default=DeduplicationSection(), description="repeated documents")
+    formatting: FormattingSection = Field(default=FormattingSection(), description="changes to the text")
+    executor: ExecutorSection = Field(default=ExecutorSection(), description="where the tasks run")
+    samples_per_filter: NonNegative = Field(
+        default=5, description="dropped documents that each task keeps for each filter, chosen by a hash; 0: none"
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _names_differ(cls, value: tuple[SourceSection, ...]) -> tuple[SourceSection, ...]:
+        """Return the sources unchanged; raise ValueError if two have the same name."""
+        names = [source.name for source in value]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"two sources have the name {repeated[0]}; give each a name of its own")
+        return value
+
+
+def local_files(config: PrepareConfig) -> dict[str, Path]:
+    """Return the files that steps of a preparation read beside its documents: dotted key -> path."""
+    filters = config.filters
+    files: dict[str, Path | None] = {}
+    if filters.url is not None:
+        files["filters.url.domains"] = filters.url.domains
+        files["filters.url.urls"] = filters.url.urls
+        files["filters.url.words"] = filters.url.words
+    if filters.language is not None:
+        files["filters.language.model"] = filters.language.model
+    if filters.c4_bad_words is not None:
+        files["filters.c4_bad_words.list"] = filters.c4_bad_words.list
+    if filters.classifier is not None:
+        files["filters.classifier.model"] = filters.classifier.model
+    return {key: path for key, path in files.items() if path is not None}

@@ -1,0 +1,143 @@
+"""Add up the counts of all tasks in prepare.json, the report of a preparation.
+
+Guarantee: documents in = documents out + documents dropped, for each source; the documents that a stage reads are
+those that the stage before wrote. prepare.json is written last: an output that has it is complete. It holds no time
+and no path of the work folder, so a repetition gives the same bytes.
+
+| key | content |
+| --- | --- |
+| `sources` | for each source: licence, files, bytes, documents and characters read and kept |
+| `dropped` | step -> reason -> source -> documents |
+| `inputs_skipped` | source -> reason -> ending -> files that were not read |
+| `outputs` | the files with the documents: name, sha256, bytes, documents |
+| `config` | what decided the result: the config without places, and the versions of libraries |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.base import PipelineStep
+
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
+from electra_dist.corpus.prepare.steps.document_files import RECORDS_DIR, record_of_task
+from electra_dist.store.open_store import open_store
+
+REPORT_FILE = "prepare.json"
+SAMPLES_DIR = "samples"
+_FORMAT = 1
+
+Tree = dict[str, Any]
+
+
+class WriteReport(PipelineStep):
+    """Only step of the last stage: writes the samples of dropped documents, then prepare.json."""
+
+    name = "report"
+    type = "WRITER"
+
+    def __init__(self, config: PrepareConfig, stage_names: Sequence[str]) -> None:
+        """Prepare to write.
+
+        Args:
+            config: the preparation.
+            stage_names: stages with documents, whose records are added up, in their order.
+        """
+        super().__init__()
+        self._config = config
+        self._stage_names = stage_names
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Add up the records of all stages and write the report."""
+        config = self._config
+        work = Path(config.work)
+        records = [
+            [
+                json.loads((work / name / RECORDS_DIR / record_of_task(task)).read_bytes())
+                for task in range(config.executor.tasks)
+            ]
+            for name in self._stage_names
+        ]
+        store = open_store(config.output, config.endpoint_url)
+        for step, lines in _samples(records).items():
+            store.write(f"{SAMPLES_DIR}/{step}.jsonl", "".join(lines).encode())
+        report = make_report(config, read_plan(work), records)
+        store.write(REPORT_FILE, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+        yield from ()
+
+
+def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
+    """Return the content of prepare.json.
+
+    Args:
+        config: the preparation.
+        plan: its files.
+        records: for each stage with documents, in order, the records of its tasks.
+
+    Raises:
+        AssertionError: the counts do not add up.
+    """
+    documents_in = _sum(records[0], "documents_in")
+    documents_out = _sum(records[-1], "documents_out")
+    dropped: Tree = {}
+    num_dropped: Counter[str] = Counter()
+    for stage_records in records:
+        for record in stage_records:
+            for step, reason, source, number in record["dropped"]:
+                by_source = dropped.setdefault(step, {}).setdefault(reason, {})
+                by_source[source] = by_source.get(source, 0) + number
+                num_dropped[source] += number
+    for earlier, later in pairwise(records):
+        assert _sum(earlier, "documents_out") == _sum(later, "documents_in")
+    sources = {}
+    for source in config.sources:
+        name = source.name
+        assert documents_in[name] == documents_out[name] + num_dropped[name], name
+        files = [file for file in plan.files if file.source == name]
+        sources[name] = {
+            "license": source.license,
+            "files": len(files),
+            "bytes": sum(file.size for file in files),
+            "documents_in": documents_in[name],
+            "documents_dropped": num_dropped[name],
+            "documents_out": documents_out[name],
+            "characters_in": _sum(records[0], "characters_in")[name],
+            "characters_out": _sum(records[-1], "characters_out")[name],
+        }
+    return {
+        "format": _FORMAT,
+        "documents_in": documents_in.total(),
+        "documents_dropped": num_dropped.total(),
+        "documents_out": documents_out.total(),
+        "sources": sources,
+        "dropped": dropped,
+        "inputs_skipped": plan.inputs_skipped,
+        "outputs": [record["file"] for record in records[-1]],
+        "config": plan.identity,
+    }
+
+
+def _sum(records: Sequence[Tree], key: str) -> Counter[str]:
+    """Return the sum of a count over the tasks of a stage, by source."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record[key])
+    return total
+
+
+def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
+    """Return the samples of dropped documents as lines of JSON, by step, in the order of stages and tasks."""
+    lines: dict[str, list[str]] = {}
+    for stage_records in records:
+        for record in stage_records:
+            for step, samples in record["samples"].items():
+                for sample in samples:
+                    line = json.dumps(sample, ensure_ascii=False, sort_keys=True) + "\n"
+                    lines.setdefault(step, []).append(line)
+    return lines

@@ -1,0 +1,185 @@
+"""Find the files of all sources and divide them among tasks; keep the result in plan.json of the work folder.
+
+Guarantee: a preparation that is started again reads the same files in the same tasks. A work folder of another
+preparation (other steps, thresholds, files or number of tasks) is refused, with the first difference.
+"""
+
+from __future__ import annotations
+
+import glob
+import heapq
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
+from electra_dist.errors import UserError
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.open_store import open_store
+
+PLAN_FILE = "plan.json"
+_FORMAT = 1
+# Keys that do not change what is prepared; of executor only `tasks` does.
+_PLACES = {"output", "work", "endpoint_url", "executor"}
+_LIBRARIES = ("datatrove", "trafilatura")
+
+
+class PlannedFile(NamedTuple):
+    """One input file of a preparation."""
+
+    source: str  # name of its source
+    name: str  # path below the source's path
+    location: str  # local path or s3:// URL
+    format: str
+    size: int  # bytes
+
+    def input_file(self, endpoint_url: str | None) -> InputFile:
+        """Return the file as the readers of corpora take it."""
+        if not self.location.startswith("s3://"):
+            return InputFile(self.name, Path(self.location), self.format, self.size, self.source)
+        store = open_store(self.location.removesuffix(f"/{self.name}"), endpoint_url)
+        return InputFile(self.name, Path(self.name), self.format, self.size, self.source, store=store)
+
+
+class SourcePlan(NamedTuple):
+    """All input files of a preparation and their tasks."""
+
+    output: str  # where the completed tasks of the last stage have written
+    identity: dict[str, Any]  # what decides the result, beside the files: the config and the versions of libraries
+    files: list[PlannedFile]
+    tasks: list[list[int]]  # for each task the indices of its files, in the order in which it reads them
+    inputs_skipped: dict[str, dict[str, dict[str, int]]]  # source -> reason -> ending -> number of inputs left out
+
+    def files_of_task(self, rank: int) -> list[PlannedFile]:
+        """Return the files of a task in reading order."""
+        return [self.files[index] for index in self.tasks[rank]]
+
+
+def make_plan(config: PrepareConfig) -> SourcePlan:
+    """Find the files of all sources, and divide them among the tasks so that each has about the same bytes.
+
+    Raises:
+        UserError: a path is missing or unreadable, or has no file of a known kind.
+        StoreError: S3 refuses access.
+    """
+    files: list[PlannedFile] = []
+    inputs_skipped: dict[str, dict[str, dict[str, int]]] = {}
+    for source in config.sources:
+        found, inputs_skipped[source.name] = _files_of_source(source, config.endpoint_url)
+        files += found
+    return SourcePlan(config.output, _identity(config), files, _divide(files, config.executor.tasks), inputs_skipped)
+
+
+def _files_of_source(
+    source: SourceSection, endpoint_url: str | None
+) -> tuple[list[PlannedFile], dict[str, dict[str, int]]]:
+    """Return the files of a source in reading order, and what is left out: reason -> ending -> number.
+
+    Raises:
+        UserError: the path is missing or unreadable, or has no file of a known kind.
+    """
+    paths = [source.path]
+    is_glob = glob.has_magic(source.path) and "://" not in source.path and not Path(source.path).exists()
+    if is_glob:
+        paths = sorted(glob.glob(source.path, recursive=True))
+        if not paths:
+            raise UserError(f"sources: {source.name}: no file matches {source.path}; correct the path")
+    try:
+        found = search_inputs(paths, endpoint_url, with_pages=True)
+    except UserError as error:
+        raise UserError(str(error).replace("--input ", f"sources: {source.name}: ", 1)) from None
+    files = [
+        PlannedFile(
+            source.name,
+            file.name,
+            file.location if file.store else str(file.path.resolve()),
+            file.format,
+            file.size,
+        )
+        for file in found.files
+    ]
+    return files, found.skipped.by_reason()
+
+
+def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
+    """Return the indices of the files of each task: the largest file first, each to the task with the fewest bytes."""
+    tasks: list[list[int]] = [[] for _ in range(num_tasks)]
+    loads = [(0, rank) for rank in range(num_tasks)]  # a heap of (bytes, task)
+    for index in sorted(range(len(files)), key=lambda index: (-files[index].size, index)):
+        load, rank = heapq.heappop(loads)
+        tasks[rank].append(index)
+        heapq.heappush(loads, (load + files[index].size, rank))
+    return [sorted(indices) for indices in tasks]
+
+
+def _identity(config: PrepareConfig) -> dict[str, Any]:
+    """Return what decides the result beside the files: the config without places, and the versions of libraries."""
+    identity = config.model_dump(mode="json", exclude=_PLACES)
+    identity["executor"] = {"tasks": config.executor.tasks}
+    identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return identity
+
+
+def write_plan(plan: SourcePlan, work: Path) -> None:
+    """Write plan.json into the work folder; leave it as it is if it holds the same plan.
+
+    Raises:
+        UserError: the folder holds another preparation, or a plan that cannot be read.
+    """
+    path = work / PLAN_FILE
+    if path.exists():
+        _refuse_other_plan(read_plan(work), plan, path)
+        return
+    with replacing(path) as out:
+        out.write(json.dumps({"format": _FORMAT, **plan._asdict()}).encode())
+
+
+def read_plan(work: Path) -> SourcePlan:
+    """Read plan.json of a work folder.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = work / PLAN_FILE
+    try:
+        tree = json.loads(path.read_bytes())
+        files = [PlannedFile(*file) for file in tree["files"]]
+        return SourcePlan(tree["output"], tree["identity"], files, tree["tasks"], tree["inputs_skipped"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete {work} and prepare again") from None
+
+
+def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
+    """Raise UserError with the first difference if the work folder holds another preparation."""
+    stored_values = {"output": stored.output, **_leaves(stored.identity)}
+    values = {"output": plan.output, **_leaves(plan.identity)}
+    advice = f"set another `work`, or delete {path.parent} and prepare again"
+    for key in sorted(stored_values | values):
+        if stored_values.get(key) != values.get(key):
+            raise UserError(
+                f"{path}: holds a preparation with {key} {stored_values.get(key)!r}, not {values.get(key)!r}; {advice}"
+            )
+    for stored_file, file in zip(stored.files, plan.files, strict=False):
+        if stored_file != file:
+            raise UserError(f"{path}: holds a preparation of other files (first: {file.location}); {advice}")
+    if len(stored.files) != len(plan.files):
+        raise UserError(
+            f"{path}: holds a preparation of {len(stored.files)} files, and the sources have {len(plan.files)} now; "
+            f"{advice}"
+        )
+
+
+def _leaves(tree: object, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree of mappings and lists that are neither, by their dotted keys."""
+    if isinstance(tree, dict):
+        items = list(tree.items())
+    elif isinstance(tree, list):
+        items = list(enumerate(tree))
+    else:
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in items:
+        leaves |= _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

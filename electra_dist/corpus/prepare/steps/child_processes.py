@@ -1,0 +1,37 @@
+"""End the processes of a preparation together with the process that started them, even if that one is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends. Has an effect on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def begin_worker() -> None:
+    """Prepare a worker process: it ends with the command, and the processes that it starts are forks of it.
+
+    A task that went on after a `kill -9` of the command could write a file while a restart reads it. The kernel cannot
+    end it, because its parent is the fork server, which lives as long as its workers.
+    """
+    threading.Thread(target=_end_with_command, daemon=True).start()
+    # Otherwise the extractor's process would be the child of a further fork server, and outlive the worker.
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _end_with_command() -> None:
+    """Wait until the process that started this worker has ended, then kill the worker."""
+    command = multiprocessing.parent_process()
+    assert command is not None
+    command.join()
+    os.kill(os.getpid(), signal.SIGKILL)

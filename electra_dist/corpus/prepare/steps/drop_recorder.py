@@ -1,0 +1,119 @@
+"""Count the documents of one task by step, reason and source, and keep some of those that each step drops.
+
+Guarantee: of each source, documents in = documents out + documents dropped by each step; `as_json` asserts it. The
+samples of a step are those with the smallest hashes of their text, so they depend on the documents only, not on their
+order, and a task that runs again keeps the same ones.
+
+How: every filter and deduplication of datatrove writes what it drops to an exclusion writer. `writer` returns one
+that counts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections import Counter, defaultdict
+from typing import Any
+
+_SAMPLE_CHARS = 2000  # of the text of a dropped document
+
+
+class DropRecorder:
+    """Counts of one task in one stage; all steps of a stage share one recorder."""
+
+    def __init__(self, samples_per_filter: int) -> None:
+        """Start at zero.
+
+        Args:
+            samples_per_filter: dropped documents to keep for each step.
+        """
+        self._samples_per_filter = samples_per_filter
+        self.begin()
+
+    def begin(self) -> None:
+        """Set all counts to zero; a reader calls it when its task begins."""
+        self.documents_in: Counter[str] = Counter()
+        self.characters_in: Counter[str] = Counter()
+        self.documents_out: Counter[str] = Counter()
+        self.characters_out: Counter[str] = Counter()
+        self.dropped: Counter[tuple[str, str, str]] = Counter()  # (step, reason, source) -> documents
+        self._samples: defaultdict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+        self._current: Any = None
+
+    def add_read(self, document: Any) -> None:
+        """Count a document that the reader yields next."""
+        self.documents_in[document.metadata["source"]] += 1
+        self.characters_in[document.metadata["source"]] += len(document.text)
+        self._current = document
+
+    def add_unreadable(self, source: str, reason: str) -> None:
+        """Count a document of which the reader can make no text."""
+        self.documents_in[source] += 1
+        self.dropped["read", reason, source] += 1
+
+    def add_written(self, document: Any) -> None:
+        """Count a document that passed all steps of the stage."""
+        self.documents_out[document.metadata["source"]] += 1
+        self.characters_out[document.metadata["source"]] += len(document.text)
+
+    def drop(self, step: str, reason: str, document: Any) -> None:
+        """Count a document that a step drops, and keep it as a sample if its hash is among the smallest."""
+        source = document.metadata["source"]
+        self.dropped[step, reason, source] += 1
+        key = hashlib.blake2b(f"{document.id}\n{document.text}".encode(), digest_size=16).hexdigest()
+        sample = {"id": document.id, "source": source, "reason": reason, "text": document.text[:_SAMPLE_CHARS]}
+        samples = self._samples[step]
+        bisect.insort(samples, (key, sample), key=lambda pair: pair[0])
+        del samples[self._samples_per_filter :]
+
+    def writer(self, step: str, reason: str = "duplicate") -> ExclusionWriter:
+        """Return the exclusion writer of a step; `reason` is for documents that the step drops without one."""
+        return ExclusionWriter(self, step, reason)
+
+    def is_current(self, document: Any) -> bool:
+        """Return whether a document is the one that was read last, not a copy of it."""
+        return document is self._current
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all counts and samples.
+
+        Raises:
+            AssertionError: the counts of a source do not add up.
+        """
+        dropped_of_source: Counter[str] = Counter()
+        for (_, _, source), number in self.dropped.items():
+            dropped_of_source[source] += number
+        for source, number in self.documents_in.items():
+            assert number == self.documents_out[source] + dropped_of_source[source], source
+        return {
+            "documents_in": dict(self.documents_in),
+            "characters_in": dict(self.characters_in),
+            "documents_out": dict(self.documents_out),
+            "characters_out": dict(self.characters_out),
+            "dropped": [[*key, number] for key, number in sorted(self.dropped.items())],
+            "samples": {step: [sample for _, sample in pairs] for step, pairs in sorted(self._samples.items())},
+        }
+
+
+class ExclusionWriter:
+    """Exclusion writer for a step of datatrove, which counts what it receives instead of writing it.
+
+    The deduplication of sentences also hands over a copy of each document that it changes; copies are not counted.
+    """
+
+    def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
+        """Count in `recorder` under the name `step`, with `reason` where the step gives none."""
+        self._recorder = recorder
+        self._step = step
+        self._reason = reason
+
+    def __enter__(self) -> ExclusionWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def write(self, document: Any, rank: int = 0) -> None:
+        """Count a document that the step drops; its reason is what the filter has put into the metadata."""
+        if self._recorder.is_current(document):
+            self._recorder.drop(self._step, document.metadata.get("filter_reason", self._reason), document)

@@ -1,0 +1,164 @@
+"""Filters of datatrove whose lists and models are files of the user's, so that nothing is downloaded at run time.
+
+datatrove fetches the fastText model for languages, the list of bad words and the list of domain suffixes when they are
+first used. The classes of this module replace just that part.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.filters import C4BadWordsFilter, FastTextClassifierFilter, LanguageFilter, URLFilter
+from datatrove.utils.lid import FT176LID
+from tldextract import TLDExtract
+
+from electra_dist.corpus.prepare.filter_sections import (
+    C4BadWordsSection,
+    ClassifierSection,
+    LanguageSection,
+    UrlFilterSection,
+)
+from electra_dist.errors import UserError
+
+
+def read_list(path: Path | None) -> list[str]:
+    """Return the lines of a list without empty ones and comments (`#`); [] if there is no list.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if path is None:
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a readable text file in UTF-8") from None
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def load_model(path: Path) -> Any:
+    """Return a fastText model.
+
+    Raises:
+        UserError: the file is no model of fastText.
+    """
+    from fasttext.FastText import _FastText
+
+    try:
+        return _FastText(str(path))
+    except (ValueError, MemoryError, OSError) as error:
+        raise UserError(f"{path}: no fastText model ({error}); download the model again") from None
+
+
+class OfflineUrlFilter(URLFilter):
+    """Block lists of addresses; documents without an address pass."""
+
+    def __init__(self, settings: UrlFilterSection, exclusion_writer: Any) -> None:
+        """Read the lists.
+
+        Raises:
+            UserError: a list cannot be read.
+        """
+        super().__init__(
+            extra_domains=read_list(settings.domains),
+            extra_urls=read_list(settings.urls),
+            banned_words=read_list(settings.words),
+            use_integrated_lists=settings.bundled_lists,
+            exclusion_writer=exclusion_writer,
+        )
+        self.tldextractor = TLDExtract(suffix_list_urls=(), cache_dir=None)  # the list in the package, no download
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        """Return True, or (False, name of the list) for a page on a list."""
+        return super().filter(document) if document.metadata.get("url") else True
+
+
+class _LocalLanguageModel(FT176LID):
+    """Language model of fastText in a file of the user's."""
+
+    def __init__(self, path: Path, languages: list[str]) -> None:
+        """Prepare to load the model with the first document."""
+        super().__init__(languages)
+        self._path = path
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:
+        """Return the model; load it at the first use."""
+        if self._model is None:
+            self._model = load_model(self._path)
+        return self._model
+
+
+class OfflineLanguageFilter(LanguageFilter):
+    """Language filter whose reasons are the languages of the dropped documents."""
+
+    def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
+        """Take the languages, the threshold and the path of the model."""
+        languages = list(settings.languages)
+        super().__init__(languages, settings.threshold, exclusion_writer)
+        self.model = _LocalLanguageModel(settings.model, languages)
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return True, or (False, most probable language); "unknown" if the model finds none."""
+        labels, _ = self.model.model.predict(doc.text.replace("\n", " "))
+        if not labels:
+            return False, "unknown"  # nothing in the text is in the vocabulary of the model
+        return True if super().filter(doc) else (False, doc.metadata["language"])
+
+
+class OfflineBadWordsFilter(C4BadWordsFilter):
+    """Filter of C4 with one list of words for all documents, whatever their language is."""
+
+    def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
+        """Read the list.
+
+        Raises:
+            UserError: the list cannot be read, or is empty.
+        """
+        super().__init__(exclusion_writer=exclusion_writer)
+        words = read_list(settings.list)
+        if not words:
+            raise UserError(f"{settings.list}: the list of words is empty; give one word a line")
+        alternatives = "|".join(re.escape(word.lower()) for word in words)
+        self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
+
+    def _get_badwords(self, lang: str) -> re.Pattern[str]:
+        """Return the pattern of the words, which stand between characters that are no letters."""
+        return self._words
+
+
+class OfflineClassifierFilter(FastTextClassifierFilter):
+    """Filter by the labels of a fastText classifier in a file of the user's."""
+
+    def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
+        """Take the labels to keep and the path of the model, which the first document loads."""
+        super().__init__(
+            str(settings.model),
+            keep_labels=list(settings.keep.items()),
+            save_labels_in_metadata=False,
+            newline_replacement=" ",
+            exclusion_writer=exclusion_writer,
+        )
+        self._path = settings.model
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:
+        """Return the model; load it at the first use.
+
+        Raises:
+            UserError: the model does not have a label that is to be kept.
+        """
+        if self._model is None:
+            self._model = load_model(self._path)
+            known = {label.removeprefix("__label__") for label in self._model.labels}
+            unknown = [label for label, _ in self.keep_labels if label not in known]
+            if unknown:
+                raise UserError(
+                    f"{self._path}: no label {unknown[0]}; set filters.classifier.keep to some of {sorted(known)[:20]}"
+                )
+        return self._model

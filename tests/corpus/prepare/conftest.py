@@ -1,0 +1,113 @@
+"""Fixtures of the tests of `corpus prepare`; without the extra `corpus` they are skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.s3_fixtures import moto as s3
+
+__all__ = ["s3"]
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+REPOSITORY = Path(__file__).parents[3]
+NO_NETWORK = Path(__file__).parent / "no_network"
+_COMMAND = "from launcher.cli.main import main; main()"
+
+Prepare = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_datatrove() -> None:
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -e '.[corpus]'")
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fastText model that tells the two languages of the made sources."""
+    from made_sources import write_language_model
+
+    path = tmp_path_factory.mktemp("language") / "lid.bin"
+    write_language_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the made sources."""
+    from made_sources import make_sources
+
+    folder = tmp_path_factory.mktemp("sources")
+    make_sources(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def full_config(sources: Path, language_model: Path) -> Callable[[Path], dict[str, Any]]:
+    """`full_config(folder)`: a config with every filter and deduplication, which writes below `folder`."""
+    from made_sources import BAD_WORD
+
+    (sources / "words.txt").write_text(f"# words\n{BAD_WORD}\n")
+    (sources / "domains.txt").write_text("casino.example.org\n")
+
+    def make(folder: Path) -> dict[str, Any]:
+        return {
+            "output": str(folder / "out"),
+            "work": str(folder / "work"),
+            "sources": [
+                {"name": "crawl", "path": str(sources / "crawl"), "license": "CC-BY-4.0"},
+                {"name": "lines", "path": str(sources / "lines")},
+                {"name": "tables", "path": str(sources / "tables" / "*")},
+            ],
+            "filters": {
+                "url": {"domains": str(sources / "domains.txt")},
+                "language": {"model": str(language_model), "languages": ["en"], "threshold": 0.65},
+                "gopher_repetition": {},
+                "gopher_quality": {},
+                "c4_quality": {},
+                "c4_bad_words": {"list": str(sources / "words.txt")},
+                "fineweb_quality": {},
+            },
+            "deduplication": {"exact": {}, "minhash": {}, "sentences": {}},
+            "formatting": {"fix_encoding": True, "pii": {}},
+            "executor": {"tasks": 3, "workers": 2},
+            "samples_per_filter": 2,
+        }
+
+    return make
+
+
+def start_prepare(config: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Start `corpus prepare` in a process of its own, which cannot reach the network."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pipeline.yaml").write_text(yaml.safe_dump(config))
+    paths = [str(NO_NETWORK), str(REPOSITORY), str(REPOSITORY / "kernels")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NETWORK_ATTEMPTS": str(folder / "attempts")}
+    command = [sys.executable, "-c", _COMMAND, "corpus", "prepare", str(folder / "pipeline.yaml"), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for a preparation."""
+    try:
+        out, err = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def full_run(
+    full_config: Callable[[Path], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A finished preparation with all steps: its folder, with out/ and work/, and what it printed."""
+    folder = tmp_path_factory.mktemp("full")
+    done = finish(start_prepare(full_config(folder), folder))
+    return folder, done

@@ -1,0 +1,146 @@
+"""Parts of a preparation alone: pages of WARC files, words, counts and samples, lists, documentation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from made_sources import english, page, warc, wet
+
+from electra_dist.config_file import load_section
+from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.errors import UserError
+
+
+def test_the_page_in_docs_has_every_key_of_the_file():
+    from electra_dist.corpus.prepare.prepare_reference import reference
+
+    text = (REPOSITORY / "docs" / "corpus_prepare.md").read_text()
+    assert text.endswith(reference()), "put `python -m electra_dist.corpus.prepare.prepare_reference` at its end"
+
+
+def test_the_example_is_a_valid_file():
+    config = load_section(REPOSITORY / "configs" / "corpus_prepare.yaml", PrepareConfig)
+    assert config.deduplication.minhash is not None
+
+
+def read_until_error(file: InputFile) -> tuple[list[str], str | None]:
+    """Return the texts of the pages of a file, and the message of the error that ended the reading."""
+    from electra_dist.corpus.prepare.steps.web_pages import read_pages
+
+    texts = []
+    try:
+        for each in read_pages(file):
+            texts.append(each.text)
+    except UserError as error:
+        return texts, str(error)
+    return texts, None
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet", "a.wet.gz"])
+def test_a_crawl_file_that_is_cut_off_anywhere_gives_an_error_or_all_whole_records(tmp_path: Path, name: str):
+    path = tmp_path / name
+    if ".warc" in name:
+        warc(path, [(f"http://x/{seed}", page(english(seed)), "text/html", "200 OK") for seed in range(3)])
+    else:
+        wet(path, [(f"http://x/{seed}", english(seed)) for seed in range(3)])
+    whole = path.read_bytes()
+    (file,) = search_inputs([path], with_pages=True).files
+    texts, message = read_until_error(file)
+    assert len(texts) == 3 and message is None
+    draw = random.Random(1)
+    for cut in [len(whole) - 1, *(draw.randrange(1, len(whole)) for _ in range(60))]:
+        path.write_bytes(whole[:cut])
+        read, message = read_until_error(file)
+        assert read == texts[: len(read)], cut
+        assert message is None or message.startswith(f"{path}: cannot be read to its end")
+
+
+def test_pages_in_other_encodings_are_decoded(tmp_path: Path):
+    from electra_dist.corpus.prepare.steps.web_pages import read_pages
+
+    html = "<html><head><meta charset='iso-8859-1'></head><p>Gr\u00f6\u00dfe</p></html>"
+    (tmp_path / "a.html").write_bytes(html.encode("latin1"))
+    (file,) = search_inputs([tmp_path], with_pages=True).files
+    assert "Gr\u00f6\u00dfe" in next(iter(read_pages(file))).text
+
+
+def test_a_corpus_build_does_not_read_pages(tmp_path: Path):
+    (tmp_path / "a.html").write_bytes(page("text"))
+    (tmp_path / "b.txt").write_text("text")
+    found = search_inputs([tmp_path])
+    assert [file.name for file in found.files] == ["b.txt"]
+    assert found.skipped.counts["unknown_kind", ".html"] == 1
+
+
+def test_words_and_sentences():
+    from electra_dist.corpus.prepare.steps.words import PlainWords
+
+    text = 'It\'s a well-known case. "Is it?" he asked\nA line without an end\n\nThe end...'
+    words = PlainWords()
+    assert words.word_tokenize("It's a well-known case.") == ["It's", "a", "well-known", "case", "."]
+    assert words.sent_tokenize(text) == [
+        "It's a well-known case.",
+        '"Is it?"',
+        "he asked",
+        "A line without an end",
+        "The end...",
+    ]
+    spans = words.span_tokenize(text)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    assert "".join(text.split()) == "".join("".join(text[start:end].split()) for start, end in spans)
+    assert words == PlainWords() and hash(words) == hash(PlainWords())
+
+
+def test_samples_depend_on_the_documents_and_not_on_their_order():
+    from datatrove.data import Document
+
+    from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
+
+    documents = [Document(f"text {number}", f"id{number}", metadata={"source": "a"}) for number in range(50)]
+    samples = []
+    for seed in range(3):
+        random.Random(seed).shuffle(documents)
+        recorder = DropRecorder(4)
+        for document in documents:
+            recorder.add_read(document)
+            recorder.drop("step", "reason", document)
+        samples.append(recorder.as_json()["samples"])
+    assert samples[0] == samples[1] == samples[2]
+    chosen = [sample["id"] for sample in samples[0]["step"]]
+    assert len(set(chosen)) == 4
+
+
+def test_counts_that_do_not_add_up_are_an_error():
+    from datatrove.data import Document
+
+    from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
+
+    recorder = DropRecorder(4)
+    recorder.add_read(Document("text", "id", metadata={"source": "a"}))
+    with pytest.raises(AssertionError):
+        recorder.as_json()
+
+
+def test_lists_of_addresses(tmp_path: Path):
+    from datatrove.data import Document
+
+    from electra_dist.corpus.prepare.filter_sections import UrlFilterSection
+    from electra_dist.corpus.prepare.steps.offline_filters import OfflineUrlFilter
+
+    (tmp_path / "domains").write_text("# comment\n\nbad.co.uk\nsub.half.org\n")
+    (tmp_path / "words").write_text("casino\n")
+    step = OfflineUrlFilter(UrlFilterSection(domains=tmp_path / "domains", words=tmp_path / "words"), None)
+
+    def reason(url: str | None) -> object:
+        return step.filter(Document("text", "id", metadata={"url": url} if url else {}))
+
+    assert reason("http://www.bad.co.uk/x") == (False, "domain")
+    assert reason("http://sub.half.org/x") == (False, "subdomain")
+    assert reason("http://good.org/a-casino-b") == (False, "hard_blacklisted")
+    assert reason("http://half.org/x") is True
+    assert reason(None) is True

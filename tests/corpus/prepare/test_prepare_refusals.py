@@ -1,0 +1,157 @@
+"""What a preparation refuses before it begins, each with one line that names the key or the file and the next step."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from made_sources import lines
+
+from electra_dist.config_file import load_section
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.errors import UserError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """`write(filters={...})`: the path of a config with one good source and these keys."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(["one text"]))
+
+    def write_config(**keys: Any) -> Path:
+        tree = {
+            "output": str(tmp_path / "out"),
+            "work": str(tmp_path / "work"),
+            "sources": [{"name": "web", "path": str(tmp_path / "in")}],
+            **keys,
+        }
+        path = tmp_path / "pipeline.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write_config
+
+
+def refusal(path: Path) -> str:
+    """Return the one line with which a preparation is refused; nothing is written."""
+    from electra_dist.corpus.prepare.preparation import check, finished_report
+
+    with pytest.raises(UserError) as error:
+        finished_report(check(load_section(path, PrepareConfig)))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "nearest"),
+    [
+        ({"filter": {}}, "did you mean `filters`"),
+        ({"filters": {"gopher_qualiti": {}}}, "did you mean `filters.gopher_quality`"),
+        ({"filters": {"gopher_quality": {"min_doc_word": 3}}}, "did you mean `filters.gopher_quality.min_doc_words`"),
+        ({"deduplication": {"minhash": {"bucket": 3}}}, "did you mean `deduplication.minhash.num_buckets`"),
+        ({"executor": {"task": 3}}, "did you mean `executor.tasks`"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(write: Write, keys: dict[str, Any], nearest: str):
+    assert nearest in refusal(write(**keys))
+
+
+@pytest.mark.parametrize(
+    ("filters", "key"),
+    [
+        ({"language": {"model": "/no/lid.bin", "languages": ["en"]}}, "filters.language.model"),
+        ({"c4_bad_words": {"list": "/no/words"}}, "filters.c4_bad_words.list"),
+        ({"classifier": {"model": "/no/model.bin", "keep": {"good": 0.5}}}, "filters.classifier.model"),
+        ({"url": {"domains": "/no/domains"}}, "filters.url.domains"),
+    ],
+)
+def test_a_missing_model_or_list_is_refused_with_what_to_fetch(write: Write, filters: dict[str, Any], key: str):
+    message = refusal(write(filters=filters))
+    assert message.startswith(f"{key}: there is no file /no/")
+    assert f"set {key} to its path" in message
+
+
+@pytest.mark.parametrize("filters", [{"language": {"languages": ["en"]}}, {"c4_bad_words": {}}])
+def test_a_filter_with_a_model_or_list_needs_its_path(write: Write, filters: dict[str, Any]):
+    assert "missing key `filters." in refusal(write(filters=filters))
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path):
+    from electra_dist.corpus.prepare.steps.offline_filters import load_model
+
+    (tmp_path / "lid.bin").write_bytes(b"<html>404</html>")
+    with pytest.raises(UserError, match=r"lid\.bin: no fastText model .*download the model again"):
+        load_model(tmp_path / "lid.bin")
+
+
+def test_an_output_inside_a_source_is_refused(write: Write, tmp_path: Path):
+    assert "is inside the source web" in refusal(write(output=str(tmp_path / "in" / "out")))
+
+
+def test_sources_without_files_are_refused(write: Write, tmp_path: Path):
+    sources = [{"name": "web", "path": f"{tmp_path}/in/*.parquet"}]
+    assert refusal(write(sources=sources)).startswith("sources: web: no file matches ")
+    sources = [{"name": "web", "path": f"{tmp_path}/nothing"}]
+    assert refusal(write(sources=sources)).startswith(f"sources: web: {tmp_path}/nothing: no such file or folder")
+
+
+def test_two_sources_of_one_name_are_refused(write: Write, tmp_path: Path):
+    sources = [{"name": "web", "path": f"{tmp_path}/in"}] * 2
+    assert "two sources have the name web" in refusal(write(sources=sources))
+
+
+def test_slurm_needs_its_section_and_lines_that_slurm_can_hold(write: Write):
+    assert "kind slurm needs the section slurm" in refusal(write(executor={"kind": "slurm"}))
+    executor = {"kind": "slurm", "slurm": {"partition": "a\nrm -r x"}}
+    assert "line break" in refusal(write(executor=executor))
+
+
+def test_a_work_folder_of_another_preparation_is_refused_with_the_difference(write: Write, tmp_path: Path):
+    from electra_dist.corpus.prepare.preparation import check
+    from electra_dist.corpus.prepare.source_plan import write_plan
+
+    (tmp_path / "work").mkdir()
+    write_plan(check(load_section(write(), PrepareConfig)).plan, tmp_path / "work")
+    other = check(load_section(write(filters={"gopher_quality": {"min_doc_words": 3}}), PrepareConfig)).plan
+    with pytest.raises(UserError, match=r"filters\.gopher_quality.* set another `work`, or delete"):
+        write_plan(other, tmp_path / "work")
+    other = check(load_section(write(executor={"tasks": 2}), PrepareConfig)).plan
+    with pytest.raises(UserError, match=r"executor\.tasks 1, not 2"):
+        write_plan(other, tmp_path / "work")
+    (tmp_path / "in" / "b.jsonl").write_bytes(lines(["another text"]))
+    other = check(load_section(write(), PrepareConfig)).plan
+    with pytest.raises(UserError, match="1 files, and the sources have 2 now"):
+        write_plan(other, tmp_path / "work")
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"[1]", b"\xff", b'{"files": [[1]]}', b"[" * 5000])
+def test_a_damaged_plan_is_refused(tmp_path: Path, damage: bytes):
+    from electra_dist.corpus.prepare.source_plan import read_plan
+
+    (tmp_path / "plan.json").write_bytes(damage)
+    with pytest.raises(UserError, match=r"plan\.json: cannot be read .* prepare again"):
+        read_plan(tmp_path)
+
+
+def test_another_result_in_the_output_is_refused(write: Write, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    for content in ("{}", "[]", "{", '{"config": {}}'):
+        (tmp_path / "out" / "prepare.json").write_text(content)
+        assert "is the result of another preparation; set another `output`" in refusal(write())
+
+
+def test_a_damaged_input_ends_the_preparation_with_one_line(write: Write, tmp_path: Path):
+    from electra_dist.corpus.prepare.preparation import check, run
+
+    whole = gzip.compress(lines(["a text"] * 1000))
+    (tmp_path / "in" / "b.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    preparation = check(load_section(write(), PrepareConfig))
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz: cannot be read to its end .*replace the file or leave it out"):
+        run(preparation, lambda *progress: None)
+    assert not (tmp_path / "out" / "prepare.json").exists()
