@@ -193,7 +193,7 @@ class ShardCache:
     def _forget(self, index: int) -> None:
         """Close a shard and forget that it was verified, so that its next opening verifies it again."""
         self._checksums.pop(index, None)
-        del self._prepared[index]
+        self._prepared.pop(index, None)
         if index in self._shards:
             self._shards.pop(index).close()
 
