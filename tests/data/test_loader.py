@@ -19,7 +19,7 @@ from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.errors import StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
 
@@ -191,7 +191,7 @@ def test_a_shard_that_can_never_be_read_is_named(
 ) -> None:
     build_corpus(open_store(bucket, proxy.endpoint_url), [50, 60, 70])
     proxy.plan = FaultPlan(rate=1.0, faults=(fault,), only="shard-000001", in_a_row=10**9)
-    with pytest.raises(StoreExhausted, match=f"shard-000001.tar.*{reason}"):
+    with pytest.raises(StoreError, match=f"shard-000001.tar.*{reason}"):
         read_s3(bucket, proxy.endpoint_url, tmp_path, 10)
 
 
