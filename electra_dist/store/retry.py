@@ -256,6 +256,7 @@ class Rereading:
             StoreExhausted: The last two readings have different faults.
         """
         value, fault = read()
+        previous_fault = ""
         for pause_s in self._pauses_s:
             if not fault:
                 return value, ""

@@ -89,7 +89,8 @@ def test_verify_names_every_damaged_file(target: Store, tmp_path: Path) -> None:
     small.damage(target, f"{folder}/rank-00000.safetensors", at=20)
     target.write(f"{folder}/{FILE}", target.read(f"{folder}/{FILE}") + b"x")
     target.delete(f"{folder}/rank-00002.safetensors")
-    assert [fault.replace(",", "") for fault in verify(target, folder)[1]] == [
+    faults = [fault.replace(",", "").partition(" (found ")[0] for fault in verify(target, folder)[1]]
+    assert faults == [
         "the header of rank-00000.safetensors does not match its digest",
         f"rank-00001.safetensors has {target.size(f'{folder}/{FILE}')} instead of "
         f"{target.size(f'{folder}/{FILE}') - 1} bytes",

@@ -20,7 +20,7 @@ from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 from electra_dist.store.retry import RetryPolicy
@@ -215,7 +215,7 @@ def test_rows_read_through_s3_faults_equal_the_local_ones(
 
 @pytest.mark.parametrize(
     ("fault", "error", "reason"),
-    [("flip", ManifestMismatch, "wrong bytes 5 times"), ("missing", StoreExhausted, "no such object")],
+    [("flip", ManifestMismatch, "wrong bytes 5 times"), ("missing", StoreMissing, "no such object")],
 )
 def test_a_shard_that_can_never_be_read_is_named(
     build_corpus: Callable[..., Any],

@@ -31,7 +31,8 @@ def test_each_download_fault_is_survived(fault: str, faulty: Callable[..., Store
     plan = FaultPlan(rate=0.0)
     store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
-    plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
+    # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
+    plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
     assert store.read("x", must_exist=True) == DATA
     assert plan.counts[fault] >= 3
     assert store.retries >= 3
@@ -43,7 +44,8 @@ def test_each_download_fault_in_a_range_is_survived(fault: str, faulty: Callable
     plan = FaultPlan(rate=0.0)
     store = faulty(plan, RetryPolicy(first_wait_s=0.001, max_wait_s=0.01, read_timeout_s=0.5))
     store.write("x", DATA)
-    plan.rate, plan.faults, plan.stall_s = 1.0, (fault,), 1.0
+    # An even number: a replaced object costs two requests, the broken one and the one that is refused after it.
+    plan.rate, plan.faults, plan.stall_s, plan.in_a_row = 1.0, (fault,), 1.0, 4
     assert store.read_range("x", 100_001, 700_000, must_exist=True) == DATA[100_001:800_001]
     assert plan.counts[fault] >= 3
 
