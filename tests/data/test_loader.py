@@ -154,7 +154,7 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
     loader.close()
     cache.close()
     assert (rows == truth(corpus, order_of(corpus), 48, 6)).all()
-    assert max(refusals.values()) == 3  # shards of the next window are prefetched, and not asked for again yet
+    assert min(refusals.values()) >= 3  # each shard was refused twice, and then read
 
 
 def test_close_does_not_wait_for_a_full_queue(corpus: Any) -> None:
