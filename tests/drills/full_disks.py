@@ -3,7 +3,7 @@
     python tests/drills/full_disks.py [--only WORD ...]
 
 A small tmpfs lies under each folder that a run writes to, in turn. While a step is computed it is filled to the last
-byte or made read-only, and later freed. S3 is taken away by a proxy that is stopped and started again. The drill needs
+byte or made read-only, and later freed. S3 is taken away by a proxy that is killed and started again. The drill needs
 root, to mount, and the extra test (moto) for the cases with S3. It prints a table and exits with 1 if a
 verdict is bad. --only runs the cases with these names or, if none has, with these words in their names.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,8 +29,16 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import deepspeed  # noqa: F401  (the runs are forks of this process, which imports everything once)
-from support.fault_server import FaultPlan, FaultProxy
-from support.real_runs import DrillVerdict, print_verdicts, read_losses, write_corpus, write_tiny_config
+from support.real_runs import (
+    REPOSITORY,
+    DrillVerdict,
+    free_port,
+    print_verdicts,
+    read_losses,
+    step_records,
+    write_corpus,
+    write_tiny_config,
+)
 from support.s3_server import make_bucket, running_s3
 from support.small_disks import (
     Watched,
@@ -202,26 +212,31 @@ def one_of_two_targets(drill: Drill) -> DrillVerdict:
 
 
 class Outage:
-    """Proxy in front of an S3 server that can be taken away and brought back on the same port."""
+    """Proxy in front of an S3 server, a process that can be taken away and brought back on the same port."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
-        self._proxy: FaultProxy | None = None
-        self.port = 0
+        self.port = free_port()
         self.begin()
 
     def begin(self) -> None:
-        """Bring the proxy back."""
-        self._proxy = FaultProxy(self._upstream, FaultPlan(rate=0.0), self.port)
-        self.port = self._proxy.server_address[1]
-        threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+        """Bring the proxy back, and wait until it answers."""
+        script = str(REPOSITORY / "tests" / "support" / "fault_server.py")
+        command = [sys.executable, script, "--upstream", self._upstream, "--port", str(self.port), "--rate", "0"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120.0
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
 
     def end(self) -> None:
-        """Take the proxy away: connections are refused, and those that are open see no answer."""
-        assert self._proxy is not None
-        self._proxy.shutdown()
-        self._proxy.server_close()
-        self._proxy = None
+        """Kill the proxy: open connections break, and new ones are refused."""
+        self._process.kill()
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -245,7 +260,10 @@ def s3_run(drill: Drill, name: str, **settings: object) -> Iterator[tuple[Path, 
                 **settings,
             },
         )
-        yield config, run_dir, outage
+        try:
+            yield config, run_dir, outage
+        finally:
+            outage.end()
 
 
 def local_disk_of_s3_run(name: str, place: str) -> Callable[[Drill], DrillVerdict]:
@@ -272,7 +290,11 @@ def s3_away(name: str, away_s: float, patience_s: float = 900.0) -> Callable[[Dr
             overrides = [f"cluster.storage_patience_s={patience_s:g}"]
             end = watch(config, run_dir, faults, overrides=overrides, timeout_s=900)
             watcher.join()
-            return drill.judge(name, run_dir, end, code=0 if away_s < patience_s else 75)
+            code = 0 if away_s < patience_s else 75
+            num_retries = step_records(run_dir)[-1]["store_retries"]
+            has_noticed = num_retries > 0 or code == 75
+            detail = f"{'' if has_noticed else 'BAD: '}{num_retries} requests repeated"
+            return drill.judge(name, run_dir, end, code=code, detail=detail)
 
     return case
 

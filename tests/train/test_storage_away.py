@@ -18,4 +18,5 @@ def test_a_run_on_a_disk_that_fills_has_the_losses_of_an_undisturbed_one() -> No
     command = [sys.executable, str(REPOSITORY / "tests" / "drills" / "full_disks.py"), "--only", *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("exit 0, losses equal; status: ") == len(cases), done.stdout
+    assert done.stdout.count("exit 0, losses equal") == len(cases), done.stdout
+    assert "status: the run folder: " in done.stdout
