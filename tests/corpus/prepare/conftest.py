@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `corpus prepare`; without the extra `corpus` they are skipped."""
+"""Fixtures of the tests of `corpus prepare`, which need the extra `corpus` (the extra `test` has it)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 REPOSITORY = Path(__file__).parents[3]
 NO_NETWORK = Path(__file__).parent / "no_network"
 _COMMAND = "from launcher.cli.main import main; main()"
-
-Prepare = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _needs_datatrove() -> None:
-    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -e '.[corpus]'")
 
 
 @pytest.fixture(scope="session")
