@@ -71,7 +71,7 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
     """Submit a Slurm array for each stage that is not complete; return stage -> job id.
 
     Raises:
-        UserError: sbatch is missing or refuses a job, or jobs of this work folder are still queued.
+        UserError: sbatch is missing or refuses a job.
     """
     if shutil.which("sbatch") is None:
         raise UserError("executor.kind slurm: there is no sbatch on this machine; run the command on a login node")
