@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from electra_dist.errors import UserError
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
 _PROGRESS_INTERVAL_S = 0.5
+_WATCH_INTERVAL_S = 2.0
 
 Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, all tasks
 
@@ -70,7 +71,7 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
     """Submit a Slurm array for each stage that is not complete; return stage -> job id.
 
     Raises:
-        UserError: sbatch is missing or refuses a job, or jobs of this work folder are still queued.
+        UserError: sbatch is missing or refuses a job.
     """
     if shutil.which("sbatch") is None:
         raise UserError("executor.kind slurm: there is no sbatch on this machine; run the command on a login node")
@@ -127,18 +128,35 @@ class _WatchedExecutor(LocalPipelineExecutor):
         pool = ProcessPoolExecutor(self.workers, context, initializer=begin_worker)
         pickled = dill.dumps(self)
         try:
-            futures = [pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()]
-            for future in as_completed(futures):
-                future.result()
-        except BrokenProcessPool:
-            raise TaskKilled(f"a task of {self.logging_dir.path} was killed") from None
-        except BaseException:
+            waiting = {pool.submit(_run_task, pickled, rank) for rank in self.get_incomplete_ranks()}
+            while waiting:
+                ended, waiting = wait(waiting, timeout=_WATCH_INTERVAL_S, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                _check_workers(pool)
+        except BaseException as error:
             # `shutdown` would wait for the tasks that run, which may take hours.
-            for process in list((pool._processes or {}).values()):
+            for process in _workers(pool):
                 process.kill()
+            if isinstance(error, BrokenProcessPool):
+                raise TaskKilled(f"a task of {self.logging_dir.path} was killed") from None
             raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _workers(pool: ProcessPoolExecutor) -> list[Any]:
+    """Return the worker processes of a pool."""
+    return list((pool._processes or {}).values())
+
+
+def _check_workers(pool: ProcessPoolExecutor) -> None:
+    """Raise BrokenProcessPool if a worker has ended.
+
+    The pool does the same, but not for a worker that starts while its watching thread makes the list of them.
+    """
+    if any(process.exitcode is not None for process in _workers(pool)):
+        raise BrokenProcessPool
 
 
 def _run_task(pickled: bytes, rank: int) -> None:

@@ -1,8 +1,7 @@
-"""Fixtures of the tests of `corpus prepare`; without the extra `corpus` they are skipped."""
+"""Fixtures of the tests of `corpus prepare`, which need the extra `corpus` (the extra `test` has it)."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,23 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.s3_fixtures import moto as s3
 
 __all__ = ["s3"]
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-REPOSITORY = Path(__file__).parents[3]
-NO_NETWORK = Path(__file__).parent / "no_network"
-_COMMAND = "from launcher.cli.main import main; main()"
-
-Prepare = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _needs_datatrove() -> None:
-    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -e '.[corpus]'")
 
 
 @pytest.fixture(scope="session")
@@ -84,30 +71,13 @@ def full_config(sources: Path, language_model: Path) -> Callable[[Path], dict[st
     return make
 
 
-def start_prepare(config: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Start `corpus prepare` in a process of its own, which cannot reach the network."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pipeline.yaml").write_text(yaml.safe_dump(config))
-    paths = [str(NO_NETWORK), str(REPOSITORY), str(REPOSITORY / "kernels")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "NETWORK_ATTEMPTS": str(folder / "attempts")}
-    command = [sys.executable, "-c", _COMMAND, "corpus", "prepare", str(folder / "pipeline.yaml"), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
-
-
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait for a preparation."""
-    try:
-        out, err = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
 @pytest.fixture(scope="session")
 def full_run(
     full_config: Callable[[Path], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A finished preparation with all steps: its folder, with out/ and work/, and what it printed."""
+    from prepare_processes import finish, start_prepare
+
     folder = tmp_path_factory.mktemp("full")
     done = finish(start_prepare(full_config(folder), folder))
     return folder, done

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from conftest import finish, start_prepare
+from prepare_processes import finish, start_prepare
 
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 

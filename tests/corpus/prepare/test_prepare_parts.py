@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 from made_sources import english, page, warc, wet
+from prepare_processes import REPOSITORY
 
 from electra_dist.config_file import load_section
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
