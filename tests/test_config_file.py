@@ -12,8 +12,8 @@ from electra_dist.config_file import dump_yaml, load_config, sources
 from electra_dist.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-COMPARISONS = ("compare_cpu.yaml", "compare_tiny_rtd.yaml")  # configs of `electra-dist compare`, not of a run
-RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *COMPARISONS))
+OTHERS = ("compare_cpu.yaml", "compare_tiny_rtd.yaml", "corpus_prepare.yaml")  # configs of commands, not of a run
+RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *OTHERS))
 DEMO = CONFIGS / "demo_cpu.yaml"
 
 

@@ -47,6 +47,12 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
+class _UnknownMetric(_Record):
+    """Record of metrics.jsonl of a kind that this version does not know."""
+
+    step: Count
+
+
 class _LedgerEvent(_Record):
     """Event of ledger.jsonl, with the fields that readers compute with."""
 
@@ -188,6 +194,8 @@ _MODEL_OF_JOB: dict[str, type[_Record]] = {"submit": _JobSubmit, "begin": _JobBe
 
 def metrics_fault(record: Mapping[str, Any]) -> str:
     """Return what is wrong with a record of metrics.jsonl as one line; "" for a good record, which may lack fields."""
+    if isinstance(record.get("kind"), str) and record["kind"] not in _MODEL_OF_METRIC:
+        return _fault(record, _UnknownMetric)  # a newer version may have written it
     return _fault_by_kind(record, "kind", _MODEL_OF_METRIC)
 
 
@@ -196,7 +204,7 @@ def whole_metrics_fault(record: Mapping[str, Any]) -> str:
     fault = metrics_fault(record)
     if fault:
         return fault
-    missing = _NAMES_OF_METRIC[record["kind"]] - set(record)
+    missing = _NAMES_OF_METRIC.get(record["kind"], frozenset()) - set(record)
     return f"it lacks the field `{min(missing)}`" if missing else ""
 
 

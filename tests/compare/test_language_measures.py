@@ -25,15 +25,15 @@ def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:
     lines = []
     if cell.entry == "rtd":
         for step in cell.marks:
-            record = {"step": step, "context_auc": 0.5 + cell.seed / 100, "context_auc_se": 0.001}
+            record = {"kind": "eval", "step": step, "context_auc": 0.5 + cell.seed / 100, "context_auc_se": 0.001}
             lines.append(json.dumps(record) + "\n")
     (run_dir / "metrics.jsonl").write_text("".join(lines))
     return ""
 
 
-def load_initial_weights(spec: str, vocab: Path, step: int | None) -> Pretrained:
+def load_initial_weights(spec: str, step: int | None = None) -> Pretrained:
     """Return the initial weights of a run in place of its checkpoint."""
-    return load_pretrained(spec if step is None else f"random:{spec}.yaml", vocab=vocab)
+    return load_pretrained(spec if step is None else f"random:{spec}.yaml")
 
 
 @pytest.fixture

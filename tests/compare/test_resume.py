@@ -64,15 +64,15 @@ class FakePretraining:
             return ""
         return "the run ended with exit code 1: no space; read a log"
 
-    def load(self, spec: str, vocab: Path, step: int | None) -> Pretrained:
+    def load(self, spec: str, step: int | None = None) -> Pretrained:
         """Return the initial weights (`step` is None), or those of seed 100 + `step` in place of a checkpoint."""
         if step is None:
             config_file = Path(spec.removeprefix("random:"))
         else:
             run_config = Path(f"{spec}.yaml").read_text()
-            config_file = vocab.parent / "moved.yaml"
+            config_file = Path(spec).parent / "moved.yaml"
             config_file.write_text(run_config.replace("seed: 1", f"seed: {100 + step}"))
-        encoder = load_pretrained(f"random:{config_file}", vocab=vocab)
+        encoder = load_pretrained(f"random:{config_file}")
         fields = {**vars(encoder), "name": f"{Path(spec).stem} at {step or 0}"}
         return Pretrained(**fields)
 

@@ -18,6 +18,7 @@ from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.row_checksums import Checksums
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
@@ -138,11 +139,11 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
     refusals: Counter[int] = Counter()
     prepare = ShardCache._prepare
 
-    def refuse_twice(self: ShardCache, index: int) -> None:
+    def refuse_twice(self: ShardCache, index: int) -> Checksums:
         refusals[index] += 1
         if refusals[index] <= 2:
             raise StoreAway(f"shard {index}: input/output error; check the disk")
-        prepare(self, index)
+        return prepare(self, index)
 
     monkeypatch.setattr(ShardCache, "_prepare", refuse_twice)
     waits: list[float] = []

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from electra_dist.data.shard import Shard, write_shard
+from electra_dist.data.shard import Shard
+from electra_dist.data.shard_writer import write_shard
 from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch
 

@@ -78,7 +78,7 @@ FOUND = [
     ("corpus/corpus.json", "corpus info", DEEP),
     ("corpus/corpus.json", "corpus info", b'{"seq_len": %s}' % LONG),
     ("building/progress/build.json", "resume of a build", b"{"),
-    ("building/progress/groups/000000.json", "resume of a build", b"{"),
+    ("building/progress/groups/*.json", "resume of a build", b"{"),
     ("building/progress/buckets/*.npy", "resume of a build", b"\x93NUMPY\x01\x00\x10\x00{'shape': (1,)}  "),
     ("export/discriminator/model.safetensors", "load_pretrained", b"\xff" * 8),
     ("export/discriminator/model.safetensors", "score --model", b""),

@@ -95,7 +95,8 @@ def _train(step: int, loss: float) -> StepRecord:
 
 
 def _eval(step: int, loss: float) -> EvalRecord:
-    values = dict.fromkeys(EVAL.__dict__, 0.5)  # the example has undefined values, which equal nothing
+    # The example has undefined values, which equal nothing.
+    values = {name: value if isinstance(value, int) else 0.5 for name, value in EVAL.__dict__.items()}
     return EvalRecord(**{**values, "step": step, "mlm_loss": loss})
 
 
@@ -205,7 +206,7 @@ def test_a_resume_keeps_the_file_and_reads_only_its_end(
 
 def test_a_record_without_kind_or_step_is_a_user_error(tmp_path: Path):
     (tmp_path / METRICS_FILE).write_bytes(encode({"kind": "train", "step": 1}) + encode({"step": "x"}))
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: a record without kind or step"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: the value of `kind` is wrong"):
         MetricsWriter(tmp_path, tensorboard=False)
 
 

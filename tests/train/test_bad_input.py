@@ -133,9 +133,8 @@ def test_run_folder_of_another_config_is_refused_and_left_unchanged(tiny_config:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     config = tiny_config()
-    from electra_dist.config_file import load_config
-
-    (run_dir / "identity.json").write_text(json.dumps(load_config(config, ["seed=8"]).identity()))
+    identity = run_identity(load_config(config, ["seed=8"]), "0" * 64)
+    (run_dir / "identity.json").write_text(json.dumps(identity))
     done = one_rank(config)
     assert done.returncode == 78
     assert "seed was 8, is 7" in done.stderr

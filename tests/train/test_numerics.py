@@ -165,6 +165,9 @@ def test_the_supervisor_passes_the_flag_to_the_ranks_only(
         def run(self) -> int:
             return 0
 
+        def close(self) -> None:
+            pass
+
     monkeypatch.setattr(supervise, "Supervisor", Recorder)
     assert supervise.main(["--config", config, *options]) == 0
     assert received == [(["--config", config], "", options)]

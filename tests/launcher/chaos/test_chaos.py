@@ -122,10 +122,21 @@ def write_metrics(run: Path, losses: list[float]) -> Path:
     """Make a run folder whose metrics have these losses, in steps from 1, and one evaluation; return the folder."""
     run.mkdir()
     lines = [
-        {"step": n, "loss": x, "mlm_loss": x, "rtd_loss": x, "grad_norm": x, "receipt": f"{n:016x}", "step_s": n / 7}
+        {
+            "kind": "train",
+            "step": n,
+            "loss": x,
+            "mlm_loss": x,
+            "rtd_loss": x,
+            "grad_norm": x,
+            "receipt": f"{n:016x}",
+            "step_s": n / 7,
+        }
         for n, x in enumerate(losses, start=1)
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "auc": 0.5}]))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, {"kind": "eval", "step": 3, "auc": 0.5}])
+    )
     return run
 
 

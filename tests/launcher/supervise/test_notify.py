@@ -65,7 +65,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     ("fault", "code", "event", "reason"),
     [
         ("", 0, "done", "the target step 10 is reached"),
-        ("exit-0", 78, "error", "user error or full disk"),
+        ("exit-0", 78, "error", "user error; fix what the `error:` line above names"),
     ],
 )
 def test_the_supervisor_runs_the_command_at_the_end_of_a_run(
