@@ -21,6 +21,7 @@ import zstandard
 
 from electra_dist.corpus.stages.document_order import document_key
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 
 _KEY_BITS = 64
 _DONE_FILE = "sample.json"  # written when the sample is complete
@@ -46,10 +47,10 @@ class VocabularySample:
     def is_finished(self) -> bool:
         """Return whether the folder holds the complete sample of these inputs."""
         try:
-            stored = json.loads((self._folder / _DONE_FILE).read_text())
-        except (OSError, ValueError):
+            stored = parse_json_object((self._folder / _DONE_FILE).read_bytes())
+        except (OSError, DamagedJson):
             return False
-        return isinstance(stored, dict) and stored.get("description") == self._description
+        return stored.get("description") == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
         """Read all documents, and keep the sample in the folder; an unfinished sample there is replaced.
@@ -100,7 +101,7 @@ class VocabularySample:
 
     def _files(self) -> dict[str, int]:
         """Return the names of the files of the finished sample, in order, with the bytes of their texts."""
-        files: dict[str, int] = json.loads((self._folder / _DONE_FILE).read_text())["files"]
+        files: dict[str, int] = parse_json_object((self._folder / _DONE_FILE).read_bytes())["files"]
         return files
 
 

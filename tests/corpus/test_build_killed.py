@@ -12,19 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from support.corpus_texts import BUILD_CONFIG
 
 COMMAND = [sys.executable, "-c", "from launcher.cli.corpus import app; app()", "build"]
-CONFIG = """
-run_dir: unused
-model:
-  vocab_size: {vocab_size}
-  max_positions: 64
-  discriminator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
-  generator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
-data: {{corpus: unused, seq_len: 64}}
-train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}
-corpus: {{shard_size_mb: 0.06, heldout_fraction: 0.05}}
-"""
 NUM_DOCUMENTS = 3000
 NUM_KILLS = 2
 WORKERS_END_S = 20  # time in which workers must notice that their parent is gone
@@ -85,7 +75,7 @@ def test_a_killed_build_resumes_at_its_finished_shards_and_ends_with_the_bytes_o
     """A build with two workers is killed twice at random moments, which differ in each run of this test."""
     config = tmp_path / "config.yaml"
     vocab_size = len(vocab_file.read_text().splitlines())
-    config.write_text(CONFIG.format(vocab_size=vocab_size))
+    config.write_text(BUILD_CONFIG.format(vocab_size=vocab_size))
     input_file = jsonl_file(prose(NUM_DOCUMENTS, 7))
     options = ["--input", str(input_file), "--vocab", str(vocab_file), "--config", str(config)]
 

@@ -11,6 +11,18 @@ import pytest
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
 
 WORDS = ["the", "of", "and", "a", "to", "in", "he", "was", "that", "it", "his", "her", "as", "had", "with", "for"]
+# Config of a corpus of small shards, for the command `corpus build`; `vocab_size` is to be filled in.
+BUILD_CONFIG = """
+run_dir: unused
+model:
+  vocab_size: {vocab_size}
+  max_positions: 64
+  discriminator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
+  generator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
+data: {{corpus: unused, seq_len: 64}}
+train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}
+corpus: {{shard_size_mb: 0.06, heldout_fraction: 0.05}}
+"""
 
 
 def make_vocabulary() -> Vocabulary:

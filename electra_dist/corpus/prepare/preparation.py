@@ -18,6 +18,7 @@ from electra_dist.corpus.prepare.source_plan import SourcePlan, make_plan, write
 from electra_dist.corpus.prepare.stages import Stage, make_stages
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import make_folder
+from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.store.open_store import open_store
 
 # Key of a file -> what it is, and where it comes from.
@@ -86,9 +87,9 @@ def finished_report(preparation: Preparation) -> dict[str, Any] | None:
     if not store.exists(REPORT_FILE):
         return None
     try:
-        report = json.loads(store.read(REPORT_FILE))
+        report = parse_json_object(store.read(REPORT_FILE))
         is_same = report["config"] == json.loads(json.dumps(preparation.plan.identity))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (DamagedJson, KeyError):
         is_same = False
     if not is_same:
         raise UserError(

@@ -27,6 +27,7 @@ from datatrove.pipeline.base import PipelineStep
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
 from electra_dist.corpus.prepare.steps.document_files import RECORDS_DIR, record_of_task
+from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 
 REPORT_FILE = "prepare.json"
@@ -59,7 +60,7 @@ class WriteReport(PipelineStep):
         work = Path(config.work)
         records = [
             [
-                json.loads((work / name / RECORDS_DIR / record_of_task(task)).read_bytes())
+                read_json_object(work / name / RECORDS_DIR / record_of_task(task), f"delete {work} and prepare again")
                 for task in range(config.executor.tasks)
             ]
             for name in self._stage_names

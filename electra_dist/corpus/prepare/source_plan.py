@@ -17,6 +17,7 @@ from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 
 PLAN_FILE = "plan.json"
@@ -137,18 +138,21 @@ def write_plan(plan: SourcePlan, work: Path) -> None:
 
 
 def read_plan(work: Path) -> SourcePlan:
-    """Read plan.json of a work folder.
+    """Return the plan of a preparation from plan.json in its work folder.
 
     Raises:
         UserError: the file is missing or damaged.
     """
     path = work / PLAN_FILE
+    next_step = f"delete {work} and prepare again"
+    tree = read_json_object(path, next_step)
     try:
-        tree = json.loads(path.read_bytes())
         files = [PlannedFile(*file) for file in tree["files"]]
         return SourcePlan(tree["output"], tree["identity"], files, tree["tasks"], tree["inputs_skipped"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete {work} and prepare again") from None
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: damaged, because it is not the plan of a preparation ({error}); {next_step}"
+        ) from None
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:

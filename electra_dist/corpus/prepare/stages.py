@@ -61,7 +61,7 @@ class Stage(NamedTuple):
 
     @property
     def step_names(self) -> str:
-        """Return the names of the steps, for `--dry-run`."""
+        """Return the class names of the steps in their order, joined by arrows, as `--dry-run` prints them."""
         return " -> ".join(type(step).__name__ for step in self.steps)
 
 
@@ -204,7 +204,7 @@ class _StageList:
         return ReadDocuments(self._newest_documents, recorder)
 
     def _add(self, name: str, num_tasks: int, steps: list[Any], *, has_record: bool = False) -> None:
-        """Add a stage under the next number."""
+        """Append a stage to the list; its name gets its position, from 01, in front: "02-exact-signatures"."""
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:

@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from electra_dist.errors import StoreError
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
 from electra_dist.store.atomic_files import is_temporary, replacing
+from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
-# The types of the fields of LeaseOwner in JSON.
-_KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
 _TRIES = 20  # of reading the newest lease, which may be released or taken over meanwhile
 _LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
@@ -63,6 +64,9 @@ class LeaseOwner:
         return ProcessIdentity(
             pid=self.pid, start=self.process_start, pid_namespace=self.pid_namespace, boot_id=self.boot_id
         )
+
+
+_OWNER = TypeAdapter(LeaseOwner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +261,8 @@ def _encode(owner: LeaseOwner) -> bytes:
 def _decode(content: bytes) -> LeaseOwner | None:
     """Return the owner in the content of a lease's file; None if it does not describe one."""
     try:
-        fields = json.loads(content)
-        owner = LeaseOwner(**fields)
-    except (ValueError, TypeError, RecursionError):
+        owner = validate_json(_OWNER, parse_json_object(content))
+    except DamagedJson:
         return None
-    has_kinds = all(isinstance(fields[field.name], _KINDS[str(field.type)]) for field in dataclasses.fields(owner))
-    is_sane = has_kinds and 0 <= owner.since < _LATEST_TIME and 0 < owner.pid < 1 << 31
+    is_sane = 0 <= owner.since < _LATEST_TIME and 0 < owner.pid < 1 << 31
     return owner if is_sane else None

@@ -67,7 +67,7 @@ def slurm_config(tmp_path: Path) -> PrepareConfig:
     return PrepareConfig.model_validate(
         {
             "output": str(tmp_path / "out"),
-            "work": str(tmp_path / "work"),
+            "work": str(tmp_path / "tasks"),
             "sources": [{"name": "web", "path": str(tmp_path / "in")}],
             "deduplication": {"minhash": {"num_buckets": 3}},
             "executor": {
@@ -124,7 +124,7 @@ def test_each_stage_is_an_array_job_that_waits_for_the_stage_before(
         "echo ready",
     ):
         assert line in script.splitlines(), script
-    assert f"launch_pickled_pipeline {tmp_path}/work/03-minhash-buckets/run/executor.pik" in script
+    assert f"launch_pickled_pipeline {tmp_path}/tasks/03-minhash-buckets/run/executor.pik" in script
 
 
 def test_without_slurm_the_command_says_where_to_run_it(slurm_config: PrepareConfig, monkeypatch: pytest.MonkeyPatch):

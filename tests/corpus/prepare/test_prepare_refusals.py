@@ -135,7 +135,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, damage: bytes):
     from electra_dist.corpus.prepare.source_plan import read_plan
 
     (tmp_path / "plan.json").write_bytes(damage)
-    with pytest.raises(UserError, match=r"plan\.json: cannot be read .* prepare again"):
+    with pytest.raises(UserError, match=r"plan\.json: damaged, .* prepare again"):
         read_plan(tmp_path)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.corpus_texts import BUILD_CONFIG
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part, parse_part
 from electra_dist.corpus.build_request import BuildRequest
@@ -20,17 +21,6 @@ from electra_dist.tokenizer import Vocabulary
 
 RequestFactory = Callable[..., BuildRequest]
 COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
-CONFIG = """
-run_dir: unused
-model:
-  vocab_size: {vocab_size}
-  max_positions: 64
-  discriminator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
-  generator: {{hidden_size: 8, num_layers: 1, num_heads: 1, intermediate_size: 8}}
-data: {{corpus: unused, seq_len: 64}}
-train: {{num_steps: 1, global_batch: 1, micro_batch: 1}}
-corpus: {{shard_size_mb: 0.06, heldout_fraction: 0.05}}
-"""
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
@@ -109,7 +99,7 @@ def test_parts_that_run_at_once_and_are_killed_give_the_corpus_of_one_build(
 ) -> None:
     """Two real processes work at the same time; one is killed with SIGKILL and started again."""
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
+    config.write_text(BUILD_CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
     options = ["--vocab", str(vocab_file), "--config", str(config), "--workers", "1"]
     options += list(itertools.chain.from_iterable(["--input", str(path)] for path in inputs))
     subprocess.run([*COMMAND, "build", *options, "--output", str(tmp_path / "once")], check=True, capture_output=True)
@@ -131,7 +121,7 @@ def test_parts_that_run_at_once_and_are_killed_give_the_corpus_of_one_build(
 
 def test_a_part_without_a_vocabulary_is_refused(inputs: list[Path], vocab_file: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
+    config.write_text(BUILD_CONFIG.format(vocab_size=len(vocab_file.read_text().splitlines())))
     options = ["--input", str(inputs[0]), "--config", str(config), "--output", str(tmp_path / "out")]
 
     refused = subprocess.run([*COMMAND, "build", *options, "--part", "1/2"], capture_output=True, text=True)
