@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, Tokeni
 from electra_dist.data.shard_writer import write_shard
 from electra_dist.store.open_store import open_store
 
+_PORTS = range(10_000, 20_000)
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 VOCAB_SIZE = 300  # not a multiple of 128: the padded table is exercised
@@ -150,10 +152,16 @@ def go_back(run_dir: Path, step: int) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a random TCP port that was free a moment ago.
+
+    It is below the ports that the kernel gives to connections, any of which might otherwise take it before its user
+    does.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def deepspeed_command(config: Path, ranks: int, *overrides: str) -> list[str]:

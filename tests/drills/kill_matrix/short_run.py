@@ -53,10 +53,12 @@ NUM_STEPS = 12
 SPIKES = (5, 6)
 PREEMPTED_FROM_STEP = 6
 SAVE_REQUESTED_AT_STEP = 8
-DONE, STOPPED = 0, 75
-PATIENCE_S = 600.0  # for one start
+DONE, CRASHED, STOPPED = 0, 1, 75
+PATIENCE_S = 120.0  # for one start
+_FOLLOW_S = 20.0  # for the other ranks, after one has crashed
 PART_BYTES = 50_000  # files of more bytes are uploaded in parts of so many
 _POLL_S = 0.01
+_THREADS_END_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 SETTINGS: dict[str, Any] = {
@@ -171,6 +173,7 @@ def fork(act: Callable[[], int], output: Path, environment: Mapping[str, str]) -
         output: file to which stdout and stderr are appended.
         environment: variables to add to the environment.
     """
+    wait_for_other_threads()
     pid = os.fork()
     if pid:
         return pid
@@ -191,14 +194,39 @@ def fork(act: Callable[[], int], output: Path, environment: Mapping[str, str]) -
         os._exit(code)
 
 
+def wait_for_other_threads() -> None:
+    """Wait until this process has one thread, apart from one of pyarrow's allocator, which expects forks.
+
+    A thread of an S3 request still ends for a moment after its answer was returned, and holds a lock of OpenSSL
+    meanwhile. A process that was forked in that moment would wait for this lock for ever.
+    """
+    deadline = time.monotonic() + _THREADS_END_S
+    while len(threads := thread_names()) > 1:
+        assert time.monotonic() < deadline, threads
+        time.sleep(_POLL_S / 10)
+
+
+def thread_names() -> list[str]:
+    """Return what the kernel calls the threads of this process, without the one of pyarrow's allocator."""
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text().strip())
+    return [name for name in names if name != "jemalloc_bg_thd"]
+
+
 def wait_for(ranks: Mapping[int, int]) -> dict[int, int]:
-    """Wait until all processes have ended; kill all of them when one was killed or time is over.
+    """Wait until all processes have ended.
+
+    When one was killed, the others are killed at once. When one has crashed, the others get some seconds to end by
+    themselves. Those that do not, and all that still run when time is over, are aborted, which is never taken for
+    the planned kill.
 
     Args:
         ranks: process id -> rank.
 
     Returns:
-        rank -> exit code; negative: the signal that killed it.
+        rank -> exit code; negative: the signal that ended it.
     """
     codes: dict[int, int] = {}
     running = dict(ranks)
@@ -206,12 +234,15 @@ def wait_for(ranks: Mapping[int, int]) -> dict[int, int]:
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
-            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            code = codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if code == CRASHED:
+                deadline = min(deadline, time.monotonic() + _FOLLOW_S)
         elif pid == 0:
             time.sleep(_POLL_S)
-        if -signal.SIGKILL in codes.values() or time.monotonic() > deadline:
+        was_killed = -signal.SIGKILL in codes.values()
+        if was_killed or time.monotonic() > deadline:
             for other in running:
-                os.kill(other, signal.SIGKILL)
+                os.kill(other, signal.SIGKILL if was_killed else signal.SIGABRT)
     return codes
 
 
