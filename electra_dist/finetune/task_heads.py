@@ -39,7 +39,7 @@ from torch import nn
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
-from electra_dist.pretrained.load_encoder import Backbone
+from electra_dist.pretrained.backbone import Backbone
 
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
 

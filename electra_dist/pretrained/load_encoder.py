@@ -6,9 +6,7 @@ the next. `digest` covers every weight and the vocabulary; results of fine-tunin
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
-Limits: Hugging Face folders must be of type `electra` with absolute positions, and local. Nothing is downloaded.
-
-Shapes: B rows, S tokens, H hidden width.
+Limits: Hugging Face folders must be local; see hugging_face_folder.py.
 """
 
 from __future__ import annotations
@@ -18,94 +16,32 @@ import hashlib
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-from torch import nn
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config_file import load_config
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import UserError
-from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
+from electra_dist.pretrained.hugging_face_folder import (
+    read_hugging_face_model_config,
+    read_hugging_face_vocabulary,
+)
 from electra_dist.pretrained.load_towers import read_weights
-from electra_dist.pretrained.pretraining_record import check_tokenizer_files, read_pretraining_record
+from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
-from electra_dist.store.json_file import DamagedJson, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
 
 TowerName = Literal["discriminator", "generator"]
-_LARGEST_SIZE = 1 << 24  # in a config.json; no vocabulary and no layer has as many entries
-_AGAIN = "download or export the model again"  # next step in messages about a damaged file
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
-
-
-class Backbone(nn.Module):
-    """Embeddings and encoder of one tower (generator or discriminator), from token ids to states of the last layer.
-
-    Each row of its input holds one example, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] up to its end.
-    """
-
-    def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
-        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it.
-
-        Args:
-            model: widths, positions and dropout.
-            tower: number and sizes of the layers.
-            special: ids of the special tokens.
-        """
-        super().__init__()
-        self.special = special
-        self.embeddings = SharedEmbeddings(model)
-        self.encoder = Encoder(model, tower)
-
-    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]: B rows, S tokens, H features of the hidden width.
-
-        Args:
-            ids_BS: int64 token ids, [B, S].
-            dropout_keys: keys of the dropout's random numbers; required in training mode, unused in evaluation mode.
-        """
-        if dropout_keys is None:
-            dropout_keys = DropoutKeys.off(ids_BS)
-        layout = derive(ids_BS, self.special)
-        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
-        bias = attention_bias(layout, embedded.dtype)
-        return self.encoder(embedded, bias, dropout_keys)
-
-    def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
-
-        The first one is the (projected) embeddings, the last one what `forward` returns. Evaluation mode only.
-
-        Args:
-            ids_BS: int64 token ids, [B, S].
-        """
-        states: list[torch.Tensor] = []  # [B * S, H], as the layers pass them on
-
-        def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            """Keep the input of the first layer."""
-            states.append(inputs[0])
-
-        def keep_output(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            """Keep the output of a layer."""
-            states.append(output)
-
-        hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]
-        hooks += [layer.register_forward_hook(keep_output) for layer in self.encoder.layers]
-        try:
-            self(ids_BS)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -410,12 +346,11 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     Raises:
         UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
     """
-    settings = read_json_object(folder / "config.json", _AGAIN)
-    model = _model_config(folder, settings)
+    model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
     tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
-    vocabulary, lowercase = _hugging_face_vocabulary(folder)
+    vocabulary, lowercase = read_hugging_face_vocabulary(folder)
     _check_vocabulary(str(folder), vocabulary, model)
     num_layers = len({name.split(".")[3] for name in weights if name.startswith("electra.encoder.layer.")})
     if num_layers < model.discriminator.num_layers:
@@ -449,140 +384,4 @@ def _check_vocabulary(name: str, vocabulary: Vocabulary, model: ModelConfig) -> 
         raise UserError(
             f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
             f"vocab.txt that the model was trained with"
-        )
-
-
-def _model_config(folder: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Return the section `model` of this project's config for a Hugging Face model of the given shape.
-
-    The folder holds one tower, whereas the section describes two: generator and discriminator get the same shape.
-
-    Args:
-        folder: the model's folder, for messages.
-        settings: content of its config.json.
-
-    Raises:
-        UserError: it is not an ELECTRA model with absolute positions, or its shape is incomplete or impossible.
-    """
-    model_type = settings.get("model_type")
-    positions = settings.get("position_embedding_type", "absolute")
-    if model_type != "electra" or positions != "absolute":
-        raise UserError(
-            f"{folder}/config.json: not an ELECTRA model with absolute positions (model_type {model_type}, "
-            f"position_embedding_type {positions}); name the folder of an ELECTRA model"
-        )
-    sizes = [value for value in settings.values() if isinstance(value, int)]
-    if max(sizes, default=0) > _LARGEST_SIZE:
-        raise UserError(f"{folder}/config.json: the size {max(sizes)} is impossible; {_AGAIN}")
-    try:
-        tower = {
-            "hidden_size": settings["hidden_size"],
-            "num_layers": settings["num_hidden_layers"],
-            "num_heads": settings["num_attention_heads"],
-            "intermediate_size": settings["intermediate_size"],
-        }
-        return ModelConfig.model_validate(
-            {
-                "vocab_size": settings["vocab_size"],
-                "embedding_size": settings["embedding_size"],
-                "max_positions": settings["max_position_embeddings"],
-                "type_vocab_size": settings.get("type_vocab_size", 2),
-                "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
-                "discriminator": tower,
-                "generator": tower,
-            }
-        )
-    except (KeyError, ValidationError) as error:
-        reason = str(error).replace("\n", " ")
-        raise UserError(
-            f"{folder}/config.json: the shape of the model is incomplete or impossible: {reason}; "
-            f"copy the model's own config.json there"
-        ) from None
-
-
-@dataclasses.dataclass(frozen=True)
-class _TokenizerModel:
-    """Entry "model" of Hugging Face's tokenizer.json."""
-
-    vocab: dict[str, int]  # token -> id
-
-
-@dataclasses.dataclass(frozen=True)
-class _Normalizer:
-    """Entry "normalizer" of Hugging Face's tokenizer.json."""
-
-    lowercase: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _TokenizerJson:
-    """Part of Hugging Face's tokenizer.json from which a vocabulary is read."""
-
-    model: _TokenizerModel
-    normalizer: _Normalizer
-
-
-_TOKENIZER_JSON = TypeAdapter(_TokenizerJson)
-
-
-def _hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
-    """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
-
-    tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
-    tokenizer_config.json for lower-casing, whose default is True.
-
-    The files of an export are verified against the digests in its pretraining.json. A model of another program names
-    none; then the ids in tokenizer.json must be 0, 1, 2, ..., and vocab.txt, if there is one, must have the same
-    tokens.
-
-    Raises:
-        ManifestMismatch: a file of an export has another digest.
-        UserError: the folder has no vocabulary, or a file of the tokenizer is damaged.
-    """
-    check_tokenizer_files(folder)
-    tokenizer_file = folder / "tokenizer.json"
-    vocab_file = folder / VOCAB_FILE
-    settings_file = folder / "tokenizer_config.json"
-    if tokenizer_file.exists():
-        tokenizer = read_json_object(tokenizer_file, _AGAIN)
-        try:
-            parts = validate_json(_TOKENIZER_JSON, tokenizer)
-        except DamagedJson:
-            raise UserError(
-                f"{tokenizer_file}: not the tokenizer of an ELECTRA model, because it has no model.vocab or no "
-                f"normalizer.lowercase; {_AGAIN}"
-            ) from None
-        ids = parts.model.vocab
-        tokens_by_id = sorted(ids, key=lambda token: ids[token])
-        vocabulary = Vocabulary("\n".join(tokens_by_id), str(tokenizer_file))
-        _check_same_tokens(vocabulary, ids, tokenizer_file, vocab_file)
-        return vocabulary, parts.normalizer.lowercase
-    if not vocab_file.exists():
-        raise UserError(
-            f"{folder}: holds neither tokenizer.json nor {VOCAB_FILE}; copy the model's own tokenizer files there"
-        )
-    settings = read_json_object(settings_file, _AGAIN) if settings_file.exists() else {}
-    lowercase = settings.get("do_lower_case", True)
-    if not isinstance(lowercase, bool):
-        raise UserError(f"{settings_file}: damaged, because do_lower_case is neither true nor false; {_AGAIN}")
-    return Vocabulary.read(vocab_file), lowercase
-
-
-def _check_same_tokens(vocabulary: Vocabulary, ids: dict[str, int], tokenizer_file: Path, vocab_file: Path) -> None:
-    """Raise UserError if tokenizer.json skips ids, or if the vocab.txt beside it has other tokens.
-
-    Args:
-        vocabulary: tokens of tokenizer.json in the order of their ids.
-        ids: their ids.
-        tokenizer_file: path of tokenizer.json.
-        vocab_file: path of vocab.txt, which may be missing.
-    """
-    if vocabulary.ids != ids:
-        raise UserError(
-            f"{tokenizer_file}: the ids of its {vocabulary.size} tokens are not 0 to {vocabulary.size - 1}; {_AGAIN}"
-        )
-    if vocab_file.exists() and Vocabulary.read(vocab_file).tokens != vocabulary.tokens:
-        raise UserError(
-            f"{vocab_file}: its tokens are not those of {tokenizer_file}, so one of the two is not the model's; "
-            f"{_AGAIN}"
         )

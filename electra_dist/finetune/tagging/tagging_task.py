@@ -34,8 +34,9 @@ from electra_dist.finetune.task_heads import TaskModel, init_head
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.model.encoder import DropoutKeys
+from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import TaskHead
-from electra_dist.pretrained.load_encoder import Backbone, Pretrained
+from electra_dist.pretrained.load_encoder import Pretrained
 
 _NO_WORD = -100  # target of a token that is not the first piece of a word
 _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row

@@ -147,7 +147,9 @@ def run_phase(trial: Trial, corpus: Path, phase: str, kill: Kill | None) -> Phas
             return launcher.pretrain.main(["--config", str(config)])
         finally:
             report = {"operations": log.operations, "missed": log.missed}
-            (trial.folder / f"operations-{rank}.json").write_text(json.dumps(report))
+            unfinished = trial.folder / f"operations-{rank}.json.unfinished"  # this process may be killed meanwhile
+            unfinished.write_text(json.dumps(report))
+            unfinished.replace(trial.folder / f"operations-{rank}.json")
 
     pids = {}
     for rank in range(num_processes):

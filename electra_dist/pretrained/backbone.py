@@ -1,0 +1,74 @@
+"""Embeddings and encoder of one tower as a module of its own, for fine-tuning, probes and scores.
+
+Shapes: B rows, S tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+
+
+class Backbone(nn.Module):
+    """Embeddings and encoder of one tower (generator or discriminator), from token ids to states of the last layer.
+
+    Each row of its input holds one example, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] up to its end.
+    """
+
+    def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
+        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it.
+
+        Args:
+            model: widths, positions and dropout.
+            tower: number and sizes of the layers.
+            special: ids of the special tokens.
+        """
+        super().__init__()
+        self.special = special
+        self.embeddings = SharedEmbeddings(model)
+        self.encoder = Encoder(model, tower)
+
+    def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
+        """Return the states of the last layer, [B, S, H]: B rows, S tokens, H features of the hidden width.
+
+        Args:
+            ids_BS: int64 token ids, [B, S].
+            dropout_keys: keys of the dropout's random numbers; required in training mode, unused in evaluation mode.
+        """
+        if dropout_keys is None:
+            dropout_keys = DropoutKeys.off(ids_BS)
+        layout = derive(ids_BS, self.special)
+        embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
+        bias = attention_bias(layout, embedded.dtype)
+        return self.encoder(embedded, bias, dropout_keys)
+
+    def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
+        """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
+
+        The first one is the (projected) embeddings, the last one what `forward` returns. Evaluation mode only.
+
+        Args:
+            ids_BS: int64 token ids, [B, S].
+        """
+        states: list[torch.Tensor] = []  # [B * S, H], as the layers pass them on
+
+        def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            """Keep the input of the first layer."""
+            states.append(inputs[0])
+
+        def keep_output(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            """Keep the output of a layer."""
+            states.append(output)
+
+        hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]
+        hooks += [layer.register_forward_hook(keep_output) for layer in self.encoder.layers]
+        try:
+            self(ids_BS)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
