@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import psutil
-import torch
 import torch.distributed as dist
 from electra_kernels.backend_choice import resolve
 
@@ -30,46 +25,27 @@ from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.errors import StoreAway
-from electra_dist.model.flops import mfu, peak_flops, token_flops
 from electra_dist.model.towers import detects_replacements
 from electra_dist.run.environment_record import write_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE
-from electra_dist.run.ledger import Event, Ledger, has_event, read_jobs, read_ledger
+from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.record_stream import iter_records
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
 from electra_dist.run.writers.metrics_writer import MetricsWriter
-from electra_dist.schedule import describe, schedules_of, value_at
+from electra_dist.schedule import describe, schedules_of
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
 from electra_dist.tracking.settings import flat_settings, hyperparameters
-from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
+from electra_dist.train.reporting.lasting_ledger import LastingLedger
 from electra_dist.train.reporting.scored_rows import ScoredRow, read_tokens, text_sample
+from electra_dist.train.reporting.step_recorder import StepRecorder
 from electra_dist.train.step import StepResult
 
 Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback", "replaced"]
-
-_LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
-_NO_GPU_READING = GpuReading(
-    gpu_temperature_c=None,
-    gpu_power_w=None,
-    gpu_sm_clock_mhz=None,
-    gpu_memory_used_gb=None,
-    gpu_ecc_uncorrected=None,
-    gpu_throttle=(),
-)
-
-
-class _LogPoint(NamedTuple):
-    """The time and the progress at the last log line or evaluation, from which rates since then are computed."""
-
-    step: int  # steps done
-    time: float  # of time.perf_counter, in seconds
-    waited_s: float  # total seconds waited for rows
 
 
 class Reporter:
@@ -112,8 +88,7 @@ class Reporter:
         self._engine = engine
         self._run_dir = run_dir
         start_step = restored.step if restored else 0
-        self._ledger = Ledger(run_dir)
-        self._ledger_lock = threading.Lock()  # the step loop and the checkpoint thread both append
+        self._ledger = LastingLedger(run_dir, self._patience)
         self._console = Console(run_dir, config.train.num_steps, start_step)
         settings = flat_settings(config)
         self._metrics = MetricsWriter(run_dir, config.log.tensorboard, hyperparameters(settings))
@@ -126,11 +101,7 @@ class Reporter:
         self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
-        self._tokens_per_row = corpus.num_tokens / corpus.num_rows
-        self._peak_flops = None  # FLOP/s of one GPU, if they are known
-        if engine.device.type == "cuda":
-            self._peak_flops = peak_flops(torch.cuda.get_device_name(), config.train.precision)
-        self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
+        self._step_recorder = StepRecorder(config, engine.device, corpus, start_step)
         self._note_setup(corpus)
 
     def began(
@@ -158,10 +129,10 @@ class Reporter:
         step = restored.step if restored else 0
         for line in set_aside:
             self.note(line)
-            self._record("set_aside", step, reason=line)
+            self._ledger.record("set_aside", step, reason=line)
         if restored:
             self._record_new_numerics(restored, attempt)
-        self._record(
+        self._ledger.record(
             "resume" if restored else "start",
             step,
             attempt=attempt,
@@ -196,7 +167,7 @@ class Reporter:
                     f"new numerics accepted: steps before {restored.step:,} were computed with numerics {numerics}, "
                     f"steps from {restored.step:,} on are computed with numerics {current}"
                 )
-                self._record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
+                self._ledger.record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
         """Log from which checkpoint the run goes on, or that the run has reached its last step already.
@@ -220,9 +191,6 @@ class Reporter:
     ) -> None:
         """Report a logged step: print its line, write its record to the metrics, and log slow ranks or an overflow.
 
-        Times and rates are means since the last log line or evaluation; losses and accuracies are those of this step
-        alone.
-
         Args:
             done: optimizer steps done, this one included.
             result: results of the step.
@@ -231,14 +199,7 @@ class Reporter:
             receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
             look: result of the health check: readings of the GPUs, and the slow ranks.
         """
-        now = time.perf_counter()
-        elapsed_s = now - self._last.time
-        steps_since_last = max(1, done - self._last.step)
-        step_s = elapsed_s / steps_since_last
-        newly_waited_s = waited_s - self._last.waited_s
-        data_wait = min(1.0, newly_waited_s / max(elapsed_s, _LEAST_INTERVAL_S))
-        self._last = _LogPoint(step=done, time=now, waited_s=waited_s)
-        record = self._step_record(done, result, lr, step_s, data_wait, receipt, look)
+        record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
         if look.slow_ranks:
             self.note(
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
@@ -266,77 +227,6 @@ class Reporter:
             f"next step has loss scale {scaler.cur_scale:,.0f}"
         )
 
-    def _step_record(
-        self,
-        done: int,
-        result: StepResult,
-        lr: float,
-        step_s: float,
-        data_wait: float,
-        receipt: Receipt,
-        look: RankObservation,
-    ) -> StepRecord:
-        """Return the record of a logged step for metrics.jsonl and the console.
-
-        Losses are means over tokens and accuracies are fractions, both over the global batch of this one step. A loss
-        that the objective does not have is 0, an accuracy over no tokens is NaN.
-
-        Args:
-            done: optimizer steps done, this one included.
-            result: results of the step.
-            lr: learning rate of the step.
-            step_s: mean seconds per step since the last log line.
-            data_wait: fraction of the time since the last log line that rank 0 waited for rows, in [0, 1].
-            receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
-            look: result of the health check: readings of the GPUs, and the slow ranks.
-        """
-        sums = result.sums
-        gpu = _NO_GPU_READING if look.gpu is None else look.gpu
-        tokens_per_s = sums.tokens / step_s
-        num_steps = self._config.train.num_steps
-        remaining_steps = num_steps - done
-        return StepRecord(
-            step=done,
-            loss=result.loss,
-            mlm_loss=sums.mlm_loss_sum / max(sums.mlm_weight, 1.0),
-            rtd_loss=sums.rtd_loss_sum / max(sums.rtd_weight, 1.0),
-            token_loss=sums.token_loss_sum / max(sums.token_weight, 1.0),
-            mlm_accuracy=_ratio(sums.mlm_correct, sums.mlm_weight),
-            replaced_accuracy=_ratio(sums.replaced_correct, sums.replaced),
-            original_accuracy=_ratio(sums.original_correct, sums.original),
-            replaced_fraction=_ratio(sums.replaced, sums.tokens),
-            lr=lr,
-            generator_lr=generator_learning_rate(done - 1, num_steps, self._config.optimizer),
-            grad_norm=result.grad_norm,
-            tokens_per_s=tokens_per_s,
-            mfu=mfu(tokens_per_s, self._flops_per_token(done), dist.get_world_size(), self._peak_flops),
-            data_wait=data_wait,
-            memory_gb=self._memory_gb(),
-            eta_s=step_s * remaining_steps,
-            tokens_seen=round(receipt.rows * self._tokens_per_row),
-            step_s=step_s,
-            rows_seen=receipt.rows,
-            receipt=receipt.hex,
-            store_retries=result.flags.retries,
-            store_wait_s=result.flags.retry_wait_ms / 1000,
-            refetches=result.flags.refetches,
-            gpu_temperature_c=gpu.gpu_temperature_c,
-            gpu_power_w=gpu.gpu_power_w,
-            gpu_sm_clock_mhz=gpu.gpu_sm_clock_mhz,
-            gpu_throttle=list(gpu.gpu_throttle),
-            slow_ranks=look.slow_ranks,
-            loss_scale=result.loss_scale,
-            overflow=result.overflow,
-            **self._scheduled_values(done),
-        )
-
-    def _scheduled_values(self, done: int) -> dict[str, float]:
-        """Return the values of the scheduled keys of the objective in the last of `done` steps."""
-        last_step = done - 1  # steps are numbered from 0
-        progress = last_step / self._config.train.num_steps
-        schedules = schedules_of(self._config.objective)
-        return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
-
     def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
         """Report an evaluation on held-out rows, with warnings about its context AUC.
 
@@ -355,7 +245,7 @@ class Reporter:
         self._note_refused_records()
         self._track(record)
         self._note_few_replaced_tokens(record)
-        self._last = _LogPoint(step=record.step, time=time.perf_counter(), waited_s=self._last.waited_s)
+        self._step_recorder.begin_interval(record.step)
 
     def _track(self, record: StepRecord | EvalRecord) -> None:
         """Send a record to the tracking services, and log which of them have failed."""
@@ -414,7 +304,7 @@ class Reporter:
             StoreAway: the disk is full or away; call it again later.
         """
         self._metrics.sync()
-        self._sync_ledger()
+        self._ledger.sync()
 
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
@@ -427,7 +317,7 @@ class Reporter:
             write_s: seconds that writing and committing took in the thread.
             spent_s: seconds by activity up to the save, as of `Clock.spent_s`.
         """
-        self._record(
+        self._ledger.record(
             "checkpoint",
             state.step,
             attempt=state.attempt,
@@ -447,8 +337,7 @@ class Reporter:
             fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
             suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
-        if not self._patience.call(lambda: has_event(self._run_dir, "stopped_step", step)):
-            self._record_soon("stopped_step", step, fault=fault, suspect=suspect)
+        self._ledger.record_once("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
         if suspect:
             advice = f"check the row that stands out: {suspect}"
@@ -465,8 +354,7 @@ class Reporter:
                 is skipped.
         """
         last = stopped[-1]
-        if not self._patience.call(lambda: has_event(self._run_dir, "rollback", last)):
-            self._record_soon("rollback", last, skip_from=first, skip_to=last)
+        self._ledger.record_once("rollback", last, skip_from=first, skip_to=last)
         self.note(
             f"{len(stopped)} steps in a row were stopped: the run goes back to a checkpoint and skips steps {first:,} "
             f"to {last:,}; if this happens again, lower optimizer.lr in a new run"
@@ -502,7 +390,7 @@ class Reporter:
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":
             reason = {"why": why} if why else {}
-            record = self._record_soon if is_lost else self._record
+            record = self._ledger.record_soon if is_lost else self._ledger.record
             record(ending, step, **reason, spent_s=spent_s)
         self._refresh.close()
         for tracker in self._trackers:
@@ -542,52 +430,3 @@ class Reporter:
         if schedules:
             changes = [f"objective.{key} {describe(schedule)}" for key, schedule in schedules.items()]
             self.note(f"schedules | {' | '.join(changes)}")
-
-    def _record(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event to the ledger and return when it is on the disk. The checkpoint thread may call it, too.
-
-        Args:
-            event: kind of the event.
-            step: optimizer steps done.
-            **details: further fields of the event, which JSON can hold.
-
-        Raises:
-            StorageLost: the disk stayed full or away for too long.
-        """
-        self._record_soon(event, step, **details)
-        self._patience.call(self._sync_ledger)
-
-    def _record_soon(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event to the ledger without waiting for a disk that is full or away.
-
-        An event that the disk refuses stays in memory. It is written before the next event, and before the next
-        checkpoint is committed. The arguments are those of `_record`.
-        """
-        with self._ledger_lock, contextlib.suppress(StoreAway):
-            self._ledger.append(event, step, **details)
-
-    def _sync_ledger(self) -> None:
-        """Write to the disk the events that it has refused so far. Raises StoreAway if it refuses them again."""
-        with self._ledger_lock:
-            self._ledger.sync()
-
-    def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token, of generator and discriminator together, in the last of `done` steps.
-
-        They depend on the step only in two-stage training, where first only the generator trains, then only the
-        discriminator.
-        """
-        config = self._config
-        last_step = done - 1  # steps are numbered from 0
-        return token_flops(config.model, config.data.seq_len, config.objective, last_step).total
-
-    def _memory_gb(self) -> float:
-        """Return the peak device memory of this rank, or on a CPU its present host memory, in 1e9 bytes."""
-        if self._engine.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e9
-        return psutil.Process().memory_info().rss / 1e9
-
-
-def _ratio(part: float, whole: float) -> float:
-    """Return `part` / `whole`; NaN if `whole` is 0, as for the accuracy on tokens that a batch does not have."""
-    return part / whole if whole else math.nan
