@@ -138,9 +138,12 @@ def print_summary(matrix: Matrix, results: Sequence[KillResult], seconds: float)
     print_table("by file", results, lambda result: sort_of_file(result.kill.operation.file))
     num_different = sum(bool(result.differences) for result in results)
     mean_s = sum(result.seconds for result in results) / max(1, len(results))
+    times = os.times()
+    cpu_s = times.user + times.system + times.children_user + times.children_system
     print(
         f"\n{len(matrix.operations)} operations, {len(results)} kills, {num_different} differences, "
-        f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {seconds:.0f} s in all"
+        f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {seconds:.0f} s in all, and "
+        f"{cpu_s:.0f} s of processor time without the S3 server"
     )
 
 
