@@ -1,7 +1,7 @@
 """Numbers every durable operation of a process, and kills the process at one of them.
 
-A durable operation changes files below a folder, or objects of an S3 service: create, write, fsync, rename, link,
-unlink, mkdir, rmdir and truncate of files, and every request of S3 that stores or deletes something. The functions of
+A durable operation changes files below a folder, or objects of an S3 service: create, write, rename, link, unlink,
+mkdir, rmdir and truncate of files, and every request of S3 that stores or deletes something. The functions of
 `os`, `open`, and the events of boto3's clients are intercepted, so the code of the product is not changed.
 
 An operation is named by its process, its kind, its file, and how often this process has done that before. The order
@@ -9,7 +9,8 @@ of threads does not matter, so another run of the same code finds the same opera
 effect, such as deleting a file that does not exist, is no operation. An audit hook lists changes of files that passed
 by the interception (`OperationLog.missed`); the list must be empty.
 
-Limits: a kill loses nothing that the kernel holds. Only fsync protects against power cuts, which are not simulated.
+Limits: a kill loses nothing that the kernel holds, so fsync changes nothing here. It protects against power cuts,
+which are not simulated.
 """
 
 from __future__ import annotations
@@ -181,7 +182,6 @@ class OperationLog:
         def is_there(path: Any, *_: Any) -> bool:
             return os.path.lexists(path)
 
-        replace("fsync", "fsync", 0, always)
         replace("replace", "rename", 1, always)
         replace("rename", "rename", 1, always)
         replace("link", "link", 1, lambda source, path, *_: not os.path.lexists(path))
