@@ -5,8 +5,8 @@ path, host or user, because cards are published. Its front matter is what Huggin
 
 Cost: about 1 s, for the picture of the curves.
 
-Limits: the card knows no results on tasks, no languages and no sources of the text; the user adds them. An older
-README.md in the folder is replaced.
+Limits: the card knows no results on tasks and no languages; the user adds them. It names the sources of the text only
+if the corpus has a build.json. An older README.md in the folder is replaced.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -23,6 +24,7 @@ from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
+from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.jsonl import Record
@@ -77,14 +79,16 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     """
     check_license(license_id)
     records = _shown_records(run_dir)
-    versions = read_environment(run_dir).get("versions", {})
+    environment = read_environment(run_dir)
+    versions = environment.get("versions", {})
+    sources = environment.get("corpus", {}).get("sources", {})
     curves = _draw_curves(run_dir) if records else None
     cards = []
     for tower, folder in export.folders.items():
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id)
+        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id, sources)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)
@@ -113,6 +117,7 @@ def model_card(
     records: Sequence[Record],
     versions: Record,
     license_id: str = UNKNOWN_LICENSE,
+    sources: Mapping[str, Record] = MappingProxyType({}),
 ) -> str:
     """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
 
@@ -124,6 +129,7 @@ def model_card(
             be empty.
         versions: package -> version, of the run's newest start; may be empty.
         license_id: licence of the weights, as an identifier of Hugging Face's hub.
+        sources: "tokens" and "licence" of each source of the training corpus; may be empty.
     """
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
@@ -133,6 +139,7 @@ def model_card(
         _introduction(tower, export),
         _how_to_load(predicts_tokens),
         _training(export, records, versions),
+        _training_data(sources),
         evaluation,
         _curves(records),
         _limits(license_id, is_evaluated=bool(evaluation)),
@@ -212,6 +219,25 @@ def _training(export: Export, records: Sequence[Record], versions: Record) -> st
     if versions:
         rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
     return "## Training\n\n" + _table(("what", "value"), rows)
+
+
+def _training_data(sources: Mapping[str, Record]) -> str:
+    """Return the section with the share and the licence of each source of the corpus; empty if they are not recorded.
+
+    A source is shown by the last folders of its name, as few as make the names differ.
+
+    Args:
+        sources: "tokens" and "licence" of each source.
+    """
+    if not sources:
+        return ""
+    all_tokens = sum(source["tokens"] for source in sources.values())
+    names = shortest_endings([tuple(name.split("/")) for name in sources])
+    rows = []
+    for name, source in zip(names, sources.values(), strict=True):
+        share = source["tokens"] / max(all_tokens, 1)
+        rows.append((name, f"{100 * share:.1f} %", source.get("licence") or "not stated"))
+    return "## Training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:

@@ -126,12 +126,20 @@ class _Commit(_Record):
     has_changes: bool
 
 
+class _CorpusSource(_Record):
+    """Entry of a source of the corpus in environment.json."""
+
+    tokens: Count
+    licence: str | None = None
+
+
 class _CorpusSizes(_Record):
     """Entry "corpus" of environment.json."""
 
     rows: Count
     tokens: Count
     seq_len: Count
+    sources: dict[str, _CorpusSource] = {}
 
 
 class _Environment(_Record):

@@ -1,23 +1,33 @@
-"""`electra-dist corpus find`: the rows of a corpus that contain a text, and the steps in which a run reads them."""
+"""`electra-dist corpus find`: rows of a corpus with a text, a source or a document, and the steps that read them."""
 
 from __future__ import annotations
 
-import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import pyarrow
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from electra_dist.analysis.text_search import FoundRow, rows_with_tokens
+from electra_dist.analysis.corpus_rows import rows_of_shards
+from electra_dist.analysis.text_search import rows_with_tokens
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.corpus.origins.document_search import (
+    RowOfDocument,
+    documents_of_rows,
+    rows_of_document,
+    rows_of_source,
+    sources_of_table,
+)
+from electra_dist.corpus.origins.origin_files import Origins, open_origins
+from electra_dist.corpus.origins.search_result import Hit, RowUse, SearchResult, json_tree, print_result
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.run.folder import open_run
+from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -26,23 +36,37 @@ from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 
 _PART = 16  # tokens of a longer text that a row must contain, unless --least is given
-_MAX_SHOWN = 50  # rows that the table lists
+_USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
 # Modules that import torch are imported in the functions that use them, as in launcher/cli/corpus.py.
 
 
-class RowUse(NamedTuple):
-    """A use of a row by a run."""
+class Query(NamedTuple):
+    """What is searched for: one of a text, a source and a document."""
 
-    epoch: int
-    step: int  # number of the step, from 0
-    is_skipped: bool  # the step is one of those that make no update
-    is_done: bool  # the run has passed the step
+    corpus: str | None  # None: the corpus of the run
+    run: Path | None
+    text: str | None
+    source: str | None
+    document: str | None
 
 
 def find(
-    text: Annotated[str, typer.Argument(help="the text; line breaks separate sentences")],
-    corpus: Annotated[str | None, typer.Option(help="folder or s3:// prefix of the corpus; default: of RUN")] = None,
-    run: Annotated[Path | None, typer.Option(help="run folder; also print the steps that read the rows")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CORPUS] [RUN] [TEXT]",
+            help="folder or s3:// prefix of the corpus; run folder, to print the steps that read the rows; text, in "
+            "which line breaks separate sentences",
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="find the rows with documents of this source (`corpus info` lists sources)")
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
+    ] = None,
+    corpus: Annotated[str | None, typer.Option(help="CORPUS; default: that of RUN")] = None,
+    run: Annotated[Path | None, typer.Option(help="RUN")] = None,
     least: Annotated[
         int | None,
         typer.Option(min=1, help=f"consecutive tokens that a row must contain; default: all, at most {_PART}"),
@@ -50,27 +74,85 @@ def find(
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the rows of a corpus that contain TEXT and, for a run, the steps that have read them or will read them.
+    """Find the rows with TEXT, a source or a document and, for a run, the steps that have read them or will.
 
-    All shards are read once. Exit codes: 0 found or not, 78 wrong arguments or a damaged corpus.
+    TEXT is searched in all shards; sources and documents are looked up in the side files that `corpus build` writes
+    (corpus.origins). Exit codes: 0 found or not, 78 wrong arguments, no side files, or a damaged corpus.
     """
-    config = open_run(run) if run else None
+    query = _parse_query(words or [], source, document, corpus, run)
+    config = open_run(query.run) if query.run else None
+    location = query.corpus
     if config is not None:
-        corpus = corpus or config.data.corpus
+        location = location or config.data.corpus
         endpoint_url = endpoint_url or config.data.endpoint_url
-    if corpus is None:
-        raise UserError("--corpus: give the folder of a corpus, or --run RUN for the corpus of a run")
-    store = open_store(corpus, endpoint_url)
+    if location is None:
+        raise UserError(f"CORPUS is missing; {_USAGE}")
+    store = open_store(location, endpoint_url)
     manifest = read_manifest(store)
-    tokens = _tokens_of_text(text, store, manifest)
-    num_least = min(least or _PART, len(tokens))
-    special_ids = {manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
-    found = list(rows_with_tokens(_shards(store, manifest), tokens, special_ids, num_least))
-    uses = _uses(found, manifest, config, run) if config is not None and run is not None else None
-    if as_json:
-        print_json(_json_tree(manifest, tokens, found, uses))
+    origins = open_origins(store, manifest)
+    if query.text is not None:
+        tokens = _tokens_of_text(query.text, store, manifest)
+        hits = _rows_with_text(store, manifest, origins, tokens, min(least or _PART, len(tokens)))
+        result = SearchResult(manifest, hits, f"the text ({len(tokens)} tokens)", num_tokens=len(tokens))
     else:
-        _print_result(manifest, tokens, found, uses)
+        result = _search_origins(query, location, endpoint_url, store, manifest, origins)
+    if config is not None and query.run is not None:
+        result = result._replace(
+            uses=_uses(result.hits, manifest, config, query.run), num_steps=config.train.num_steps
+        )
+    if as_json:
+        print_json(json_tree(result))
+    else:
+        print_result(result, open_console(markup=False))
+
+
+def _parse_query(
+    words: list[str], source: str | None, document: str | None, corpus: str | None, run: Path | None
+) -> Query:
+    """Return what the command line asks for.
+
+    The last word is the text unless a source or a document is given; words before it are the corpus and the run. A run
+    folder may stand alone, because its config names the corpus.
+
+    Raises:
+        UserError: there are too few or too many words, or both a source and a document.
+    """
+    if source is not None and document is not None:
+        raise UserError("--source and --document: give one of the two")
+    places = list(words)
+    text = None
+    if source is None and document is None:
+        if not places:
+            raise UserError(f"nothing to find; {_USAGE}")
+        text = places.pop()
+    if places and corpus is None:
+        corpus = places.pop(0)
+    if places and run is None:
+        run = Path(places.pop(0))
+    if places:
+        raise UserError(f"{places[0]}: one argument too many; {_USAGE} (a text of several words in quotes)")
+    if run is None and corpus is not None and "://" not in corpus and is_run_folder(Path(corpus)):
+        return Query(None, Path(corpus), text, source, document)
+    return Query(corpus, run, text, source, document)
+
+
+def _rows_with_text(
+    store: Store, manifest: CorpusManifest, origins: Origins | None, tokens: list[int], least: int
+) -> list[Hit]:
+    """Return the rows that contain at least `least` consecutive tokens, with the documents of each."""
+    special_ids = {manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
+    blocks = rows_of_shards(store, manifest, _progress(manifest))
+    found = list(rows_with_tokens(blocks, tokens, special_ids, least))
+    if origins is None:
+        return [Hit(row.shard, row.row, row.num_tokens, None) for row in found]
+    rows_of_shard: dict[int, list[int]] = defaultdict(list)
+    for row in found:
+        rows_of_shard[row.shard].append(row.row)
+    documents = {
+        shard: documents_of_rows(origins.table(manifest.shards[shard].name), rows)
+        for shard, rows in rows_of_shard.items()
+    }
+    return [Hit(row.shard, row.row, row.num_tokens, documents[row.shard][row.row]) for row in found]
 
 
 def _tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
@@ -88,35 +170,72 @@ def _tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[i
     return tokens
 
 
-def _shards(store: Store, manifest: CorpusManifest) -> Iterator[tuple[int, Any]]:
-    """Yield the index and the rows of each shard; a shard on S3 is downloaded to a temporary file first."""
-    from electra_dist.data.shard import Shard
+def _search_origins(
+    query: Query,
+    location: str,
+    endpoint_url: str | None,
+    store: Store,
+    manifest: CorpusManifest,
+    origins: Origins | None,
+) -> SearchResult:
+    """Return the rows with a source or a document, by the side files of the corpus and of its held-out corpus.
 
-    with tempfile.TemporaryDirectory(prefix="electra-find-") as folder:
-        entries = track(manifest.shards, "searching", console=Console(stderr=True), transient=True)
-        for index, entry in enumerate(entries):
-            path = store.local_path(entry.name)
-            if path is None:
-                path = Path(folder) / "shard.tar"
-                store.fetch(entry.name, path, must_exist=True)
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
-            try:
-                yield index, shard.rows(np.arange(shard.num_rows))
-            finally:
-                shard.close()
+    Raises:
+        UserError: the corpus has no side files.
+    """
+    if origins is None:
+        raise UserError(
+            f"{store.url}: has no side files (origins.json), by which --source and --document search; build the "
+            "corpus again with corpus.origins=true into another folder, or search for a TEXT"
+        )
+    hits = [Hit(row.shard, row.row, None, row.documents) for row in _rows_of(query, manifest, origins)]
+    heldout = open_store(location.rstrip("/") + "/heldout", endpoint_url)
+    num_heldout = 0
+    if heldout.exists(MANIFEST_KEY):
+        heldout_manifest = read_manifest(heldout)
+        heldout_origins = open_origins(heldout, heldout_manifest)
+        if heldout_origins is not None:
+            num_heldout = sum(1 for _ in _rows_of(query, heldout_manifest, heldout_origins))
+    sources: set[str] = set()
+    if query.source is not None and not hits:
+        for _, table in _tables(manifest, origins):
+            sources |= sources_of_table(table)
+    sought = f"the source {query.source}" if query.source is not None else f"the document {query.document}"
+    return SearchResult(manifest, hits, sought, heldout_rows=num_heldout, sources=sorted(sources))
 
 
-def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: Path) -> list[list[RowUse]]:
+def _rows_of(query: Query, manifest: CorpusManifest, origins: Origins) -> Iterator[RowOfDocument]:
+    """Yield the rows with the source or the document of a query, in the order of the corpus."""
+    tables = _tables(manifest, origins)
+    if query.source is not None:
+        return rows_of_source(tables, query.source)
+    assert query.document is not None
+    return rows_of_document(tables, query.document)
+
+
+def _tables(manifest: CorpusManifest, origins: Origins) -> Iterator[tuple[int, pyarrow.Table]]:
+    """Yield the index of each shard with its side file, and show the progress."""
+    for index in _progress(manifest):
+        yield index, origins.table(manifest.shards[index].name)
+
+
+def _progress(manifest: CorpusManifest) -> Iterator[int]:
+    """Yield the index of each shard, and show a progress bar on stderr."""
+    shards = range(len(manifest.shards))
+    yield from track(shards, "searching", console=Console(stderr=True), transient=True)
+
+
+def _uses(hits: list[Hit], manifest: CorpusManifest, config: Config, run: Path) -> list[list[RowUse]]:
     """Return for each row the steps of the run that use it, in order, up to the last step of the run.
 
     Args:
-        found: the rows.
+        hits: the rows.
         manifest: the corpus.
         config: config of the run.
         run: the run folder, whose records say how far the run is and which steps it skips.
     """
-    uses: list[list[RowUse]] = [[] for _ in found]
-    if not found:
+    uses: list[list[RowUse]] = [[] for _ in hits]
+    if not hits:
         return uses
     from electra_dist.data.row_order import RowOrder
     from electra_dist.data.row_positions import positions_of_rows
@@ -125,8 +244,8 @@ def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: 
     order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
     skipped = SkipList(run, config.train.skip_steps).steps
     steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
-    shards = np.array([row.shard for row in found])
-    rows = np.array([row.row for row in found])
+    shards = np.array([hit.shard for hit in hits])
+    rows = np.array([hit.row for hit in hits])
     num_positions = config.train.num_steps * config.train.global_batch
     for epoch in range(-(-num_positions // order.rows_per_epoch)):
         for place, position in enumerate(positions_of_rows(order, epoch, shards, rows).tolist()):
@@ -134,44 +253,3 @@ def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: 
             if step < config.train.num_steps:
                 uses[place].append(RowUse(epoch, step, step in skipped, step < steps_done))
     return uses
-
-
-def _json_tree(
-    manifest: CorpusManifest, tokens: list[int], found: list[FoundRow], uses: list[list[RowUse]] | None
-) -> dict[str, Any]:
-    """Return the result as a JSON object; `uses` of a row is null without a run."""
-    rows = []
-    for place, row in enumerate(found):
-        row_uses = [use._asdict() for use in uses[place]] if uses is not None else None
-        name = manifest.shards[row.shard].name
-        rows.append({"shard": name, "row": row.row, "tokens": row.num_tokens, "uses": row_uses})
-    return {"corpus": manifest.fingerprint, "tokens": len(tokens), "rows": rows}
-
-
-def _print_result(
-    manifest: CorpusManifest, tokens: list[int], found: list[FoundRow], uses: list[list[RowUse]] | None
-) -> None:
-    """Print the rows, and the steps that use them if there is a run."""
-    out = open_console()
-    if not found:
-        out.print(f"no row of {manifest.num_rows:,} contains the text ({len(tokens)} tokens)")
-        return
-    table = Table("shard", "row", "tokens of the text")
-    if uses is not None:
-        table.add_column("steps that use the row")
-    for place, row in enumerate(found[:_MAX_SHOWN]):
-        cells = [manifest.shards[row.shard].name, str(row.row), f"{row.num_tokens} of {len(tokens)}"]
-        if uses is not None:
-            cells.append("; ".join(_use_text(use) for use in uses[place]) or "none")
-        table.add_row(*cells)
-    out.print(table)
-    if len(found) > _MAX_SHOWN:
-        out.print(f"and {len(found) - _MAX_SHOWN:,} more rows; --json lists all")
-
-
-def _use_text(use: RowUse) -> str:
-    """Return a use of a row for people, such as "12 (epoch 0, read)"."""
-    state = "read" if use.is_done else "to come"
-    if use.is_skipped:
-        state = "skipped"
-    return f"{use.step} (epoch {use.epoch}, {state})"

@@ -25,7 +25,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, ShardEntry
+from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, open_origins
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
@@ -182,6 +183,24 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
     )
     for entry in manifest.shards:
         yield _shard_part(store, entry, temporary)
+    yield from _side_file_parts(store, manifest)
+
+
+def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
+    """Yield the side files of a corpus, which name the documents of its rows; a corpus may have none."""
+    try:
+        origins = open_origins(store, manifest)
+    except UserError as error:
+        message = str(error)
+        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="side file", size_bytes=0, faults=lambda advance: [message])
+        return
+    for file in origins.files if origins is not None else ():
+        yield Part(
+            url=f"{store.url}/{file.name}",
+            kind="side file",
+            size_bytes=file.bytes,
+            faults=lambda advance, shard=file.shard: _no_faults(origins.table(shard)),  # type: ignore[misc]
+        )
 
 
 def _no_faults(checked: object) -> list[str]:

@@ -199,7 +199,9 @@ def test_the_manifest_records_the_size_and_sha256_of_every_file(
     assert manifest.tokenizer.special == vocabulary.special
     assert manifest.tokenizer.sha256 == hashlib.sha256((folder / "vocab.txt").read_bytes()).hexdigest()
     shard_names = [entry.name for entry in manifest.shards]
-    assert set(file_contents(folder)) == {"build.json", "corpus.json", "vocab.txt", *shard_names}
+    side_files = {f"origins/{Path(name).stem}.parquet" for name in shard_names}
+    other_files = {"build.json", "corpus.json", "origins.json", "vocab.txt"}
+    assert set(file_contents(folder)) == {*other_files, *shard_names, *side_files}
 
 
 def test_four_workers_write_the_same_bytes_as_one(build_request: RequestFactory, inputs: list[Path]) -> None:

@@ -27,6 +27,7 @@ from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
+from electra_dist.corpus.report.build_report import corpus_sources
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
@@ -42,6 +43,7 @@ from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
 from electra_dist.run.writers.metrics_writer import MetricsWriter
 from electra_dist.schedule import describe, schedules_of, value_at
+from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
@@ -121,7 +123,12 @@ class Reporter:
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
-        corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
+        corpus_sizes: dict[str, Any] = {
+            "rows": corpus.num_rows,
+            "tokens": corpus.num_tokens,
+            "seq_len": corpus.seq_len,
+        }
+        corpus_sizes["sources"] = corpus_sources(open_store(config.data.corpus, config.data.endpoint_url))
         write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
         self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
