@@ -97,7 +97,7 @@ class ChunkRows:
 class _Text(NamedTuple):
     """Text of one decoded document, and the counter of its source."""
 
-    index: int  # of the document in the chunk
+    place: int  # of the document in the chunk
     text: str
     document_bytes: int  # before it was decoded
     counts: DocumentCounts
@@ -141,9 +141,9 @@ class ChunkProcessor:
             outcomes[outcome] += 1
             document.counts.add_kept(outcome, sentences, self._unk_id)
             if is_heldout:
-                heldout.add(document.index, document.text, sentences)
+                heldout.add(document.place, document.text, sentences)
             else:
-                train.add(document.index, document.text, sentences)
+                train.add(document.place, document.text, sentences)
         num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
         assert outcomes["in"] == len(chunk.documents), "a document was not read"
         num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
-from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, open_origins
+from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
@@ -194,13 +194,20 @@ def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
         message = str(error)
         yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="side file", size_bytes=0, faults=lambda advance: [message])
         return
-    for file in origins.files if origins is not None else ():
-        yield Part(
-            url=f"{store.url}/{file.name}",
-            kind="side file",
-            size_bytes=file.bytes,
-            faults=lambda advance, shard=file.shard: _no_faults(origins.table(shard)),  # type: ignore[misc]
-        )
+    if origins is None:
+        return
+    for file in origins.files:
+        yield _side_file_part(store, origins, file)
+
+
+def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
+    """Return the part for the side file of a shard."""
+    return Part(
+        url=f"{store.url}/{file.name}",
+        kind="side file",
+        size_bytes=file.bytes,
+        faults=lambda advance: _no_faults(origins.table(file.shard)),
+    )
 
 
 def _no_faults(checked: object) -> list[str]:

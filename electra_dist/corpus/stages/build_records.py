@@ -244,9 +244,7 @@ class BuildRecords:
         must be written again.
         """
         buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
-        return {
-            bucket.number: bucket for bucket in buckets if all(map(self._has_file, [*bucket.entries, *bucket.origins]))
-        }
+        return {bucket.number: bucket for bucket in buckets if self._has_files(bucket)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
         """Return the held-out rows of a finished bucket, [rows, seq_len] uint16 or uint32.
@@ -335,6 +333,11 @@ class BuildRecords:
                 f"{self._store.url}/{key}: not a record of this version's builds, because {error}; delete {_FOLDER} "
                 "in this folder and start the build again"
             ) from None
+
+    def _has_files(self, bucket: FinishedBucket) -> bool:
+        """Return whether the store has the shards and the side files of a bucket, with the recorded sizes."""
+        has_shards = all(self._has_file(entry) for entry in bucket.entries)
+        return has_shards and all(self._has_file(file) for file in bucket.origins)
 
     def _has_file(self, entry: ShardEntry | OriginFile) -> bool:
         """Return whether the store has a shard or side file, with the recorded size; its digest is not checked."""

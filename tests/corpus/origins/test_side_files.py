@@ -12,16 +12,20 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from typer.testing import CliRunner
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.origins.origin_files import open_origins
+from electra_dist.corpus.report.build_report import corpus_sources
+from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.stages.join_parts import join_parts
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from launcher.cli.main import app
 
 RequestFactory = Callable[..., BuildRequest]
 Prose = Callable[[int, int], list[str]]
@@ -222,12 +226,28 @@ def test_a_side_file_that_is_damaged_or_of_another_corpus_is_refused(
         open_origins(store, manifest)
 
 
+def test_verify_reads_the_side_files_too(
+    texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path
+) -> None:
+    request = build_request(tmp_path / "in", heldout_fraction=0.2)
+    build_corpus(request)
+    command = ["verify", "--bytes", request.output, "--json"]
+    good = CliRunner().invoke(app, command)
+    assert good.exit_code == 0, good.output
+    num_files = len(list(Path(request.output).rglob("*.parquet")))
+    assert json.loads(good.stdout)["counts"]["side file"] == num_files
+
+    damaged = Path(request.output) / "heldout" / "origins" / "shard-000000.parquet"
+    flip_a_bit(damaged)
+
+    bad = CliRunner().invoke(app, command)
+    assert bad.exit_code == 78
+    assert [part["url"] for part in json.loads(bad.stdout)["bad"]] == [str(damaged)]
+
+
 def test_licences_come_from_the_config_and_of_prepared_text_from_its_report(
     prose: Prose, build_request: RequestFactory, tmp_path: Path
 ) -> None:
-    from electra_dist.corpus.report.build_report import corpus_sources
-    from electra_dist.corpus.report.source_notes import find_preparations
-
     prepared = tmp_path / "prepared"
     (prepared / "documents").mkdir(parents=True)
     (tmp_path / "own").mkdir()
