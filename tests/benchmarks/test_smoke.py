@@ -11,6 +11,7 @@ import long_runs
 import pytest
 import restart
 import scaling
+import side_files
 import step
 from machines import missing
 
@@ -144,3 +145,10 @@ def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path,
         assert curve["tokens"][-1] == 4 * 32 * 64
         assert curve["flops"][-1] == pytest.approx(4 * curve["flops"][0])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
+    cases = _run(side_files, tmp_path)["cases"]
+    assert len(cases) == 4
+    assert all(0 < figures["share_of_shards"] < 1 for figures in cases.values())
+    assert cases["UUIDs, rows of 128"]["bytes_per_token"] > cases["no ids, rows of 128"]["bytes_per_token"]

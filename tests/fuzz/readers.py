@@ -16,7 +16,7 @@ from support.real_runs import VOCAB_SIZE
 from electra_dist.checkpoint.file_reader import verify
 from electra_dist.compare.criterion import record_criterion
 from electra_dist.config_file import load_config
-from electra_dist.corpus.stages.build_records import BuildRecords
+from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords
 from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.data.shard import Shard
@@ -95,7 +95,7 @@ def _truncate(root: Path) -> None:
 def _progress(root: Path) -> None:
     store = open_store(str(root / "building"))
     records = BuildRecords(store)
-    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    records.begin(PROGRESS_PARAMETERS, "[PAD]\n", BuildNotes())
     for group in records.groups().values():
         for name in group.spills:
             list(SpillFile(store, name).documents(range(NUM_CELLS)))
@@ -103,6 +103,7 @@ def _progress(root: Path) -> None:
     for bucket in records.buckets().values():
         if bucket.heldout_rows:
             records.heldout_rows(bucket)
+            records.heldout_origins(bucket)
     records.parts()
 
 
@@ -148,6 +149,7 @@ RESOLVE = _command("resolve {root}/run.yaml")
 PLAN = _command("plan {root}/run.yaml", 2)
 SUBMIT = _command("submit --config {root}/run.yaml --nodes 2 --dry-run")
 INFO = _command("corpus info {root}/corpus")
+FIND = _command("corpus find {root}/corpus --document a.txt#3")
 INDEX = _command("corpus index {root}/indexed --vocab {root}/corpus/vocab.txt")
 SCORE = _command("score --model {root}/export/discriminator {root}/texts.txt", 1)
 SCORE_RUN = _command("score --model {root}/run {root}/texts.txt", 1)
@@ -166,6 +168,8 @@ TARGETS = (
     Target("compare.yaml", "yaml", (COMPARE,)),
     Target("corpus/corpus.json", "json", (INFO, START, VERIFY, LIBRARY)),
     Target("corpus/vocab.txt", "text", (START, INDEX)),
+    Target("corpus/origins.json", "json", (FIND,)),
+    Target("corpus/origins/shard-000000.parquet", "text", (FIND,)),
     Target("indexed/shard-000000.tar", "tar", (INDEX, Reader("shard", function=_shard))),
     *(
         Target(f"building/progress/{name}", kind, (Reader("resume of a build", function=_progress),))
@@ -175,6 +179,8 @@ TARGETS = (
             ("groups/*.json", "json"),
             ("buckets/*.json", "json"),
             ("buckets/*.npy", "npy"),
+            ("buckets/*.parquet", "text"),
+            ("notes.json", "json"),
             ("spills/*", "text"),
         )
     ),

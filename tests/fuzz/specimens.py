@@ -9,20 +9,24 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import yaml
 from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
 
 from electra_dist.checkpoint.checkpoint_manifest import Manifest
+from electra_dist.corpus.origins.origin_files import put_origins, write_origins
+from electra_dist.corpus.origins.origin_table import Origin, table_of_examples
 from electra_dist.corpus.report.read_counts import ReadCounts
-from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
+from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
 from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
-from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import token_counts_file
 from electra_dist.run.jsonl import JsonlFile
 from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from launcher.slurm.job import note
 from launcher.supervise.rendezvous import Rendezvous
@@ -63,6 +67,7 @@ def make_specimen(root: Path) -> None:
     """Write the folder: `corpus`, `run`, `export`, and smaller files of other parts. Takes a training run's time."""
     write_corpus(str(root / "corpus"), [70, 33, 48])
     write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
+    _write_side_files(open_store(str(root / "corpus")))
     settings = {"train.num_steps": NUM_STEPS, "checkpoint.every_steps": 2, "log.eval_every_steps": 2}
     config = write_tiny_config(root / "run.yaml", root / "run", str(root / "corpus"), **settings)
     done = subprocess.run(quick_command(config, 1), capture_output=True, text=True, timeout=600, check=False)
@@ -72,6 +77,19 @@ def make_specimen(root: Path) -> None:
     _write_records(root / "run")
     _write_build_progress(root)
     _write_data_of_tasks(root)
+
+
+def _write_side_files(store: Store) -> None:
+    """Write side files of a corpus in which each row is one document."""
+    manifest = read_manifest(store)
+    files = [put_origins(store, shard.name, _documents_of_rows(shard.rows)) for shard in manifest.shards]
+    write_origins(store, manifest, files)
+
+
+def _documents_of_rows(num_rows: int) -> pyarrow.Table:
+    """Return the table of rows that are one document each."""
+    places = np.array([(row, 0, row) for row in range(num_rows)])
+    return table_of_examples(places, [Origin("a.txt", row, "texts", DocumentNames()) for row in range(num_rows)])
 
 
 def _write_records(run: Path) -> None:
@@ -109,7 +127,7 @@ def _write_build_progress(root: Path) -> None:
     store = open_store(str(root / "building"))
     manifest = read_manifest(open_store(str(root / "corpus")))
     records = BuildRecords(store)
-    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    records.begin(PROGRESS_PARAMETERS, "[PAD]\n", BuildNotes(with_origins=True))
     spill = "progress/spills/000000-000000"
     write_spill(
         store, spill, [OrderedDocument(key << 54, 0, key, RawDocument(b"some text", False)) for key in range(9)]
@@ -147,7 +165,7 @@ def _write_build_progress(root: Path) -> None:
         heldout=counts,
         sources={"a.txt": {"documents": 4}},
     )
-    records.record_bucket(bucket, np.zeros((4, 32), np.uint16))
+    records.record_bucket(bucket, np.zeros((4, 32), np.uint16), _documents_of_rows(4))
     records.record_part("1/2")
 
 

@@ -20,6 +20,7 @@ The folder is deleted after corpus.json has been written.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -105,6 +106,9 @@ class FinishedBucket(Section):
         description="counts of the documents of each source for build.json (document_counts.py)"
     )
     origins: list[OriginFile] = Field(default=[], description="entries of its side files; empty without side files")
+    heldout_origins: str | None = Field(
+        default=None, description="SHA-256 of buckets/NNNNNN.heldout.parquet, in hexadecimal; null: it does not exist"
+    )
 
 
 class BuildRecords:
@@ -229,7 +233,9 @@ class BuildRecords:
             heldout_origins: documents of these rows (`origin_table.py`); None if the build writes no side files.
         """
         if len(heldout_rows) and heldout_origins is not None:
-            self._store.write(_heldout_key(bucket.number, "parquet"), table_to_bytes(heldout_origins))
+            data = table_to_bytes(heldout_origins)
+            self._store.write(_heldout_key(bucket.number, "parquet"), data)
+            bucket = bucket.model_copy(update={"heldout_origins": hashlib.sha256(data).hexdigest()})
         if len(heldout_rows):
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
@@ -274,13 +280,12 @@ class BuildRecords:
             ManifestMismatch: the file is damaged.
         """
         key = _heldout_key(bucket.number, "parquet")
-        try:
-            table = table_from_bytes(self._store.read(key))
-        except ValueError as error:
-            raise self._damaged(key, error) from None
-        return table
+        data = self._store.read(key)
+        if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
+            raise self._damaged(key, "its SHA-256 is not the recorded one")
+        return table_from_bytes(data)
 
-    def _damaged(self, key: str, error: ValueError) -> ManifestMismatch:
+    def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
         """Return the error for a file in progress/ that cannot be parsed."""
         return ManifestMismatch(
             f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the build "
