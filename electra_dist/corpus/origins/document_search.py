@@ -1,18 +1,20 @@
 """Find the rows of a corpus that hold documents of a source, or one document, by the side files.
 
-Guarantee: the rows that are named are exactly those with an example of such a document.
+Guarantee: the rows that are found are exactly those with an example of such a document.
 
 Cost: one pass over the side files, which are a small part of the shards; no shard is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow
 import pyarrow.compute
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]  # for each line of a side file, whether it is one that is searched for
 
 
 class RowDocument(NamedTuple):
@@ -24,58 +26,69 @@ class RowDocument(NamedTuple):
     place: str  # FILE#NUMBER: name of the input file, and number of the document in it from 0
 
 
-class RowOfDocument(NamedTuple):
-    """Row with documents that were searched for."""
-
-    shard: int  # index of its shard in the manifest
-    row: int  # number within the shard
-    documents: list[RowDocument]  # those that were searched for, from left to right
-
-
-def rows_of_source(tables: Iterable[tuple[int, pyarrow.Table]], source: str) -> Iterator[RowOfDocument]:
-    """Yield the rows with an example of a source.
+def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
+    """Return which lines of a side file belong to a source.
 
     Args:
-        tables: index of a shard, and its side file, for each shard.
+        table: the side file.
         source: name of the source, as build.json or the documents' records name it; the last folders of a name are
             enough, such as "wiki" for texts/wiki.
     """
-    for shard, table in tables:
-        matches = np.zeros(len(table), bool)
-        for column in ("source", "record_source"):
-            matches |= _matches_source(table.column(column), source)
-        yield from _rows(shard, table, matches)
+    return _is_source(table.column("source"), source) | _is_source(table.column("record_source"), source)
 
 
-def _matches_source(names: pyarrow.ChunkedArray, source: str) -> np.ndarray:
-    """Return where a name is the source or ends with its folders, bool."""
+def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
+    """Return where a name is the source or ends with its folders."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
-    matches = pyarrow.compute.or_(is_equal, ends_so)
-    return pyarrow.compute.fill_null(matches, False).to_numpy()
+    return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
 
 
-def rows_of_document(tables: Iterable[tuple[int, pyarrow.Table]], document: str) -> Iterator[RowOfDocument]:
-    """Yield the rows with an example of a document.
+def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
+    """Return which lines of a side file belong to a document.
 
     Args:
-        tables: index of a shard, and its side file, for each shard.
+        table: the side file.
         document: id of the document, or FILE#NUMBER: the name of its file below the input, and its number from 0.
     """
-    file, has_number, number = document.rpartition("#")
-    for shard, table in tables:
-        has_id = pyarrow.compute.equal(table.column("id"), document)
-        matches = pyarrow.compute.fill_null(has_id, False).to_numpy()
-        if has_number and number.isdecimal():
-            is_file = pyarrow.compute.equal(table.column("file"), file).to_numpy()
-            matches |= is_file & (table.column("number").to_numpy() == int(number))
-        yield from _rows(shard, table, matches)
+    is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), document))
+    file, _, number = document.rpartition("#")
+    if number.isdecimal():
+        is_file = _without_nulls(pyarrow.compute.equal(table.column("file"), file))
+        is_document |= is_file & (table.column("number").to_numpy() == int(number))
+    return is_document
 
 
-def documents_of_rows(table: pyarrow.Table, rows: Sequence[int]) -> dict[int, list[RowDocument]]:
-    """Return the documents of some rows of a shard, from left to right: row -> documents."""
-    matches = np.isin(table.column("row").to_numpy(), rows)
-    return {found.row: found.documents for found in _rows(0, table, matches)}
+def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
+    """Return a column of booleans as a new array, in which nulls are false."""
+    return np.array(pyarrow.compute.fill_null(values, False), bool)
+
+
+def rows_of_lines(table: pyarrow.Table, lines: Mask) -> NDArray[np.int64]:
+    """Return the rows that have one of some lines of a side file, in order, each once."""
+    return np.unique(table.column("row").to_numpy()[lines]).astype(np.int64)
+
+
+def documents_of_rows(
+    table: pyarrow.Table, rows: NDArray[np.integer], lines: Mask | None = None
+) -> dict[int, list[RowDocument]]:
+    """Return the documents of some rows of a shard, from left to right: row -> documents.
+
+    Args:
+        table: side file of the shard.
+        rows: numbers of the rows.
+        lines: which lines count; None for all.
+    """
+    wanted = np.isin(table.column("row").to_numpy(), rows)
+    if lines is not None:
+        wanted &= lines
+    documents: dict[int, list[RowDocument]] = {}
+    for line in table.filter(pyarrow.array(wanted)).to_pylist():
+        place = f"{line['file']}#{line['number']}"
+        source = line["record_source"] or line["source"]
+        document = RowDocument(line["start"], source, line["id"] or place, place)
+        documents.setdefault(line["row"], []).append(document)
+    return documents
 
 
 def sources_of_table(table: pyarrow.Table) -> set[str]:
@@ -84,18 +97,3 @@ def sources_of_table(table: pyarrow.Table) -> set[str]:
     for column in ("source", "record_source"):
         names.update(table.column(column).unique().to_pylist())
     return {name for name in names if name is not None}
-
-
-def _rows(shard: int, table: pyarrow.Table, matches: np.ndarray) -> Iterator[RowOfDocument]:
-    """Yield the rows that have a line of the table where `matches` is true, with the documents of these lines."""
-    current: RowOfDocument | None = None
-    for line in table.filter(pyarrow.array(matches)).to_pylist():
-        if current is None or current.row != line["row"]:
-            if current is not None:
-                yield current
-            current = RowOfDocument(shard, line["row"], [])
-        place = f"{line['file']}#{line['number']}"
-        source = line["record_source"] or line["source"]
-        current.documents.append(RowDocument(line["start"], source, line["id"] or place, place))
-    if current is not None:
-        yield current

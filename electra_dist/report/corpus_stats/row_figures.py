@@ -80,7 +80,7 @@ def read_row_figures(
         if table is not None:
             _add_sources(figures, table, ends)
         for row in sampled.get(shard, []):
-            documents = [] if table is None else documents_of_rows(table, [row]).get(row, [])
+            documents = [] if table is None else documents_of_rows(table, np.array([row])).get(row, [])
             figures.samples.append(RowSample(name, row, _texts(rows[row], vocabulary), documents))
     return figures
 

@@ -10,50 +10,37 @@ from rich.table import Table
 
 from electra_dist.corpus.origins.document_search import RowDocument
 from electra_dist.corpus.report.report_tables import plural
+from electra_dist.corpus_search.row_search import Hit, Query
+from electra_dist.corpus_search.row_uses import RowUse
 from electra_dist.data.corpus_manifest import CorpusManifest
 
-_MAX_SHOWN = 50  # rows that the table lists
+MAX_SHOWN = 50  # rows that the table lists
 _MAX_DOCUMENTS = 3  # documents of a row that the table lists
 
 
-class Hit(NamedTuple):
-    """A row that contains what was searched for."""
-
-    shard: int  # index of its shard in the manifest
-    row: int  # number within the shard
-    num_tokens: int | None  # consecutive tokens of the text in the row, at most; None without a text
-    documents: list[RowDocument] | None  # those searched for, or with a text all of the row; None without side files
-
-
-class RowUse(NamedTuple):
-    """A use of a row by a run."""
-
-    epoch: int
-    step: int  # number of the step, from 0
-    is_skipped: bool  # the step is one of those that make no update
-    is_done: bool  # the run has passed the step
-
-
 class SearchResult(NamedTuple):
-    """Rows that were found, with what is known about the search."""
+    """What a search has found: counts over all rows, and the rows that are listed."""
 
     manifest: CorpusManifest
-    hits: list[Hit]
-    sought: str  # what was searched for, for people
+    query: Query  # what was searched for
+    num_rows: int  # rows that were found
+    num_shards: int  # shards with such a row
+    hits: list[Hit]  # the rows that are listed: all, or the first ones
     num_tokens: int | None = None  # of the text; None for a source or a document
     heldout_rows: int = 0  # rows of the held-out corpus with the source or document
     sources: Sequence[str] = ()  # all sources of the corpus, if no row of the given one was found
-    uses: list[list[RowUse]] | None = None  # for each row the steps of a run that use it; None without a run
+    uses: list[list[RowUse]] | None = None  # for each listed row the steps of a run that use it; None without a run
+    step_counts: dict[str, int] | None = None  # `StepsOfRows.counts` of all rows; None without a run
     num_steps: int = 0  # steps of the whole run
 
-
-def step_counts(result: SearchResult) -> dict[str, int]:
-    """Return how many steps have read a row that was found (read), will (to_come), or are skipped (skipped)."""
-    all_uses = [use for uses in result.uses or [] for use in uses]
-    skipped = {use.step for use in all_uses if use.is_skipped}
-    read = {use.step for use in all_uses if use.is_done} - skipped
-    to_come = {use.step for use in all_uses} - read - skipped
-    return {"read": len(read), "to_come": len(to_come), "skipped": len(skipped)}
+    @property
+    def sought(self) -> str:
+        """Return what was searched for, for people."""
+        if self.query.source is not None:
+            return f"the source {self.query.source}"
+        if self.query.document is not None:
+            return f"the document {self.query.document}"
+        return f"the text ({self.num_tokens} tokens)"
 
 
 def json_tree(result: SearchResult) -> dict[str, Any]:
@@ -73,26 +60,26 @@ def json_tree(result: SearchResult) -> dict[str, Any]:
         "corpus": result.manifest.fingerprint,
         "tokens": result.num_tokens,
         "heldout_rows": result.heldout_rows,
-        "steps": None if result.uses is None else step_counts(result),
+        "steps": result.step_counts,
         "rows": rows,
     }
 
 
 def print_result(result: SearchResult, out: Console) -> None:
     """Print the rows, and the steps that use them if there is a run."""
-    num_rows = result.manifest.num_rows
-    if not result.hits:
-        out.print(f"no row of {num_rows:,} contains {result.sought}")
+    all_rows = result.manifest.num_rows
+    if not result.num_rows:
+        out.print(f"no row of {all_rows:,} contains {result.sought}")
         if result.sources:
             out.print(f"the sources are {', '.join(result.sources)}")
     else:
         out.print(_hit_table(result))
-        if len(result.hits) > _MAX_SHOWN:
-            out.print(f"and {len(result.hits) - _MAX_SHOWN:,} more rows; --json lists all")
-        shards = plural(len({hit.shard for hit in result.hits}), "shard")
-        out.print(f"{len(result.hits):,} of {num_rows:,} rows, in {shards}, contain {result.sought}")
-    if result.hits and result.uses is not None:
-        counts = step_counts(result)
+        if result.num_rows > len(result.hits):
+            out.print(f"and {result.num_rows - len(result.hits):,} more rows; --json lists all")
+        shards = plural(result.num_shards, "shard")
+        out.print(f"{result.num_rows:,} of {all_rows:,} rows, in {shards}, contain {result.sought}")
+    if result.num_rows and result.step_counts is not None:
+        counts = result.step_counts
         out.print(
             f"of the {result.num_steps:,} steps of the run, {counts['read']:,} have read one of them, "
             f"{counts['to_come']:,} will, and {counts['skipped']:,} are skipped"
@@ -103,7 +90,7 @@ def print_result(result: SearchResult, out: Console) -> None:
 
 
 def _hit_table(result: SearchResult) -> Table:
-    """Return the table of the first rows that were found."""
+    """Return the table of the rows that are listed."""
     table = Table("shard", "row")
     if result.num_tokens is not None:
         table.add_column("tokens of the text")
@@ -112,7 +99,7 @@ def _hit_table(result: SearchResult) -> Table:
         table.add_column("documents", overflow="fold")
     if result.uses is not None:
         table.add_column("steps that use the row")
-    for place, hit in enumerate(result.hits[:_MAX_SHOWN]):
+    for place, hit in enumerate(result.hits):
         cells = [result.manifest.shards[hit.shard].name, str(hit.row)]
         if result.num_tokens is not None:
             cells.append(f"{hit.num_tokens} of {result.num_tokens}")
