@@ -70,7 +70,8 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
     title = html.escape(name)
     short_names = _short_names(report)
     body = [
-        f"<header><h1>Corpus {title}</h1><p>Fingerprint {manifest.fingerprint}. This page was written {now()} UTC."
+        f'<header><h1>Corpus {title}</h1><p style="overflow-wrap:anywhere">Fingerprint {manifest.fingerprint}. '
+        f"This page was written {now()} UTC."
         "</p></header>\n",
         tile_section(_tiles(manifest, report, figures)),
     ]
@@ -81,7 +82,7 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
         )
     else:
         body.append(_sources(report, short_names))
-    body.append(_record_sources(figures, short_names))
+    body.append(_record_sources(figures, report, short_names))
     body.append(_diagrams(manifest, report, figures))
     if report is not None:
         body += [_left_out(report), *(_preparation(text) for text in report.prepared.values())]
@@ -136,28 +137,28 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
             ]
         )
     head = ["source", "licence", "documents", "left out", "tokens", "share", "tokens a document", "[UNK]"]
-    note = "Documents that are used or held out, and their tokens of text. Copies of documents count."
+    note = "Documents that are used or held out, and their tokens of text. One that is used twice counts twice."
     return f'<h2>Sources</h2>\n{table(rows, head)}<p class="note">{note}</p>\n'
 
 
-def _record_sources(figures: RowFigures, short_names: Mapping[str, str]) -> str:
-    """Return the section with the tokens of each source that the documents' records name; empty without any."""
+def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
+    """Return the section with the tokens of each source that the documents' records name; empty without any.
+
+    The licence is that of the preparation, if `corpus prepare` has made the text.
+    """
+    prepared = {} if report is None else report.prepared
     rows = []
-    for (source, record_source), tokens in sorted(
-        figures.tokens_by_source.items(), key=lambda item: (item[0][0], item[0][1] or "")
-    ):
-        if record_source is not None:
-            rows.append(
-                [
-                    record_source,
-                    short_names.get(source, source),
-                    f"{tokens:,}",
-                    percent(tokens / max(figures.tokens, 1)),
-                ]
-            )
+    by_name = sorted(figures.tokens_by_source.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+    for (source, record_source), tokens in by_name:
+        if record_source is None:
+            continue
+        counts = prepared[source].sources.get(record_source) if source in prepared else None
+        licence = _NOT_STATED if counts is None else counts.license
+        share = percent(tokens / max(figures.tokens, 1))
+        rows.append([record_source, licence, short_names.get(source, source), f"{tokens:,}", share])
     if not rows:
         return ""
-    head = ["source in the record", "input", "tokens", "share"]
+    head = ["source in the record", "licence", "input", "tokens", "share"]
     note = "Training rows by the field metadata.source of their documents; tokens with [CLS] and [SEP]."
     return f'<h2>Sources in the records</h2>\n{table(rows, head)}<p class="note">{note}</p>\n'
 

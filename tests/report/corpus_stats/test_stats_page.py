@@ -131,6 +131,7 @@ def test_the_page_shows_sources_licences_drops_and_samples(corpus: Path, text: s
     assert "cc0 & more" in shown
     assert "cc-by-sa-4.0, odc-by" in shown
     assert re.search(r"near_duplicate\s+33\s+20\s+13", shown)
+    assert re.search(r"wiki\s+cc-by-sa-4.0\s+documents", shown)
     assert "a line that is not a JSON object" in shown
     assert ".pdf" in shown
     [first, *_] = figures_of(corpus).samples
