@@ -572,5 +572,9 @@ def test_a_corpus_on_s3_equals_the_local_one(
     assert not store.list("progress/"), "the records of progress are not deleted"
     for entry in local.manifest.shards:
         assert hashlib.sha256(store.read(entry.name)).hexdigest() == entry.sha256
+    side_files = [key for key in file_contents(Path(local_request.output)) if "origins" in key]
+    assert len(side_files) > len(local.manifest.shards)
+    for key in side_files:
+        assert store.read(key) == (Path(local_request.output) / key).read_bytes()
     heldout_store = open_store(f"{url}/heldout", s3.endpoint_url)
     assert read_manifest(heldout_store) == local.heldout

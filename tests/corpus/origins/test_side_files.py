@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from support.s3_server import S3Server
 from typer.testing import CliRunner
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
@@ -20,6 +22,8 @@ from electra_dist.corpus.origins.origin_files import open_origins
 from electra_dist.corpus.report.build_report import corpus_sources
 from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.stages.join_parts import join_parts
+from electra_dist.corpus.text_decoding import RawDocument, decode_counted
+from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
@@ -224,6 +228,44 @@ def test_a_side_file_that_is_damaged_or_of_another_corpus_is_refused(
     (tmp_path / "first" / "origins.json").write_text('{"format": 1')
     with pytest.raises(ManifestMismatch, match=r"origins\.json: damaged"):
         open_origins(store, manifest)
+
+
+def test_a_text_and_a_document_are_found_on_s3_as_in_a_folder(
+    texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path, bucket: str, s3: S3Server
+) -> None:
+    local = build_request(tmp_path / "in", heldout_fraction=0.2)
+    remote = build_request(tmp_path / "in", f"{bucket}/corpus", endpoint_url=s3.endpoint_url, heldout_fraction=0.2)
+    for request in (local, remote):
+        build_corpus(request)
+
+    for query in (["document 3"], ["--document", "1007"], ["--source", "books"]):
+        found = []
+        for request, options in ((local, []), (remote, ["--endpoint-url", s3.endpoint_url])):
+            result = CliRunner().invoke(app, ["corpus", "find", request.output, *query, *options, "--json"])
+            assert result.exit_code == 0, result.output
+            found.append(json.loads(result.stdout))
+        assert found[0] == found[1]
+        assert found[0]["rows"] or found[0]["heldout_rows"]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("a", "a"), (7, "7"), (True, None), (None, None), (1.5, None), (["a"], None), ("a\ud83d", "a\ufffd")],
+)
+def test_an_id_is_a_string_or_an_integer(value: object, name: str | None) -> None:
+    record = RawDocument(json.dumps({"text": "some text", "id": value, "metadata": {"source": value}}).encode(), True)
+    assert decode_counted(record, "text", "skip").names == (name, name)
+
+
+def test_a_table_of_any_format_gives_its_ids(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["a b", None, "c"], "id": ["x", "y", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "c.csv").write_text("id,text\nx,a b\ny\n,c\n")
+    found = [(document.data, document.id) for document in DocumentStream(find_inputs([tmp_path]))]
+    expected = [(b"a b", "x"), (None, "y"), (b"c", None)]
+    assert found == [*expected, *expected, (b"a b", "x"), (None, None), (b"c", "")]
 
 
 def test_verify_reads_the_side_files_too(
