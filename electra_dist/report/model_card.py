@@ -139,7 +139,7 @@ def model_card(
         _introduction(tower, export),
         _how_to_load(predicts_tokens),
         _training(export, records, versions),
-        _training_data(sources),
+        _data_sources(sources),
         evaluation,
         _curves(records),
         _limits(license_id, is_evaluated=bool(evaluation)),
@@ -221,7 +221,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record) -> st
     return "## Training\n\n" + _table(("what", "value"), rows)
 
 
-def _training_data(sources: Mapping[str, Record]) -> str:
+def _data_sources(sources: Mapping[str, Record]) -> str:
     """Return the section with the share and the licence of each source of the corpus; empty if they are not recorded.
 
     A source is shown by the last folders of its name, as few as make the names differ.
@@ -237,7 +237,7 @@ def _training_data(sources: Mapping[str, Record]) -> str:
     for name, source in zip(names, sources.values(), strict=True):
         share = source["tokens"] / max(all_tokens, 1)
         rows.append((name, f"{100 * share:.1f} %", source.get("licence") or "not stated"))
-    return "## Training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
+    return "## Sources of the training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:

@@ -123,13 +123,9 @@ class Reporter:
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
-        corpus_sizes: dict[str, Any] = {
-            "rows": corpus.num_rows,
-            "tokens": corpus.num_tokens,
-            "seq_len": corpus.seq_len,
-        }
-        corpus_sizes["sources"] = corpus_sources(open_store(config.data.corpus, config.data.endpoint_url))
-        write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
+        corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
+        sources = corpus_sources(open_store(config.data.corpus, config.data.endpoint_url))
+        write_environment(run_dir, dist.get_world_size(), hosts, {**corpus_sizes, "sources": sources})
         self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
