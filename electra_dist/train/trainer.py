@@ -21,7 +21,6 @@ from electra_dist.checkpoint.commit import Fenced
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
-from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
@@ -534,11 +533,11 @@ class Trainer:
         """
         config = self.config
         corpus = self.inputs.corpus
-        rows_per_shard = [shard.rows for shard in corpus.manifest.shards]
-        order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
         return RowLoader(
             cache=self._open_cache(corpus, stack),
-            order=order,
+            order=self.inputs.corpora.row_order(
+                config.seed, config.data.shuffle_window_shards, config.train.global_batch
+            ),
             global_batch=config.train.global_batch,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),

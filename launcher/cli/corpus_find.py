@@ -16,6 +16,7 @@ from rich.table import Table
 from electra_dist.analysis.text_search import FoundRow, rows_with_tokens
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import open_run
 from electra_dist.run.metrics_summary import newest_metrics
@@ -55,22 +56,48 @@ def find(
     All shards are read once. Exit codes: 0 found or not, 78 wrong arguments or a damaged corpus.
     """
     config = open_run(run) if run else None
-    if config is not None:
-        corpus = corpus or config.data.corpus
-        endpoint_url = endpoint_url or config.data.endpoint_url
-    if corpus is None:
-        raise UserError("--corpus: give the folder of a corpus, or --run RUN for the corpus of a run")
-    store = open_store(corpus, endpoint_url)
-    manifest = read_manifest(store)
+    corpora = _open(corpus, config, endpoint_url)
+    store = corpora.store
+    manifest = corpora.manifest
     tokens = _tokens_of_text(text, store, manifest)
     num_least = min(least or _PART, len(tokens))
     special_ids = {manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
     found = list(rows_with_tokens(_shards(store, manifest), tokens, special_ids, num_least))
-    uses = _uses(found, manifest, config, run) if config is not None and run is not None else None
+    uses = _uses(found, corpora, config, run) if config is not None and run is not None else None
     if as_json:
         print_json(_json_tree(manifest, tokens, found, uses))
     else:
         _print_result(manifest, tokens, found, uses)
+
+
+def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
+    """Open a corpus or, without one, all corpora of a run. Their shards are then listed as those of one corpus.
+
+    Args:
+        corpus: folder or s3:// prefix; None: the corpora of the run.
+        config: config of the run; None without a run.
+        endpoint_url: URL of the S3 endpoint; None: that of the run or, without a run, AWS.
+
+    Raises:
+        UserError: neither a corpus nor a run is given, or one corpus of a run that reads several.
+    """
+    if corpus is None and config is None:
+        raise UserError("--corpus: give the folder of a corpus, or --run RUN for the corpus of a run")
+    if config is not None:
+        data = config.data
+        data = data.model_copy(update={"endpoint_url": endpoint_url or data.endpoint_url})
+        if corpus is None:
+            return open_run_corpora(data)
+        if data.phases:
+            raise UserError(
+                "--corpus: the run reads several corpora (data.phases); leave --corpus out to search all of them, or "
+                "leave --run out to search one"
+            )
+        endpoint_url = data.endpoint_url
+    assert corpus is not None
+    store = open_store(corpus, endpoint_url)
+    manifest = read_manifest(store, "--corpus")
+    return RunCorpora(phases=(CorpusPhase(from_step=0, url=corpus, store=store, manifest=manifest),))
 
 
 def _tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
@@ -106,34 +133,31 @@ def _shards(store: Store, manifest: CorpusManifest) -> Iterator[tuple[int, Any]]
                 shard.close()
 
 
-def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: Path) -> list[list[RowUse]]:
+def _uses(found: list[FoundRow], corpora: RunCorpora, config: Config, run: Path) -> list[list[RowUse]]:
     """Return for each row the steps of the run that use it, in order, up to the last step of the run.
 
     Args:
         found: the rows.
-        manifest: the corpus.
+        corpora: the corpora of the run, in which the rows were found.
         config: config of the run.
         run: the run folder, whose records say how far the run is and which steps it skips.
     """
-    uses: list[list[RowUse]] = [[] for _ in found]
     if not found:
-        return uses
-    from electra_dist.data.row_order import RowOrder
-    from electra_dist.data.row_positions import positions_of_rows
+        return []
+    from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 
-    order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
+    global_batch = config.train.global_batch
+    order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
     skipped = SkipList(run, config.train.skip_steps).steps
     steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
     shards = np.array([row.shard for row in found])
     rows = np.array([row.row for row in found])
-    num_positions = config.train.num_steps * config.train.global_batch
-    for epoch in range(-(-num_positions // order.rows_per_epoch)):
-        for place, position in enumerate(positions_of_rows(order, epoch, shards, rows).tolist()):
-            step = position // config.train.global_batch
-            if step < config.train.num_steps:
-                uses[place].append(RowUse(epoch, step, step in skipped, step < steps_done))
-    return uses
+    uses_of_run = []
+    for positions in uses_of_rows(order, shards, rows, config.train.num_steps * global_batch):
+        steps = [(use.epoch, use.position // global_batch) for use in positions]
+        uses_of_run.append([RowUse(epoch, step, step in skipped, step < steps_done) for epoch, step in steps])
+    return uses_of_run
 
 
 def _json_tree(

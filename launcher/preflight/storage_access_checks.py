@@ -23,6 +23,7 @@ from pathlib import Path
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.data.phases.run_corpora import corpus_keys
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable
@@ -52,7 +53,8 @@ def check_storage(config: Config, node: str) -> list[Finding]:
     has_begun = is_run_folder(Path(config.run_dir))
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
-    for url in (config.data.corpus, config.data.heldout):
+    training_urls = [url for _, _, url in corpus_keys(config.data)]
+    for url in (*training_urls, config.data.heldout):
         if not url:  # A run may have no held-out corpus.
             continue
         try:
@@ -152,7 +154,7 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))
     service_urls = set()
-    if config.data.corpus.startswith("s3://"):
+    if any(url.startswith("s3://") for _, _, url in corpus_keys(config.data)):
         service_urls.add(config.data.endpoint_url or _AWS)
     if any(url.startswith("s3://") for url in config.checkpoint_urls):
         service_urls.add(config.checkpoint.endpoint_url or _AWS)
