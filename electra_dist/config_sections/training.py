@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,14 @@ class PhaseConfig(Section):
         description="First step of the phase, counted from 0. The phase ends where the next one begins, or with the "
         "run."
     )
+
+
+class NamedCorpus(NamedTuple):
+    """A training corpus as the config names it."""
+
+    key: str  # config key, such as "data.corpus"
+    from_step: int  # first step that reads it
+    url: str  # local folder or s3:// prefix
 
 
 class DataConfig(Section):
@@ -70,6 +78,14 @@ class DataConfig(Section):
         description="URL of an S3-compatible service for the s3:// URLs of this section, for example "
         "http://10.0.0.1:9000. Unset: AWS.",
     )
+
+    def training_corpora(self) -> list[NamedCorpus]:
+        """Return `corpus` and the corpus of each of `phases`, in the order in which the run reads them."""
+        later = [
+            NamedCorpus(f"data.phases[{number}].corpus", phase.from_step, phase.corpus)
+            for number, phase in enumerate(self.phases)
+        ]
+        return [NamedCorpus("data.corpus", 0, self.corpus), *later]
 
     @model_validator(mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
-from electra_dist.data.phases.run_corpora import RunCorpora, corpus_keys, open_run_corpora
+from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer, choose_implementation
@@ -114,8 +114,8 @@ def open_training_corpora(config: Config) -> RunCorpora:
         UserError: a manifest cannot be read or is damaged.
     """
     corpora = open_run_corpora(config.data)
-    for (key, _, url), phase in zip(corpus_keys(config.data), corpora.phases, strict=True):
-        _check_fits(key, url, phase.manifest, config.data, config.model.vocab_size)
+    for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
+        _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
     return corpora
 

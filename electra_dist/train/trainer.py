@@ -156,9 +156,7 @@ class Trainer:
             hosts: name of the host of each rank.
         """
         reporter = self.patience.call(
-            lambda: Reporter(
-                self.config, self.engine, self.inputs.corpus.manifest, self.restored, hosts, self.patience
-            )
+            lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
         )
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
@@ -266,9 +264,12 @@ class Trainer:
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
             second_stage_begins = stages.enter(step)
-            if second_stage_begins or self.schedules.jumps_at(step):
-                # The window holds losses of the first stage, or of the value before the jump, which the new loss must
-                # not be compared with.
+            phase = self.inputs.corpora.phase_that_begins_at(step)
+            if phase is not None and self.reporter:
+                self.reporter.note(f"phase of the data: from step {step:,} on, rows come from {phase.url}")
+            if second_stage_begins or self.schedules.jumps_at(step) or phase is not None:
+                # The window holds losses of the first stage, of the value before the jump, or of another corpus, which
+                # the new loss must not be compared with.
                 state.guard = Guard(guard)
             # Requests of the ranks are added up in the all-reduce of a step. A skipped step has none: no requests.
             flags = RankFlags()

@@ -28,7 +28,6 @@ from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
-from electra_dist.data.phases.run_corpora import corpus_keys
 from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
 from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, recorded_fingerprints
@@ -147,11 +146,11 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         size_bytes=0,
         faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
     )
-    corpora = corpus_keys(config.data)
+    corpora = config.data.training_corpora()
     fingerprints = recorded_fingerprints(run_dir, len(corpora))
-    for number, (_, _, url) in enumerate(corpora):
+    for number, corpus in enumerate(corpora):
         fingerprint = fingerprints[number] if fingerprints else None
-        yield from _corpus_parts(open_store(url, config.data.endpoint_url), fingerprint, temporary)
+        yield from _corpus_parts(open_store(corpus.url, config.data.endpoint_url), fingerprint, temporary)
     if config.data.heldout:
         yield from _corpus_parts(open_store(config.data.heldout, config.data.endpoint_url), None, temporary)
     for target in open_targets(config):

@@ -23,7 +23,6 @@ from pathlib import Path
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
-from electra_dist.data.phases.run_corpora import corpus_keys
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable
@@ -53,7 +52,7 @@ def check_storage(config: Config, node: str) -> list[Finding]:
     has_begun = is_run_folder(Path(config.run_dir))
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
-    training_urls = [url for _, _, url in corpus_keys(config.data)]
+    training_urls = [corpus.url for corpus in config.data.training_corpora()]
     for url in (*training_urls, config.data.heldout):
         if not url:  # A run may have no held-out corpus.
             continue
@@ -154,7 +153,7 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))
     service_urls = set()
-    if any(url.startswith("s3://") for _, _, url in corpus_keys(config.data)):
+    if any(corpus.url.startswith("s3://") for corpus in config.data.training_corpora()):
         service_urls.add(config.data.endpoint_url or _AWS)
     if any(url.startswith("s3://") for url in config.checkpoint_urls):
         service_urls.add(config.checkpoint.endpoint_url or _AWS)

@@ -93,9 +93,32 @@ class RunCorpora:
             return orders[0]
         return PhasedOrder(orders, [phase.from_step * global_batch for phase in self.phases])
 
-    def phase_at(self, step: int) -> CorpusPhase:
-        """Return the phase to which a step, counted from 0, belongs."""
-        return [phase for phase in self.phases if phase.from_step <= step][-1]
+    def phase_that_begins_at(self, step: int) -> CorpusPhase | None:
+        """Return the later phase whose first step this is, counted from 0; None if none begins there."""
+        return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of the corpora together, as environment.json records them: "rows", "tokens" and "seq_len".
+
+        With `data.phases`, "phases" has from_step, fingerprint, rows and tokens of each.
+        """
+        manifest = self.manifest
+        sizes: dict[str, Any] = {
+            "rows": manifest.num_rows,
+            "tokens": manifest.num_tokens,
+            "seq_len": manifest.seq_len,
+        }
+        if len(self.phases) > 1:
+            sizes["phases"] = [
+                {
+                    "from_step": phase.from_step,
+                    "fingerprint": phase.manifest.fingerprint,
+                    "rows": phase.manifest.num_rows,
+                    "tokens": phase.manifest.num_tokens,
+                }
+                for phase in self.phases
+            ]
+        return sizes
 
     def check_shards_of_later_phases(self) -> None:
         """Refuse corpora of which a shard is missing, so that a run does not end where their phase begins.
@@ -116,12 +139,6 @@ class RunCorpora:
                 )
 
 
-def corpus_keys(data: DataConfig) -> list[tuple[str, int, str]]:
-    """Return the config key, the first step and the folder or URL of each corpus that a run trains on, by phase."""
-    later = [(f"data.phases[{number}].corpus", phase) for number, phase in enumerate(data.phases)]
-    return [("data.corpus", 0, data.corpus), *((key, phase.from_step, phase.corpus) for key, phase in later)]
-
-
 def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunCorpora:
     """Read the manifests of all corpora of a run and check that they fit together.
 
@@ -134,10 +151,10 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
         UserError: a manifest cannot be read or is damaged.
     """
     phases = []
-    for key, from_step, url in corpus_keys(data):
-        store = open_store(url, data.endpoint_url, retry=retry)
-        manifest = read_manifest(store, key)
-        phases.append(CorpusPhase(from_step=from_step, url=url, store=store, manifest=manifest))
+    for named in data.training_corpora():
+        store = open_store(named.url, data.endpoint_url, retry=retry)
+        manifest = read_manifest(store, named.key)
+        phases.append(CorpusPhase(from_step=named.from_step, url=named.url, store=store, manifest=manifest))
     for number, phase in enumerate(phases):
         for earlier in phases[:number]:
             if earlier.manifest.fingerprint == phase.manifest.fingerprint:
