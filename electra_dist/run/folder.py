@@ -219,9 +219,15 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return
-    # Numerics is compared last: a run of another config is refused as such.
-    identity_of_folder = {**read_identity(run_dir), "numerics": None}
-    difference = _first_difference(identity_of_folder, {**identity, "numerics": None})
+    # Keys of the config are compared before the digests that depend on them, and numerics last: a run of another
+    # config is refused as such.
+    digests: dict[str, None] = dict.fromkeys(("phase_fingerprints", "corpus_fingerprint", "numerics"))
+    identity_of_folder = read_identity(run_dir)
+    config_of_folder = {key: value for key, value in identity_of_folder.items() if key not in digests}
+    difference = _first_difference(
+        {**config_of_folder, **digests, **identity_of_folder, "numerics": None},
+        {**digests, **identity, "numerics": None},
+    )
     if difference:
         raise UserError(
             f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "

@@ -15,7 +15,10 @@ from support.real_runs import go_back, quick_command, read_losses, step_records,
 from typer.testing import CliRunner
 
 import electra_dist as ed
+from electra_dist.config_file import load_config
 from electra_dist.data.row_receipt import Receipt
+from electra_dist.errors import UserError
+from electra_dist.train.input_checks import check_inputs
 from launcher.cli.main import app
 
 Pretrain = Callable[..., subprocess.CompletedProcess[str]]
@@ -122,27 +125,30 @@ def test_the_rows_of_each_step_are_those_of_its_corpus_and_verify_finds_a_change
 
 
 def test_a_changed_phase_and_a_missing_corpus_are_refused_before_anything_is_written(
-    uncut: Path, tiny_corpus: Path, later_corpus: Path, tmp_path: Path, pretrain: Pretrain
+    uncut: Path, tiny_corpus: Path, later_corpus: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(uncut, run_dir)
-    before = (run_dir / "ledger.jsonl").read_text()
-    config = write_config(run_dir, tiny_corpus, later_corpus)
-    moved = f"data.phases=[{{corpus: {later_corpus}, from_step: 7}}]"
-    refusal = pretrain(config, 1, moved, check=False)
-    assert refusal.returncode == 78
-    assert "phase_steps" in refusal.stderr + refusal.stdout
-    assert (run_dir / "ledger.jsonl").read_text() == before
+    config = uncut / "config.yaml"
+    check_inputs(load_config(config), 2)
+    moved = load_config(config, [f"data.phases=[{{corpus: {later_corpus}, from_step: 7}}]"])
+    with pytest.raises(UserError, match=r"data\.phase_steps.*restore the old value to continue"):
+        check_inputs(moved, 2)
+    with pytest.raises(UserError, match=r"data\.phase_steps"):
+        check_inputs(load_config(config, ["data.phases=[]"]), 2)
+    with pytest.raises(UserError, match="holds a run of another config or corpus"):
+        check_inputs(load_config(config, [f"data.phases=[{{corpus: {tiny_corpus}/heldout, from_step: 6}}]"]), 2)
+    missing = load_config(config, [f"data.phases=[{{corpus: {later_corpus}/nothing, from_step: 6}}]"])
+    with pytest.raises(UserError, match=r"nothing/corpus\.json: no finished corpus"):
+        check_inputs(missing, 2)
 
 
-SPIKES = [7, 8]  # after the change; with two steps before them that are skipped, too, the run goes back over it
+SPIKES = [9, 10]  # after the change, when the guard's new window is full; the steps from 5 on are skipped with them
 
 
 @pytest.mark.drill
 def test_a_rollback_over_the_change_equals_a_run_that_was_told_to_skip_these_steps(
     tiny_corpus: Path, later_corpus: Path, tmp_path: Path, pretrain: Pretrain
 ) -> None:
-    guard = {"guard.window": 3, "guard.spike_sigma": 50.0, "guard.max_in_a_row": 2, "guard.skip_before": 3}
+    guard = {"guard.window": 3, "guard.spike_sigma": 50.0, "guard.max_in_a_row": 2, "guard.skip_before": 4}
     rolled = write_config(tmp_path / "rolled", tiny_corpus, later_corpus, **guard)
     command = quick_command(rolled, 1)
     command[1] = str(Path(__file__).parent / "faulty_pretrain.py")
@@ -150,7 +156,7 @@ def test_a_rollback_over_the_change_equals_a_run_that_was_told_to_skip_these_ste
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
     skipped = json.loads((tmp_path / "rolled" / "skipped_steps.json").read_text())
     assert skipped["rollbacks"] == 1
-    assert min(skipped["steps"]) < BORDER < max(skipped["steps"])
+    assert skipped["steps"] == [5, 6, 7, 8, 9, 10]
 
     settings = {**guard, "train.skip_steps": skipped["steps"]}
     pretrain(write_config(tmp_path / "skipping", tiny_corpus, later_corpus, **settings), 1)
