@@ -27,8 +27,9 @@ from electra_dist.corpus.origins.document_search import (
     rows_of_lines,
     sources_of_table,
 )
-from electra_dist.corpus.origins.origin_files import open_origins
+from electra_dist.corpus.origins.origin_files import Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, read_manifest
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -68,30 +69,32 @@ class Hit(NamedTuple):
 
 
 class RowSearch:
-    """Search of one corpus for a query."""
+    """Search of a corpus, or of all corpora of a run, for a query. Shards are numbered over all corpora."""
 
-    def __init__(self, query: Query, store: Store, manifest: CorpusManifest, progress: Progress = iter) -> None:
+    def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
         """Open the side files, if the corpus has them; no shard is read yet.
 
         Args:
             query: what is searched for.
-            store: the corpus.
-            manifest: its manifest.
+            corpora: the corpora; a corpus without a run is the only one.
             progress: wraps the indices of the shards in each pass.
 
         Raises:
             ManifestMismatch: origins.json is damaged, or belongs to another corpus.
         """
         self._query = query
-        self._store = store
-        self._manifest = manifest
-        self._origins = open_origins(store, manifest)
+        self._corpora = corpora
+        self._store = corpora.store
+        self._manifest = corpora.manifest
+        self._origins = [open_origins(phase.store, phase.manifest) for phase in corpora.phases]
+        num_shards = [len(phase.manifest.shards) for phase in corpora.phases]
+        self._first_shards = np.cumsum([0, *num_shards[:-1]])  # number of the first shard of each corpus
         self._progress = progress
 
     @property
     def has_side_files(self) -> bool:
-        """Return whether the corpus has side files, without which sources and documents cannot be searched for."""
-        return self._origins is not None
+        """Return whether all corpora have side files, without which sources and documents cannot be searched for."""
+        return None not in self._origins
 
     def rows_with_text(self, tokens: list[int], least: int) -> FoundRows:
         """Return the rows that contain at least `least` consecutive tokens of a text."""
@@ -106,9 +109,10 @@ class RowSearch:
         Raises:
             UserError: the corpus has no side files.
         """
-        if self._origins is None:
+        if not self.has_side_files:
+            without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
-                f"{self._store.url}: has no side files (origins.json), by which --source and --document search; build "
+                f"{without.store.url}: has no side files (origins.json), by which --source and --document search; build "
                 "the corpus again with corpus.origins=true into another folder, or search for a TEXT"
             )
         shards = [np.empty(0, np.int64)]
@@ -131,7 +135,7 @@ class RowSearch:
             places = np.flatnonzero(shards == shard).tolist()
             rows = found.rows[places]
             documents: dict[int, list[RowDocument]] | None = None
-            if self._origins is not None:
+            if self._origins_of_shard(shard) is not None:
                 table = self._table(shard)
                 documents = documents_of_rows(table, rows, None if self._query.is_text else self._lines(table))
             for place, row in zip(places, rows.tolist(), strict=True):
@@ -155,8 +159,19 @@ class RowSearch:
 
     def _table(self, shard: int) -> pyarrow.Table:
         """Return the side file of a shard, by its index in the manifest."""
-        assert self._origins is not None
-        return self._origins.table(self._manifest.shards[shard].name)
+        origins = self._origins_of_shard(shard)
+        assert origins is not None
+        phase = self._phase_of_shard(shard)
+        manifest = self._corpora.phases[phase].manifest
+        return origins.table(manifest.shards[shard - int(self._first_shards[phase])].name)
+
+    def _origins_of_shard(self, shard: int) -> Origins | None:
+        """Return the side files of the corpus of a shard; None if it has none."""
+        return self._origins[self._phase_of_shard(shard)]
+
+    def _phase_of_shard(self, shard: int) -> int:
+        """Return the number of the phase whose corpus a shard belongs to."""
+        return int(np.searchsorted(self._first_shards, shard, side="right")) - 1
 
 
 def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
@@ -170,7 +185,8 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
     if not store.exists(MANIFEST_KEY):
         return 0
-    search = RowSearch(query, store, read_manifest(store))
+    phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
+    search = RowSearch(query, RunCorpora(phases=(phase,)))
     return len(search.rows_with_documents().rows) if search.has_side_files else 0
 
 

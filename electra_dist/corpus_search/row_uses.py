@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import FoundRows
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.phases.run_corpora import RunCorpora
 from electra_dist.run.metrics_summary import newest_metrics
 
 _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
@@ -54,7 +54,7 @@ class StepsOfRows:
 
 
 def uses_of_found_rows(
-    found: FoundRows, num_listed: int, manifest: CorpusManifest, config: Config, run: Path
+    found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
     """Return the uses of the listed rows, and the counts of the steps that use any row.
 
@@ -64,37 +64,34 @@ def uses_of_found_rows(
     steps = StepsOfRows()
     for start in range(0, len(found.rows), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
-        uses = uses_of_rows(found.shards[block], found.rows[block], manifest, config, run)
+        uses = steps_of_rows(found.shards[block], found.rows[block], corpora, config, run)
         for uses_of_row in uses:
             steps.add(uses_of_row)
         listed += uses[: max(0, num_listed - start)]
     return listed, steps.counts()
 
 
-def uses_of_rows(
-    shards: NDArray[np.int64], rows: NDArray[np.int64], manifest: CorpusManifest, config: Config, run: Path
+def steps_of_rows(
+    shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
 ) -> list[list[RowUse]]:
     """Return for each row the steps of the run that use it, in order, up to the last step of the run.
 
     Args:
         shards: index of each row's shard in the manifest.
         rows: number of each row within its shard.
-        manifest: the corpus.
+        corpora: the corpora of the run, in which the rows were found.
         config: config of the run.
         run: the run folder, whose records say how far the run is and which steps it skips.
     """
-    from electra_dist.data.row_order import RowOrder
-    from electra_dist.data.row_positions import positions_of_rows
+    from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 
-    uses: list[list[RowUse]] = [[] for _ in rows]
-    order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
+    global_batch = config.train.global_batch
+    order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
     skipped = SkipList(run, config.train.skip_steps).steps
     steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
-    num_positions = config.train.num_steps * config.train.global_batch
-    for epoch in range(-(-num_positions // order.rows_per_epoch)):
-        for place, position in enumerate(positions_of_rows(order, epoch, shards, rows).tolist()):
-            step = position // config.train.global_batch
-            if step < config.train.num_steps:
-                uses[place].append(RowUse(epoch, step, step in skipped, step < steps_done))
-    return uses
+    uses_of_run = []
+    for positions in uses_of_rows(order, shards, rows, config.train.num_steps * global_batch):
+        steps = [(use.epoch, use.position // global_batch) for use in positions]
+        uses_of_run.append([RowUse(epoch, step, step in skipped, step < steps_done) for epoch, step in steps])
+    return uses_of_run

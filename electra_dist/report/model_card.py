@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import yaml
 
+from electra_dist.data.phases.phase_use import uses_of_phases
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
@@ -82,13 +83,14 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     environment = read_environment(run_dir)
     versions = environment.get("versions", {})
     sources = environment.get("corpus", {}).get("sources", {})
+    phases = environment.get("corpus", {}).get("phases", ())
     curves = _draw_curves(run_dir) if records else None
     cards = []
     for tower, folder in export.folders.items():
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id, sources)
+        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id, phases, sources)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)
@@ -117,6 +119,7 @@ def model_card(
     records: Sequence[Record],
     versions: Record,
     license_id: str = UNKNOWN_LICENSE,
+    phases: Sequence[Record] = (),
     sources: Mapping[str, Record] = MappingProxyType({}),
 ) -> str:
     """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
@@ -129,6 +132,7 @@ def model_card(
             be empty.
         versions: package -> version, of the run's newest start; may be empty.
         license_id: licence of the weights, as an identifier of Hugging Face's hub.
+        phases: sizes of each phase's corpus, from environment.json; empty for a run without `data.phases`.
         sources: "tokens" and "licence" of each source of the training corpus; may be empty.
     """
     predicts_tokens = _predicts_tokens(tower, export)
@@ -138,7 +142,7 @@ def model_card(
         f"# {run_name}: ELECTRA {tower}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens),
-        _training(export, records, versions),
+        _training(export, records, versions, phases),
         _data_sources(sources),
         evaluation,
         _curves(records),
@@ -196,13 +200,13 @@ def _how_to_load(predicts_tokens: bool) -> str:
     )
 
 
-def _training(export: Export, records: Sequence[Record], versions: Record) -> str:
+def _training(export: Export, records: Sequence[Record], versions: Record, phases: Sequence[Record]) -> str:
     """Return the section on the training: data, steps, tokens, FLOPs, optimizer and versions, as a table."""
     config = export.config
     state = export.state
     rows = [
         ("objective", f"`{config.objective.name}`"),
-        ("training data", f"corpus with fingerprint `{state.corpus_fingerprint}`"),
+        *_training_data(export, phases),
         ("steps", f"{state.step:,} of {config.train.num_steps:,}, {config.train.global_batch:,} rows each"),
         ("rows", f"{state.rows_seen:,} of {config.data.seq_len} tokens, padding included"),
     ]
@@ -219,6 +223,28 @@ def _training(export: Export, records: Sequence[Record], versions: Record) -> st
     if versions:
         rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
     return "## Training\n\n" + _table(("what", "value"), rows)
+
+
+def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return the rows of the table that name the training data: one for each corpus that was read.
+
+    Args:
+        export: the weights that were exported, whose step decides which phases were reached.
+        phases: sizes of each phase's corpus; empty for a run without `data.phases`.
+    """
+    if not phases:
+        return [("training data", f"corpus with fingerprint `{export.state.corpus_fingerprint}`")]
+    uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
+    tokens = sum(use.tokens for use in uses)
+    return [
+        (
+            f"training data from step {use.from_step:,} on",
+            f"corpus with fingerprint `{use.fingerprint}`: {use.tokens / max(tokens, 1.0):.1%} of the tokens, "
+            f"{use.epochs:.2f} epochs of its {use.corpus_rows:,} rows",
+        )
+        for use in uses
+        if use.rows
+    ]
 
 
 def _data_sources(sources: Mapping[str, Record]) -> str:

@@ -94,7 +94,7 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
     corpus = run.environment.get("corpus")
     if corpus is not None:
         epochs = ""
-        if run.metrics.newest is not None:
+        if run.metrics.newest is not None and not corpus.get("phases"):
             epochs = f"; {run.metrics.newest['rows_seen'] / corpus['rows']:.2f} epochs seen"
         remark = f"tokens in {corpus['rows']:,} rows of {corpus['seq_len']}{epochs}"
         figures.append(("Corpus", format_count(corpus["tokens"]), remark))

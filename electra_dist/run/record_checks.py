@@ -133,6 +133,15 @@ class _CorpusSource(_Record):
     licence: str | None = None
 
 
+class _PhaseSizes(_Record):
+    """Corpus of one phase in the entry "corpus" of environment.json."""
+
+    from_step: Count
+    fingerprint: str
+    rows: Annotated[int, Field(gt=0, lt=1 << 53)]
+    tokens: Count
+
+
 class _CorpusSizes(_Record):
     """Entry "corpus" of environment.json."""
 
@@ -140,6 +149,7 @@ class _CorpusSizes(_Record):
     tokens: Count
     seq_len: Count
     sources: dict[str, _CorpusSource] = {}
+    phases: tuple[_PhaseSizes, ...] = ()
 
 
 class _Environment(_Record):

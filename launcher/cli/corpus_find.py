@@ -11,10 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from electra_dist.config import Config
 from electra_dist.corpus_search.row_search import Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
 from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.store.open_store import open_store
@@ -64,17 +66,12 @@ def find(
     """
     corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None
-    if config is not None:
-        corpus = corpus or config.data.corpus
-        endpoint_url = endpoint_url or config.data.endpoint_url
-    if corpus is None:
-        raise UserError(f"CORPUS is missing; {_USAGE}")
-    store = open_store(corpus, endpoint_url)
-    manifest = read_manifest(store)
-    search = RowSearch(query, store, manifest, _progress)
+    corpora = _open(corpus, config, endpoint_url)
+    manifest = corpora.manifest
+    search = RowSearch(query, corpora, _progress)
     num_tokens = None
     if query.text is not None:
-        tokens = tokens_of_text(query.text, store, manifest)
+        tokens = tokens_of_text(query.text, corpora.store, manifest)
         num_tokens = len(tokens)
         found = search.rows_with_text(tokens, min(least or _PART, num_tokens))
     else:
@@ -87,16 +84,48 @@ def find(
         num_shards=len(np.unique(found.shards)),
         hits=search.hits(found, num_listed),
         num_tokens=num_tokens,
-        heldout_rows=0 if query.is_text else rows_held_out(query, corpus, endpoint_url),
+        heldout_rows=0
+        if query.is_text
+        else rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url)),
         sources=[] if query.source is None or len(found.rows) else search.sources(),
     )
     if config is not None and run is not None:
-        uses, step_counts = uses_of_found_rows(found, num_listed, manifest, config, run)
+        uses, step_counts = uses_of_found_rows(found, num_listed, corpora, config, run)
         result = result._replace(uses=uses, step_counts=step_counts, num_steps=config.train.num_steps)
     if as_json:
         print_json(json_tree(result))
     else:
         print_result(result, open_console(markup=False))
+
+
+def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
+    """Return the S3 endpoint that the user gave, or that of the run; None for AWS."""
+    return endpoint_url or (config.data.endpoint_url if config is not None else None)
+
+
+def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
+    """Open a corpus or, without one, all corpora of a run. Their shards are then listed as those of one corpus.
+
+    Args:
+        corpus: folder or s3:// prefix; None: the corpora of the run.
+        config: config of the run; None without a run.
+        endpoint_url: URL of the S3 endpoint; None: that of the run or, without a run, AWS.
+
+    Raises:
+        UserError: neither a corpus nor a run is given, or one corpus of a run that reads several.
+    """
+    if config is not None and corpus is None:
+        return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
+    if corpus is None:
+        raise UserError(f"CORPUS is missing; {_USAGE}")
+    if config is not None and config.data.phases:
+        raise UserError(
+            "CORPUS: the run reads several corpora (data.phases); leave CORPUS out to search all of them, or leave RUN "
+            "out to search one"
+        )
+    store = open_store(corpus, _endpoint_url(config, endpoint_url))
+    manifest = read_manifest(store, "CORPUS")
+    return RunCorpora(phases=(CorpusPhase(from_step=0, url=corpus, store=store, manifest=manifest),))
 
 
 def _progress(shards: Iterable[int]) -> Iterable[int]:

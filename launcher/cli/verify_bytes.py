@@ -31,7 +31,7 @@ from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
-from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity
+from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -147,8 +147,11 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         size_bytes=0,
         faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
     )
-    fingerprint = read_identity(run_dir).get("corpus_fingerprint")
-    yield from _corpus_parts(open_store(config.data.corpus, config.data.endpoint_url), fingerprint, temporary)
+    corpora = config.data.training_corpora()
+    fingerprints = recorded_fingerprints(run_dir, len(corpora))
+    for number, corpus in enumerate(corpora):
+        fingerprint = fingerprints[number] if fingerprints else None
+        yield from _corpus_parts(open_store(corpus.url, config.data.endpoint_url), fingerprint, temporary)
     if config.data.heldout:
         yield from _corpus_parts(open_store(config.data.heldout, config.data.endpoint_url), None, temporary)
     for target in open_targets(config):

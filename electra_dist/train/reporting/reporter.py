@@ -28,7 +28,8 @@ from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
 from electra_dist.corpus.report.build_report import corpus_sources
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.phases.phase_use import tokens_per_row
+from electra_dist.data.phases.run_corpora import RunCorpora
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate
@@ -43,7 +44,6 @@ from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.log_console import Console
 from electra_dist.run.writers.metrics_writer import MetricsWriter
 from electra_dist.schedule import describe, schedules_of, value_at
-from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
 from electra_dist.tracking.report_refresh import ReportRefresh
 from electra_dist.tracking.services import log_record, open_trackers
@@ -87,7 +87,7 @@ class Reporter:
         self,
         config: Config,
         engine: Engine,
-        corpus: CorpusManifest,
+        corpora: RunCorpora,
         restored: RunState | None,
         hosts: Sequence[str] = (),
         patience: Patience | None = None,
@@ -99,7 +99,7 @@ class Reporter:
         Args:
             config: the resolved config of the run.
             engine: read for the device and the name of the optimizer.
-            corpus: manifest of the training corpus.
+            corpora: the training corpora, one for each phase.
             restored: state of the restored checkpoint; None at the beginning of a run.
             hosts: name of the host of each rank.
             patience: how long records that a restart needs are waited for, if the disk is full; None: not at all.
@@ -123,18 +123,17 @@ class Reporter:
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
-        corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
-        sources = corpus_sources(open_store(config.data.corpus, config.data.endpoint_url))
-        write_environment(run_dir, dist.get_world_size(), hosts, {**corpus_sizes, "sources": sources})
+        self._corpus_sizes = corpora.sizes()
+        sources = corpus_sources(corpora.phases[0].store)
+        write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
         self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
-        self._tokens_per_row = corpus.num_tokens / corpus.num_rows
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if engine.device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(), config.train.precision)
         self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
-        self._note_setup(corpus)
+        self._note_setup(corpora)
 
     def began(
         self,
@@ -297,6 +296,7 @@ class Reporter:
         gpu = _NO_GPU_READING if look.gpu is None else look.gpu
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
+        global_batch = self._config.train.global_batch
         remaining_steps = num_steps - done
         return StepRecord(
             step=done,
@@ -316,7 +316,7 @@ class Reporter:
             data_wait=data_wait,
             memory_gb=self._memory_gb(),
             eta_s=step_s * remaining_steps,
-            tokens_seen=round(receipt.rows * self._tokens_per_row),
+            tokens_seen=round(receipt.rows * tokens_per_row(self._corpus_sizes, done, global_batch)),
             step_s=step_s,
             rows_seen=receipt.rows,
             receipt=receipt.hex,
@@ -524,23 +524,26 @@ class Reporter:
             self._note_refused_records()
             self._console.close()
 
-    def _note_setup(self, corpus: CorpusManifest) -> None:
-        """Log lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch.
+    def _note_setup(self, corpora: RunCorpora) -> None:
+        """Log lines that describe the run and its corpora: devices, precision, kernels, rows, steps per epoch.
 
         One more line has the schedules of the objective, if there are any.
         """
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)
-        steps_per_epoch = corpus.num_rows / config.train.global_batch
         self.note(
             f"run {config.run_dir} | {dist.get_world_size()} x {engine.device.type} | ZeRO-{config.engine.zero_stage} "
             f"{config.train.precision} | optimizer {engine.optimizer_name} | kernels {backend}"
         )
-        self.note(
-            f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
-            f"tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
-        )
+        for phase in corpora.phases:
+            corpus = phase.manifest
+            steps_per_epoch = corpus.num_rows / config.train.global_batch
+            from_step = f" from step {phase.from_step:,} on" if phase.from_step else ""
+            self.note(
+                f"corpus {phase.url}{from_step} | {corpus.num_rows:,} rows of {corpus.seq_len} | "
+                f"{corpus.num_tokens:,} tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
+            )
         schedules = schedules_of(config.objective)
         if schedules:
             changes = [f"objective.{key} {describe(schedule)}" for key, schedule in schedules.items()]
