@@ -112,8 +112,8 @@ class RowSearch:
         if not self.has_side_files:
             without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
-                f"{without.store.url}: has no side files (origins.json), by which --source and --document search; build "
-                "the corpus again with corpus.origins=true into another folder, or search for a TEXT"
+                f"{without.store.url}: has no side files (origins.json), by which --source and --document search; "
+                "build the corpus again with corpus.origins=true into another folder, or search for a TEXT"
             )
         shards = [np.empty(0, np.int64)]
         rows = [np.empty(0, np.int64)]

@@ -77,6 +77,9 @@ def find(
     else:
         found = search.rows_with_documents()
     num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
+    num_heldout = 0
+    if not query.is_text:
+        num_heldout = rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url))
     result = SearchResult(
         manifest=manifest,
         query=query,
@@ -84,9 +87,7 @@ def find(
         num_shards=len(np.unique(found.shards)),
         hits=search.hits(found, num_listed),
         num_tokens=num_tokens,
-        heldout_rows=0
-        if query.is_text
-        else rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url)),
+        heldout_rows=num_heldout,
         sources=[] if query.source is None or len(found.rows) else search.sources(),
     )
     if config is not None and run is not None:
@@ -120,8 +121,8 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
         raise UserError(f"CORPUS is missing; {_USAGE}")
     if config is not None and config.data.phases:
         raise UserError(
-            "CORPUS: the run reads several corpora (data.phases); leave CORPUS out to search all of them, or leave RUN "
-            "out to search one"
+            "CORPUS: the run reads several corpora (data.phases); leave CORPUS out to search all of them, or leave "
+            "RUN out to search one"
         )
     store = open_store(corpus, _endpoint_url(config, endpoint_url))
     manifest = read_manifest(store, "CORPUS")

@@ -256,3 +256,36 @@ def test_a_corpus_without_side_files_is_searched_by_text_only(corpus: Path, tmp_
     assert "corpus.origins=true" in str(result.exception)
     [row, *_] = find(str(copy), PLANTED)["rows"]
     assert row["documents"] is None
+
+
+def test_a_source_of_a_later_phase_is_found_in_its_corpus_with_the_steps_of_the_phase(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """The run reads another corpus from step 40 on, whose documents consist of marks that the first one lacks."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "notes.txt").write_text("\n\n".join([" ".join(["#"] * 500)] * 30))
+    request = BuildRequest(
+        inputs=find_inputs([tmp_path / "late"]),
+        vocabulary=make_vocabulary(),
+        output=str(tmp_path / "second"),
+        seq_len=64,
+        seed=3,
+        corpus=CorpusConfig(shard_size_mb=0.02),
+    )
+    manifest = build_corpus(request).manifest
+    run = write_run(corpus, tmp_path / "run")
+    config = json.loads((run / "config.yaml").read_text())
+    config["data"]["phases"] = [{"corpus": request.output, "from_step": 40}]
+    (run / "config.yaml").write_text(json.dumps(config))
+
+    found = find(str(run), "--source", "late")
+
+    assert len(found["rows"]) == manifest.num_rows
+    assert all(row["shard"].startswith("phase-1/") for row in found["rows"])
+    assert all(row["documents"][0]["place"].startswith("notes.txt#") for row in found["rows"])
+    assert {use["step"] for row in found["rows"] for use in row["uses"]} == set(range(40, 60))
+    early = find(str(run), "--source", "wiki")
+    assert early["rows"]
+    assert all(use["step"] < 40 for row in early["rows"] for use in row["uses"])
+    result = run_find(corpus, run, "--source", "late")
+    assert "leave CORPUS out to search all of them" in str(result.exception)
