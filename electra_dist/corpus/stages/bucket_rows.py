@@ -37,7 +37,7 @@ from electra_dist.corpus.stages.document_order import (
     num_copies,
 )
 from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile
-from electra_dist.corpus.text_decoding import DocumentNames
+from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.data.corpus_manifest import ShardEntry
 from electra_dist.data.shard_writer import write_shard
 from electra_dist.store.interface import Store
@@ -168,13 +168,17 @@ class _RowMaker:
     def _rows_of_chunks(self, bucket: int) -> Iterator[tuple[list[OrderedDocument], ChunkRows]]:
         """Yield the documents and the rows of each chunk of a bucket, in order."""
         settings = self._settings
-        for number, documents in enumerate(cut_chunks(self._documents(bucket), settings.chunk_bytes)):
+        ordered = self._documents(bucket)
+        raw_documents = [entry.document for entry in ordered]
+        first = 0  # position of the chunk's first document in the bucket
+        for number, documents in enumerate(cut_chunks(raw_documents, settings.chunk_bytes)):
             chunk = Chunk(
-                documents=[document.document for document in documents],
+                documents=documents,
                 seed=chunk_seed(settings.seed, bucket, number, _TRAIN_STREAM),
                 heldout_seed=chunk_seed(settings.seed, bucket, number, _HELDOUT_STREAM),
             )
-            yield documents, self._processor.process(chunk)
+            yield ordered[first : first + len(documents)], self._processor.process(chunk)
+            first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
         """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat.
@@ -218,17 +222,17 @@ def _consecutive(cells: Iterable[int]) -> Iterator[range]:
         yield range(start, end)
 
 
-def cut_chunks(documents: Sequence[OrderedDocument], chunk_bytes: int) -> Iterator[list[OrderedDocument]]:
+def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
     """Cut documents into chunks (groups of consecutive documents), and yield them in order.
 
     A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
     counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
     """
-    chunk: list[OrderedDocument] = []
+    chunk: list[RawDocument] = []
     chunk_size = 0
     for document in documents:
         chunk.append(document)
-        chunk_size += len(document.document.data or b"") + _DOCUMENT_BYTES
+        chunk_size += len(document.data or b"") + _DOCUMENT_BYTES
         if chunk_size >= chunk_bytes:
             yield chunk
             chunk = []
