@@ -43,14 +43,21 @@ class JoinedCorpus:
 
 
 def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
-    """Return a corpus that is finished already.
+    """Return a corpus that is finished already, and delete the records of its build if there are any.
+
+    A build or merge that was killed after it wrote corpus.json has left records in progress/.
 
     Args:
         output: folder or s3:// prefix of the corpus.
         endpoint_url: S3 endpoint; None for AWS.
+
+    Raises:
+        StoreError: there is no corpus, or the records cannot be deleted.
+        ManifestMismatch: corpus.json is damaged.
     """
     store = open_store(output, endpoint_url)
     manifest = read_manifest(store)
+    BuildRecords(store).clear()
     heldout = None
     if manifest.totals.get("documents_heldout"):
         heldout = read_manifest(_heldout_store(output, endpoint_url))
