@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from electra_dist.config_sections.section import Section
 from electra_dist.corpus.build_request import BuildRequest
@@ -66,6 +66,14 @@ class CorpusRates(Section):
     cpu_s: dict[str, float] = Field(description="CPU seconds of each step, for the whole sample")
     record_cpu_s: float = Field(ge=0, description="CPU seconds in which a merge reads the record of one bucket")
     prepare: list[PrepareRate] = Field(default=[], description="stages of `corpus prepare`; empty: not measured")
+
+    @field_validator("cpu_s")
+    @classmethod
+    def _has_all_steps(cls, value: dict[str, float]) -> dict[str, float]:
+        """Return the value; raise ValueError if a step is missing, or one is unknown or negative."""
+        if set(value) != set(STEPS) or min(value.values()) < 0:
+            raise ValueError(f"must have the seconds of the steps {', '.join(STEPS)}")
+        return value
 
     def tokens_per_core_s(self, step: str) -> float:
         """Return the rate of a step of `STEPS`, in tokens of the corpus per second of one core."""
