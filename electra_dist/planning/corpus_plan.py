@@ -6,8 +6,8 @@ the requests with those that a build sends.
 
 How: the rates that `corpus_rates.py` measured on a sample are multiplied by the ratio of the sizes.
 
-Limits: requests are those of a build that is not interrupted, without the retries of requests that fail. A GET of a
-whole object counts as one. The training of a vocabulary is left out.
+Limits: requests are those of parts that begin at once and are not interrupted, without the retries of requests that
+fail. A GET of a whole object counts as one. The training of a vocabulary is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from electra_dist.corpus.build_corpus import divide_into_buckets
 from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.stages.document_order import NUM_CELLS
+from electra_dist.corpus.stages.row_sample import SAMPLE_BYTES
 from electra_dist.planning.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2
@@ -187,6 +189,7 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
         shards=num_shards,
         heldout_buckets=num_buckets if request.corpus.heldout_fraction else 0,
         heldout_shards=_heldout_shards(row_bytes, request),
+        sample_pieces=_sample_pieces(work, num_spills),
         parts=work.num_machines,
         workers=work.cores_per_machine,
     )
@@ -241,6 +244,16 @@ def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
     return math.ceil(num_files / files_per_group)
 
 
+def _sample_pieces(work: Workload, num_spills: int) -> int:
+    """Return how many pieces of spill files the first megabyte of the order of documents has.
+
+    It is read cell by cell from all spill files (`row_sample.py`), and a cell without documents is no request.
+    """
+    num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
+    documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
+    return round(num_cells * num_spills * -math.expm1(-documents_per_piece))
+
+
 def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
     """Return the number of shards of the held-out corpus, whose rows are a share of all rows."""
     return math.ceil(row_bytes * request.corpus.heldout_fraction / request.shard_bytes)
@@ -267,6 +280,7 @@ class _Counts:
     shards: int
     heldout_buckets: int  # buckets that have held-out rows
     heldout_shards: int
+    sample_pieces: int  # pieces of spill files that are read to estimate the number of shards
     parts: int
     workers: int  # worker processes of each part
 
@@ -276,22 +290,22 @@ class _Counts:
 
     def of_spilling(self) -> Requests:
         """Return the requests that begin the build, ask which groups were read, and write spill files and records."""
-        begin = Requests(get=5, put=2, list=3)  # corpus.json, build.json, order.json; vocab.txt; shards, groups
+        existing = 3  # whether corpus.json, build.json and order.json exist
+        begin = 2  # vocab.txt and build.json are written
         return Requests(
-            get=begin.get * self.parts + self.groups * self.parts,
-            put=begin.put + self.spills + self.groups + self.parts,  # order.json is written by each part
-            list=begin.list * self.parts,
+            get=(existing + self.groups) * self.parts,
+            put=begin + self.spills + self.groups,
+            list=(1 + 2 * _lists(self.groups)) * self.parts,
         )
 
     def of_collecting(self) -> Requests:
         """Return the requests for the records of the groups, the tables of the spill files, and their pieces."""
         tables = 2 * self.spills  # the table, and the size of the file
-        records = 2 * self.groups
-        sample = self.spills
+        of_order = self.groups + tables + self.sample_pieces
+        of_rows = self.groups + tables * self.workers
         return Requests(
-            get=(records + tables + sample) * self.parts
-            + tables * self.workers * self.parts
-            + self.spills * self.buckets,
+            get=(of_order + of_rows) * self.parts + self.spills * self.buckets,
+            put=self.parts,  # order.json, which each part writes
             list=(2 * _lists(self.groups) + _lists(self.buckets)) * self.parts,
         )
 
@@ -303,8 +317,10 @@ class _Counts:
         """Return the requests that read all records, write the manifests, and delete the records."""
         kept = self.groups + self.spills + self.buckets + self.heldout_buckets + self.parts + 1  # and order.json
         checks = 2 * self.shards  # whether a shard exists, and its size
+        manifests = 2 if self.heldout_shards else 1
+        others = 3 + 2 * (1 + manifests)  # order.json and vocab.txt; build.json for the merge and for each manifest
         return Requests(
-            get=self.groups + self.buckets + checks + self.heldout_buckets + 5,
+            get=self.groups + self.buckets + checks + self.heldout_buckets + others,
             put=self.heldout_shards + 2 * bool(self.heldout_shards) + 2,  # vocab.txt, corpus.json; build.json
             list=_lists(self.groups) + _lists(2 * self.buckets) + _lists(kept),
             delete=kept + 1,  # and build.json
