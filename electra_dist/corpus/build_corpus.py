@@ -259,7 +259,7 @@ class _PartOfBuild:
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
         spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
         row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.example_seed)
-        num_buckets, shards_per_bucket = _divide(total_bytes, row_bytes / request.shard_bytes)
+        num_buckets, shards_per_bucket = divide_into_buckets(total_bytes, row_bytes / request.shard_bytes)
         return CorpusOrder(
             **request.input_names(),
             num_groups=len(self._groups),
@@ -314,7 +314,7 @@ class _PartOfBuild:
         )
 
 
-def _divide(total_bytes: float, num_shards: float) -> tuple[int, int]:
+def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
     """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
     Up to 1,024 buckets have one shard each. A larger corpus has several shards in a bucket, because each bucket reads

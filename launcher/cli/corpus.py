@@ -25,6 +25,7 @@ from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
 from launcher.cli.corpus_find import find
+from launcher.cli.corpus_plan import plan
 from launcher.cli.corpus_prepare import prepare
 from launcher.cli.corpus_stats import stats
 from launcher.cli.corpus_submit import submit
@@ -40,6 +41,7 @@ app.command()(prepare)
 
 app.command("submit")(submit)
 app.command("vocab")(train_vocab)
+app.command("plan")(plan)
 app.command("find")(find)
 app.command("stats")(stats)
 

@@ -40,7 +40,7 @@ from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_nam
 from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
@@ -191,15 +191,18 @@ class BuildRecords:
             if not isinstance(parameters.get("tokenizer"), str):
                 raise DamagedJson("it names no tokenizer")
         except DamagedJson as error:
-            raise UserError(
-                f"{self._store.url}/{_BUILD_KEY}: damaged, because {error}; delete {_FOLDER} and the shards beside "
-                "it, and build again"
-            ) from None
+            raise self.damaged_parameters(error) from None
         return parameters
 
     def notes(self) -> BuildNotes:
         """Return what does not decide the shards; the defaults for a build that an earlier version began."""
         return self._read(_NOTES_KEY, BuildNotes) if self._store.exists(_NOTES_KEY) else BuildNotes()
+
+    def damaged_parameters(self, error: DamagedJson) -> UserError:
+        """Return the error for parameters in the store that no build has written."""
+        return damaged_file(
+            f"{self._store.url}/{_BUILD_KEY}", error, f"delete {_FOLDER} and the shards beside it, and build again"
+        )
 
     def record_group(self, group: ReadGroup) -> None:
         """Record that an input group was read. The caller must have written its spill files before."""

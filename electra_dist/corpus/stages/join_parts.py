@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, StrictBool, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from electra_dist.corpus.build_request import tokenizer_entry
 from electra_dist.corpus.origins.origin_files import OriginFile, put_origins, write_origins
@@ -22,15 +24,28 @@ from electra_dist.corpus.report.read_counts import add_counts
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
 from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT, BuildRecords, CorpusOrder, FinishedBucket
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
 _MAX_NAMED = 5  # missing buckets that an error names
+
+
+class _UsedParameters(TypedDict):
+    """Parameters of a build that the merge uses."""
+
+    seq_len: Annotated[int, Field(strict=True, gt=0)]
+    lowercase: StrictBool
+    shard_size_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    undecodable: Undecodable
+
+
+_USED_PARAMETERS = TypeAdapter(_UsedParameters)
 
 
 @dataclass(frozen=True)
@@ -45,14 +60,21 @@ class JoinedCorpus:
 
 
 def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
-    """Return a corpus that is finished already.
+    """Return a corpus that is finished already, and delete the records of its build if there are any.
+
+    A build or merge that was killed after it wrote corpus.json has left records in progress/.
 
     Args:
         output: folder or s3:// prefix of the corpus.
         endpoint_url: S3 endpoint; None for AWS.
+
+    Raises:
+        StoreError: there is no corpus, or the records cannot be deleted.
+        ManifestMismatch: corpus.json is damaged.
     """
     store = open_store(output, endpoint_url)
     manifest = read_manifest(store)
+    BuildRecords(store).clear()
     heldout = None
     if manifest.totals.get("documents_heldout"):
         heldout = read_manifest(_heldout_store(output, endpoint_url))
@@ -88,13 +110,17 @@ class _Join:
         """Read all records of the build.
 
         Raises:
-            UserError: a part is missing, or there is no build in the folder.
+            UserError: a part is missing, there is no build in the folder, or its parameters are damaged.
             ManifestMismatch: vocab.txt is not that of the build.
         """
         self._store = open_store(output, endpoint_url)
         self._heldout_store = _heldout_store(output, endpoint_url)
         self._records = BuildRecords(self._store)
         self._parameters = {**PARAMETERS_LEFT_OUT, **self._records.parameters()}
+        try:
+            validate_json(_USED_PARAMETERS, self._parameters)
+        except DamagedJson as error:
+            raise self._records.damaged_parameters(error) from None
         self._order = self._find_order()
         self._buckets = self._find_buckets()
         text = self._store.read(VOCAB_FILE).decode()
