@@ -192,6 +192,7 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
         sample_pieces=_sample_pieces(work, num_spills),
         parts=work.num_machines,
         workers=work.cores_per_machine,
+        side_files=request.corpus.origins,
     )
     core_hours = {step: seconds * scale / 3600 for step, seconds in rates.cpu_s.items()}
     record_bytes = 2000.0 * (num_groups + num_buckets)  # a record has about 2 kB
@@ -283,6 +284,7 @@ class _Counts:
     sample_pieces: int  # pieces of spill files that are read to estimate the number of shards
     parts: int
     workers: int  # worker processes of each part
+    side_files: bool  # whether each shard has a side file (corpus.origins)
 
     def of_reading(self) -> Requests:
         """Return the requests that find and fetch the inputs: each part lists them and asks for their sizes."""
@@ -291,7 +293,7 @@ class _Counts:
     def of_spilling(self) -> Requests:
         """Return the requests that begin the build, ask which groups were read, and write spill files and records."""
         existing = 3  # whether corpus.json, build.json and order.json exist
-        begin = 2  # vocab.txt and build.json are written
+        begin = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
             get=(existing + self.groups) * self.parts,
             put=begin + self.spills + self.groups,
@@ -310,19 +312,27 @@ class _Counts:
         )
 
     def of_writing(self) -> Requests:
-        """Return the requests that write shards, held-out rows and the records of buckets and parts."""
-        return Requests(put=self.shards + self.heldout_buckets + self.buckets + self.parts)
+        """Return the requests that write shards and side files, held-out rows, the records of buckets and parts."""
+        files = self.shards + self.heldout_buckets
+        if self.side_files:
+            files *= 2
+        return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
         """Return the requests that read all records, write the manifests, and delete the records."""
-        kept = self.groups + self.spills + self.buckets + self.heldout_buckets + self.parts + 1  # and order.json
-        checks = 2 * self.shards  # whether a shard exists, and its size
+        files_per_shard = 2 if self.side_files else 1
+        heldout_files = files_per_shard * self.heldout_buckets
+        kept = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2  # and order.json, notes.json
+        checks = 2 * files_per_shard * self.shards  # whether a shard or side file exists, and its size
         manifests = 2 if self.heldout_shards else 1
-        others = 3 + 2 * (1 + manifests)  # order.json and vocab.txt; build.json for the merge and for each manifest
+        # order.json and vocab.txt; notes.json; build.json for the merge and for each manifest
+        others = 3 + 2 + 2 * (1 + manifests)
+        side_manifests = manifests if self.side_files else 0  # origins.json
+        written = files_per_shard * self.heldout_shards + 2 * bool(self.heldout_shards) + 2 + side_manifests
         return Requests(
-            get=self.groups + self.buckets + checks + self.heldout_buckets + others,
-            put=self.heldout_shards + 2 * bool(self.heldout_shards) + 2,  # vocab.txt, corpus.json; build.json
-            list=_lists(self.groups) + _lists(2 * self.buckets) + _lists(kept),
+            get=self.groups + self.buckets + checks + heldout_files + others,
+            put=written,  # vocab.txt, corpus.json; build.json
+            list=_lists(self.groups) + _lists((1 + files_per_shard) * self.buckets) + _lists(kept),
             delete=kept + 1,  # and build.json
         )
 
