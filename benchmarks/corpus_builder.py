@@ -1,14 +1,22 @@
-"""Measure the corpus builder in tokens per second and core, against the tokenizer library that it uses.
+"""Measure the corpus builder in tokens per second and core, beside datatrove, Hugging Face datasets and tokenizers.
 
     python benchmarks/corpus_builder.py            # 10 MB of prose that the Python installation contains
     python benchmarks/corpus_builder.py --text DIR --vocab vocab.txt
 
-Three ways take turns, with 1 and with 2 workers, on the same documents and vocabulary:
+Four ways take turns, with 1 and with 2 workers, on the same documents and vocabulary (`builder_parts/ways.py`):
 
-    ours          build_corpus, which `electra-dist corpus build` runs: read, tokenise, make examples, pack, check, and
-                  write shards with digests; includes the start of the worker processes
+    ours          build_corpus, which `electra-dist corpus build` runs: read, shuffle all documents, tokenise, make
+                  examples, pack, check, and write shards with digests; includes the start of the worker processes
     tokenizers    encode_batch_fast on the same lines in memory, and nothing more; two workers are two of its threads
-    datasets      Hugging Face datasets: map(tokenise), then map(group into rows of 512), like its run_mlm example
+    datatrove     its tokenizer step, DocumentTokenizer: reads the files, tokenises, and writes the ids of the
+                  documents of a task in a shuffled order, by its executor for one machine (extra `corpus`)
+    datasets      Hugging Face datasets: from_parquet, shuffle, map(tokenise), then map(group into rows of 512), like
+                  its run_mlm example (extra `bench`)
+
+Each way also runs once in a process of its own, whose memory is read. Then the CPU time of every step of a build is
+measured (electra_dist/planning/corpus_rates.py), with the stages of `corpus prepare` where datatrove is installed, and
+a plan for 33 B tokens is made of them: `electra-dist corpus plan CONFIG --rates benchmarks/results/RECORD.json` makes
+plans of the same record.
 
 Guarantee: the script exits before any timing if the ways do not find the same number of text tokens. The goal for our
 rate divided by that of tokenizers, 0.85, is printed and does not make the script fail.
@@ -19,16 +27,15 @@ Limits: local files only; the interpreter's start and the training of a vocabula
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import tokenizers
+from builder_parts import ways
+from builder_parts.ways import Text
 from measure import (
     REPOSITORY,
     Json,
@@ -36,195 +43,175 @@ from measure import (
     alternate,
     finish,
     format_summary,
+    hardware,
     installed,
     parser,
     print_table,
     ratio,
     summary,
 )
-from rich.console import Console
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.corpus.build_console import BuildConsole
-from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.text_decoding import decode
 from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
-from electra_dist.tokenizer import MAX_WORD_CHARS, Vocabulary
+from electra_dist.planning.corpus_plan import plan_corpus, workload_of_tokens
+from electra_dist.planning.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
+from electra_dist.planning.prepare_rates import measure_preparation
+from electra_dist.tokenizer import Vocabulary
 
 LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.
-LINES_A_CALL = 2048  # Lines that tokenizers gets in one batch.
 WORKERS = (1, 2)
+PLANNED_TOKENS = 33e9
+PLANNED_FILE_BYTES = 250e6
+# The filters and deduplications of configs/corpus_prepare.yaml; the places are not used.
+PREPARATION = {
+    "output": "unused",
+    "work": "unused",
+    "sources": [{"name": "unused", "path": "unused"}],
+    "filters": {"gopher_repetition": {}, "gopher_quality": {}, "c4_quality": {}, "fineweb_quality": {}},
+    "deduplication": {"exact": {}, "minhash": {}},
+    "formatting": {"fix_encoding": True, "pii": {}},
+}
 
 
-class Text:
-    """The documents of a benchmark, in memory and as files, and their vocabulary."""
-
-    def __init__(self, folder: Path, config: Config, vocab: Path | None) -> None:
-        """Read all documents of a folder.
-
-        Args:
-            folder: Folder of text files, as for `corpus build --input`.
-            config: Settings of the corpus and size of the vocabulary.
-            vocab: A vocab.txt; None trains a vocabulary on the documents.
-        """
-        self.files = find_inputs([folder])
-        self.config = config
-        self.documents = [decode(raw) for raw in DocumentStream(self.files, "text")]
-        lowercase, size = config.corpus.lowercase, config.model.vocab_size
-        if vocab:
-            self.vocabulary = Vocabulary.read(vocab)
-        else:
-            self.vocabulary = train_vocabulary(lambda: iter(self.documents), size, lowercase)
-        self.lines = list(itertools.chain.from_iterable(text.splitlines() for text in self.documents))
-        self.num_bytes = sum(len(text.encode()) for text in self.documents)
+def read_documents(folder: Path) -> list[str]:
+    """Return the texts of a folder, as for `corpus build --input`."""
+    return [decode(document) for document in DocumentStream(find_inputs([folder]))]
 
 
-def build(text: Text, folder: Path, num_workers: int) -> int:
-    """Build a corpus with our builder and return the number of its text tokens, including the held-out ones.
-
-    Args:
-        text: Documents and vocabulary.
-        folder: Folder of the corpus; an existing one is deleted first.
-        num_workers: Worker processes.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    request = BuildRequest(
-        inputs=text.files,
-        vocabulary=text.vocabulary,
-        output=str(folder),
-        seq_len=text.config.data.seq_len,
-        seed=text.config.seed,
-        corpus=text.config.corpus,
-        num_workers=num_workers,
-    )
-    with open(os.devnull, "w") as null_device:
-        console = BuildConsole(Console(file=null_device))
-        built = build_corpus(request, console)
-    return sum(manifest.totals["text_tokens"] for manifest in (built.manifest, built.heldout) if manifest)
+def installed_ways() -> dict[str, Callable[[Text, int], int]]:
+    """Return the ways whose packages are installed."""
+    return {
+        name: way
+        for name, way in ways.WAYS.items()
+        if name in ("ours", "tokenizers") or importlib.util.find_spec(name) is not None
+    }
 
 
-def encoder(text: Text) -> tokenizers.Tokenizer:
-    """Return the library's WordPiece tokenizer with our vocabulary and BERT's normalisation and word splitting."""
-    model = tokenizers.models.WordPiece(
-        text.vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
-    )
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=text.config.corpus.lowercase)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    return tokenizer
+def count_tokens(text: Text) -> int:
+    """Return the number of text tokens; exit if the ways do not agree."""
+    counts = {name: way(text, 1) for name, way in installed_ways().items()}
+    if len(set(counts.values())) > 1:
+        sys.exit(
+            f"the ways find different numbers of text tokens, {counts}: not the same work, so times cannot be "
+            "compared; give the tokenizer in builder_parts/ways.py the settings of electra_dist/tokenizer.py"
+        )
+    return counts["ours"]
 
 
-def encode(tokenizer: tokenizers.Tokenizer, lines: list[str], num_threads: int) -> list[tokenizers.Encoding]:
-    """Tokenise lines with the library's batch call and return their encodings.
-
-    Args:
-        tokenizer: The library's tokenizer.
-        lines: Lines of text.
-        num_threads: 1, or any larger number to let the library use threads, whose number it chooses itself.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
-    encodings = []
-    for start in range(0, len(lines), LINES_A_CALL):
-        encodings += tokenizer.encode_batch_fast(lines[start : start + LINES_A_CALL], add_special_tokens=False)
-    return encodings
-
-
-def tokenise_and_group(text: Text, tokenizer: tokenizers.Tokenizer, num_processes: int) -> int:
-    """Tokenise all lines and group the tokens into rows with Hugging Face datasets; return the number of text tokens.
-
-    Args:
-        text: Documents.
-        tokenizer: The library's tokenizer.
-        num_processes: Worker processes of `map`.
-    """
-    import datasets
-
-    datasets.disable_progress_bars()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    seq_len = text.config.data.seq_len
-
-    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(batch["text"])]}
-
-    def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        ids = list(itertools.chain.from_iterable(batch["ids"]))
-        return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
-
-    options = {"batched": True, "num_proc": num_processes, "load_from_cache_file": False}
-    rows = datasets.Dataset.from_dict({"text": text.lines}).map(tokenise, remove_columns=["text"], **options)
-    rows = rows.map(group, **options)
-    return sum(len(ids) for ids in rows["ids"])
-
-
-def measure(text: Text, folder: Path, rounds: int) -> Json:
-    """Time every way at each number of workers, the ways in turn.
+def measure(text: Text, rounds: int) -> Json:
+    """Time every way at each number of workers, the ways in turn, and read the memory of each.
 
     The program exits before any timing if the ways do not find the same number of text tokens.
 
     Args:
         text: Documents and vocabulary.
-        folder: Folder for the corpora of our builder.
         rounds: Timed runs of each way.
 
     Returns:
         Number of tokens and bytes, and by number of workers and name of the way: seconds, tokens per second and core,
-        and our rate relative to its own.
+        our rate relative to its own, and the peak of its memory in bytes.
     """
-    tokenizer = encoder(text)
-    num_tokens = build(text, folder / "corpus", 1)
-    counts = {"tokenizers": sum(len(encoding) for encoding in encode(tokenizer, text.lines, 1))}
-    with_datasets = importlib.util.find_spec("datasets") is not None
-    if with_datasets:
-        counts["datasets"] = tokenise_and_group(text, tokenizer, 1)
-    if set(counts.values()) != {num_tokens}:
-        sys.exit(
-            f"ours finds {num_tokens} text tokens, the others {counts}: not the same work, so times cannot be "
-            "compared; give the tokenizer in benchmarks/corpus_builder.py the settings of electra_dist/tokenizer.py"
-        )
-    found: Json = {"text_tokens": num_tokens, "text_bytes": text.num_bytes, "workers": {}}
+    num_tokens = count_tokens(text)
+    text_bytes = sum(len(line.encode()) + 1 for line in text.lines)
+    found: Json = {"text_tokens": num_tokens, "text_bytes": text_bytes, "workers": {}}
     for workers in WORKERS:
-        ways: dict[str, Callable[[], object]] = {
-            "ours": lambda workers=workers: build(text, folder / "corpus", workers),
-            "tokenizers": lambda workers=workers: encode(tokenizer, text.lines, workers),
-        }
-        if with_datasets:
-            ways["datasets"] = lambda workers=workers: tokenise_and_group(text, tokenizer, workers)
-        seconds = alternate(ways, rounds, warm_up=0)
+        chosen = {name: partial(way, text, workers) for name, way in installed_ways().items()}
+        seconds = alternate(chosen, rounds, warm_up=0)
         found["workers"][workers] = {
             name: {
                 "seconds": seconds[name],
                 "tokens_per_core_s": num_tokens / summary(seconds[name])["median"] / workers,
                 "rate_of_ours": ratio(seconds[name], seconds["ours"]),
+                "memory_bytes": ways.peak_memory(name, text, workers),
             }
-            for name in ways
+            for name in chosen
         }
     return found
 
 
-def report(found: Json) -> list[ResultLine]:
-    """Print a table for each number of workers and return the rows for docs/results.md.
+def measure_steps(text: Text) -> CorpusRates:
+    """Return the costs of the steps of our build, and of a preparation where datatrove is installed."""
+    files = smallest_files(text.files, SAMPLE_BYTES)
+    stages = []
+    if importlib.util.find_spec("datatrove") is not None:
+        stages = measure_preparation(PrepareConfig.model_validate(PREPARATION), files, "text")
+    return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), stages)
+
+
+def report(found: Json, rates: CorpusRates, text: Text) -> list[ResultLine]:
+    """Print the tables and return the rows for docs/results.md.
 
     Args:
         found: Result of `measure`.
+        rates: Result of `measure_steps`.
+        text: Documents and vocabulary.
     """
     lines = []
-    for workers, ways in found["workers"].items():
+    for workers, by_way in found["workers"].items():
         rows = [
-            [name, f"{way['tokens_per_core_s'] / 1e6:.3f}", format_summary(way["rate_of_ours"])]
-            for name, way in ways.items()
+            [
+                name,
+                f"{way['tokens_per_core_s'] / 1e6:.3f}",
+                format_summary(way["rate_of_ours"]),
+                f"{way['memory_bytes'] / 1e6:,.0f}",
+            ]
+            for name, way in by_way.items()
         ]
-        if "datasets" not in ways:
-            rows.append(["datasets", "not installed", ""])
-        print_table([f"{workers} worker(s)", "M tokens / s core", "rate of ours / this"], rows)
-        rivals = [f"{way['rate_of_ours']['median']:.2f} x {name}" for name, way in ways.items() if name != "ours"]
-        value = f"{ways['ours']['tokens_per_core_s'] / 1e6:.2f} M tokens/s a core"
-        lines.append(ResultLine(f"corpus build, {workers} worker(s)", value, ", ".join(rivals)))
-        rate = ways["tokenizers"]["rate_of_ours"]["median"]
+        rows += [[name, "not installed", "", ""] for name in ways.WAYS if name not in by_way]
+        print_table([f"{workers} worker(s)", "M tokens / s core", "rate of ours / this", "memory, MB"], rows)
+        rivals = [
+            f"{way['rate_of_ours']['median']:.2f} x {name} ({way['memory_bytes'] / 1e6:,.0f} MB)"
+            for name, way in by_way.items()
+            if name != "ours"
+        ]
+        ours = by_way["ours"]
+        value = f"{ours['tokens_per_core_s'] / 1e6:.2f} M tokens/s a core, {ours['memory_bytes'] / 1e6:,.0f} MB"
+        lines.append(ResultLine(f"corpus build, documents shuffled, {workers} worker(s)", value, ", ".join(rivals)))
+        rate = by_way["tokenizers"]["rate_of_ours"]["median"]
         print(f"ours / tokenizers: {rate:.2f} (goal: {LEAST})\n")
+    return [*lines, *report_steps(rates, text)]
+
+
+def report_steps(rates: CorpusRates, text: Text) -> list[ResultLine]:
+    """Print the rates of the steps and the plan for 33 B tokens; return their rows for docs/results.md."""
+    million = {step: rates.tokens_per_core_s(step) / 1e6 for step in STEPS}
+    rows = [[step, f"{million[step]:.2f}"] for step in STEPS]
+    rows += [
+        [
+            f"prepare: {stage.stage}",
+            f"{stage.text_bytes / max(stage.cpu_s, 1e-9) * rates.tokens / rates.text_bytes / 1e6:.2f}",
+        ]
+        for stage in rates.prepare
+    ]
+    print_table(["step, CPU time", "M tokens / s core"], rows)
+    work = workload_of_tokens(rates, PLANNED_TOKENS, file_bytes=PLANNED_FILE_BYTES)
+    plan = plan_corpus(rates, text.request(text.folder / "unused", 1), work)
+    build_hours = sum(step.core_hours for step in [*plan.parallel, plan.merge])
+    prepare_hours = sum(step.core_hours for step in plan.prepare)
+    print(
+        f"\n33 B tokens: {build_hours:.1f} core-hours to build, {prepare_hours:.1f} to prepare; {plan.num_shards:,} "
+        f"shards, {plan.spill_bytes / 1e9:.0f} GB of spill files"
+    )
+    lines = [
+        ResultLine(
+            "corpus build by step, CPU time",
+            ", ".join(f"{step} {million[step]:.2f}" for step in STEPS) + " M tokens/s a core",
+            "",
+        ),
+        ResultLine(
+            "33 B tokens of such text, by the rates of the steps",
+            f"{build_hours:.1f} core-hours, {plan.num_shards:,} shards, {plan.spill_bytes / 1e9:.0f} GB spilled",
+            "",
+        ),
+    ]
+    if rates.prepare:
+        names = ", ".join(stage.stage.partition("-")[2] for stage in rates.prepare)
+        lines.append(ResultLine(f"the same text prepared before ({names})", f"{prepare_hours:.1f} core-hours", ""))
     return lines
 
 
@@ -234,6 +221,29 @@ def write_random_words(folder: Path) -> None:
     words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 7))) for _ in range(400)]
     documents = ["\n".join(" ".join(rng.choice(words, 20)) for _ in range(8)) for _ in range(150)]
     (folder / "words.txt").write_text("\n\n".join(documents) + "\n")
+
+
+def make_text(arguments: object, config: Config, folder: Path) -> Text:
+    """Return the text that the options ask for, written into a folder.
+
+    Args:
+        arguments: Parsed options; `smoke`, `text` and `vocab` are read.
+        config: Settings of the corpus and size of the vocabulary.
+        folder: Empty folder.
+    """
+    source = folder / "text"
+    source.mkdir()
+    if arguments.smoke:
+        write_random_words(source)
+    elif not arguments.text:
+        write_python_docs(source)
+    documents = read_documents(arguments.text or source)
+    if arguments.vocab:
+        vocabulary = Vocabulary.read(arguments.vocab)
+    else:
+        vocabulary = train_vocabulary(lambda: iter(documents), config.model.vocab_size, config.corpus.lowercase)
+    print(f"{len(documents):,} documents, {vocabulary.size:,} entries")
+    return Text.write(folder / "prepared", config, documents, vocabulary)
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
@@ -252,17 +262,13 @@ def main(argv: Sequence[str] | None = None) -> Json:
     size = 300 if arguments.smoke else 30_522
     config = load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
     with tempfile.TemporaryDirectory(prefix="builder-") as name:
-        folder = Path(name)
-        (folder / "text").mkdir()
-        if arguments.smoke:
-            write_random_words(folder / "text")
-        elif not arguments.text:
-            write_python_docs(folder / "text")
-        text = Text(arguments.text or folder / "text", config, arguments.vocab)
-        print(f"{len(text.documents):,} documents, {text.num_bytes / 1e6:.1f} MB, {text.vocabulary.size:,} entries\n")
-        found = measure(text, folder, 1 if arguments.smoke else arguments.rounds)
-    lines = report(found)
-    return finish("corpus_builder", arguments, argv, lines, packages=installed("tokenizers", "datasets"), **found)
+        text = make_text(arguments, config, Path(name))
+        found = measure(text, 1 if arguments.smoke else arguments.rounds)
+        rates = measure_steps(text)
+        lines = report(found, rates, text)
+    found["rates"] = rates.model_dump()
+    packages = installed("tokenizers", "datatrove", "datasets")
+    return finish("corpus_builder", arguments, argv, lines, packages=packages, **found)
 
 
 if __name__ == "__main__":

@@ -219,12 +219,16 @@ class Config(Section):
         if not self.objective.draws_at_random:
             # Runs of versions without these keys have the same identity.
             objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
+        data = {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")}
+        if self.data.phases:
+            # Like data.corpus, the corpora of the phases count by their fingerprints, which a run records beside this.
+            data["phase_steps"] = [phase.from_step for phase in self.data.phases]
         identity = {
             "seed": tree["seed"],
             "model": tree["model"],
             "objective": objective,
             "optimizer": self._optimizer_identity(),
-            "data": {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")},
+            "data": data,
             "train": {key: tree["train"][key] for key in train_keys},
         }
         if numerics != FIRST_NUMERICS:

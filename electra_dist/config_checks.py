@@ -19,8 +19,9 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 def check_new_run(config: Config) -> None:
     """Refuse settings with which a new run is hardly meant to begin.
 
-    They are a warm-up that is longer than the run, for either tower, and `engine.offload_optimizer` at ZeRO stage 0,
-    where DeepSpeed ignores it. Call it for new runs only: a run that has begun with these settings may go on.
+    They are a warm-up that is longer than the run, for either tower, a phase of the data that the run does not reach,
+    and `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call it for new runs only: a run that
+    has begun with these settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.
@@ -37,6 +38,13 @@ def check_new_run(config: Config) -> None:
             raise UserError(
                 f"{key} {warmup_steps:,} is longer than the run, train.num_steps {num_steps:,}, so the learning rate "
                 f"would never reach its peak; set {key} to at most {num_steps}, or raise train.num_steps"
+            )
+    for phase in config.data.phases:
+        if phase.from_step >= num_steps:
+            raise UserError(
+                f"data.phases: the phase of {phase.corpus} begins at step {phase.from_step:,}, which the run does not "
+                f"reach, because train.num_steps is {num_steps:,}; lower from_step, raise train.num_steps, or remove "
+                f"the phase"
             )
     if config.engine.offload_optimizer and config.engine.zero_stage == 0:
         raise UserError(

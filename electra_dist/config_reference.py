@@ -53,6 +53,9 @@ def section_tables(path: str, section: type[BaseModel]) -> str:
         inner = _section_of(field) or _optional_section_of(field)
         if inner is not None:
             parts.append(section_tables(f"{path}.{name}", inner))
+        element = _element_section_of(field)
+        if element is not None:
+            parts.append(section_tables(f"{path}.{name}[]", element))
     return "\n".join(parts)
 
 
@@ -109,6 +112,14 @@ def _optional_section_of(field: FieldInfo) -> type[BaseModel] | None:
     if len(choices) == 1 and isinstance(choices[0], type) and issubclass(choices[0], BaseModel):
         return choices[0]
     return None
+
+
+def _element_section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the class of the sections that a field lists (`tuple[SECTION, ...]`); None for any other field."""
+    if get_origin(field.annotation) is not tuple:
+        return None
+    element = get_args(field.annotation)[0]
+    return element if isinstance(element, type) and issubclass(element, BaseModel) else None
 
 
 def _type_name(annotation: Any) -> str:

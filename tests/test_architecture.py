@@ -32,7 +32,7 @@ from electra_dist.run import folder
 
 LARGEST_FOLDER = 14
 # One file per command, per objective and per fused operation.
-LARGEST = {"launcher/cli": 24, "electra_dist/objectives": 24, "kernels/electra_kernels": 24}
+LARGEST = {"launcher/cli": 26, "electra_dist/objectives": 24, "kernels/electra_kernels": 24}
 WITHOUT_TORCH = (
     "launcher.cli.submit",
     "launcher.slurm.job",

@@ -7,10 +7,8 @@ restarts and without the skipped steps. If the last mark is right, it proves how
 wrong, the audit reports the first range of steps that deviates. If in this range one row is missing, one is too many,
 or one replaces another, it also names these rows.
 
-How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
-group of shards whose rows are shuffled together), are therefore sums of the receipts of their shards. Only in a window
-that is used in part, the rows are looked up one by one. If a run used more than `_ALL_MARKS_ROWS` rows, only evenly
-spaced marks are checked, and the first wrong mark is found by bisection.
+How: `prescribed_receipts.py` computes the receipts that the run should have. If a run used more than
+`_ALL_MARKS_ROWS` rows, only evenly spaced marks are checked, and the first wrong mark is found by bisection.
 
 Cost: 3 us for each row that is looked up: seconds for a run of millions of rows, some minutes for ELECTRA-Large's 819
 million.
@@ -20,18 +18,17 @@ Limits: it proves which rows were used, not what was computed from them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from electra_dist.analysis.prescribed_receipts import PhaseReceipts
 from electra_dist.data.corpus_manifest import CorpusManifest
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_order import RowSequence
 from electra_dist.data.row_receipt import Receipt, row_hash
 
-_CHUNK = 1 << 16  # positions located together
 _SEARCH_CHUNK = 1 << 22  # rows hashed together in a search
 _ALL_MARKS_ROWS = 20_000_000  # up to so many rows every mark is checked
 _NUM_MARKS = 200  # marks that are checked in a longer run
@@ -79,38 +76,32 @@ class AuditResult:
 class Expected:
     """Calculator of the receipt that a run must have after a number of steps, from the run's row order.
 
-    A receipt is the number of the rows used so far and the sum of the hashes of their ids. The newest result is kept:
-    a query for a later step starts from it and costs only the rows in between, and a query for an earlier step starts
-    at row 0.
+    A receipt is the number of the rows used so far and the sum of the hashes of their ids. It is the sum of the
+    receipts of the run's phases (`prescribed_receipts.py`), of which a run on one corpus has one.
     """
 
-    def __init__(
-        self, order: RowOrder, rows_per_shard: Sequence[int], global_batch: int, skipped: Iterable[int]
-    ) -> None:
+    def __init__(self, order: RowSequence, global_batch: int, skipped: Iterable[int]) -> None:
         """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch.
 
-        `after` builds its results from them. Cost: every row id of the corpus is hashed once.
+        `after` builds its results from them. Cost: every row id of the corpora is hashed once.
 
         Args:
-            order: the order in which the run uses the rows of the corpus.
-            rows_per_shard: rows of each shard, in the order of the corpus manifest.
+            order: the order in which the run uses the rows of its corpora.
             global_batch: rows of an optimizer step, over all ranks.
             skipped: steps that the run skipped, which made no update; their rows do not count.
         """
         self.order = order
         self.global_batch = global_batch
         self.skipped = sorted(skipped)
-        shard_starts = np.concatenate([[0], np.cumsum(rows_per_shard)])  # id of the first row of each shard
-        self._shard_receipts = [Receipt.of(np.arange(start, end)) for start, end in itertools.pairwise(shard_starts)]
-        self._epoch_receipt = sum(self._shard_receipts, Receipt())
-        self._newest_query = (0, Receipt())  # position, receipt of all rows before it
+        self.num_rows = sum(phase.order.rows_per_epoch for phase in order.phases)  # of all corpora
+        self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:
         """Return the receipt (number and digest) of the rows of steps 0 to `step` - 1, without those of skipped steps.
 
         Cost: call it with ascending steps, because then only the rows since the previous call are added.
         """
-        receipt = self._receipt_before(step * self.global_batch)
+        receipt = sum((phase.before(step * self.global_batch) for phase in self._phases), Receipt())
         for skipped_step in self.skipped:
             if skipped_step < step:
                 receipt -= Receipt.of(self.row_ids(skipped_step, skipped_step + 1))
@@ -119,40 +110,6 @@ class Expected:
     def row_ids(self, first_step: int, end_step: int) -> NDArray[np.int64]:
         """Return the ids of the rows of steps [first_step, end_step), in the order of use, skipped steps included."""
         return self._row_ids_at(first_step * self.global_batch, end_step * self.global_batch)
-
-    def _receipt_before(self, position: int) -> Receipt:
-        """Return the receipt of the first `position` rows of the row order, those of skipped steps included.
-
-        A receipt is a count and a sum of hashes, so it can be added up from parts in any order: first the whole
-        epochs, then the whole shuffle windows (groups of shards whose rows are shuffled together), whose receipts are
-        known. Only the rows of a window that ends after `position` are looked up one by one. The computation continues
-        from the result of the newest query, unless that was for a later position.
-        """
-        reached, receipt = self._newest_query  # `receipt` is always that of the first `reached` rows
-        if position < reached:
-            reached = 0
-            receipt = Receipt()
-
-        # Every epoch uses each row of the corpus once, so all epochs have the same receipt.
-        rows_per_epoch = self.order.rows_per_epoch
-        num_whole_epochs = position // rows_per_epoch
-        if num_whole_epochs > reached // rows_per_epoch:
-            reached = num_whole_epochs * rows_per_epoch
-            receipt = self._epoch_receipt.times(num_whole_epochs)
-
-        while reached < position:
-            window = self.order.window_at(reached)
-            whole_window_is_due = reached == window.first_position and window.end_position <= position
-            if whole_window_is_due:
-                # Rows are shuffled within a window only, so a window has exactly the rows of its shards.
-                receipt = sum((self._shard_receipts[shard] for shard in window.shards), receipt)
-                reached = window.end_position
-            else:
-                end = min(position, window.end_position, reached + _CHUNK)
-                receipt += Receipt.of(self._row_ids_at(reached, end))
-                reached = end
-        self._newest_query = (reached, receipt)
-        return receipt
 
     def _row_ids_at(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the ids of the rows at positions [first, end) of the run's row order, int64 [end - first].
@@ -277,7 +234,7 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
         text=_describe_surplus(
             surplus=used_receipt - due_receipt,
             due=np.concatenate([np.empty(0, np.int64), *due_ids]),
-            num_rows=expected.order.rows_per_epoch,
+            num_rows=expected.num_rows,
             corpus=corpus,
         ),
     )
@@ -292,7 +249,7 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
     Args:
         surplus: receipt (count and digest) of the rows that were used minus that of the rows that were due.
         due: ids of the rows that were due, [k].
-        num_rows: rows of the corpus.
+        num_rows: rows of all corpora of the run.
         corpus: manifest of the corpus; it gives the names of rows.
     """
     if surplus.rows == -1:
@@ -344,7 +301,7 @@ def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) 
     Args:
         surplus: receipt of the rows that were used minus that of the rows that were due; its count is 0.
         due: ids of the rows that were due, [k].
-        num_rows: rows of the corpus.
+        num_rows: rows of all corpora of the run.
     """
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)

@@ -142,6 +142,18 @@ class CorpusConfig(Section):
         "replace: it is used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
         "the build counts the documents and the bytes in both cases.",
     )
+    origins: bool = Field(
+        default=True,
+        description="Whether a build writes a side file for each shard, which names the source and the documents of "
+        "each row. `electra-dist corpus find --source` and `--document` need it. The shards and the fingerprint of "
+        "the corpus are the same without it.",
+    )
+    licences: dict[str, str] = Field(
+        default={},
+        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, `corpus "
+        "stats` and model cards. Text that `electra-dist corpus prepare` made has the licences of its prepare.json. "
+        "`electra-dist corpus info` lists the sources.",
+    )
 
 
 class KernelsConfig(Section):

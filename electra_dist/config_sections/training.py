@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import itertools
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section
+
+
+class PhaseConfig(Section):
+    """A later part of a run, whose rows come from another corpus."""
+
+    corpus: str = Field(
+        description="Corpus of the phase: a local folder or s3:// prefix. It must have the tokenizer and the row "
+        "length of data.corpus."
+    )
+    from_step: Positive = Field(
+        description="First step of the phase, counted from 0. The phase ends where the next one begins, or with the "
+        "run."
+    )
+
+
+class NamedCorpus(NamedTuple):
+    """A training corpus as the config names it."""
+
+    key: str  # config key, such as "data.corpus"
+    from_step: int  # first step that reads it
+    url: str  # local folder or s3:// prefix
 
 
 class DataConfig(Section):
@@ -20,6 +42,13 @@ class DataConfig(Section):
         description="Corpus for evaluation, never trained on: a local folder or s3:// prefix. {corpus} in it stands "
         "for data.corpus, as in '{corpus}/heldout'. It must have the row length and the vocabulary of the training "
         "corpus. Unset: no evaluation.",
+    )
+    phases: tuple[PhaseConfig, ...] = Field(
+        default=(),
+        description="Later phases of the run, each `{corpus: URL, from_step: N}`, in ascending order: from step N on, "
+        "all rows come from that corpus, for example from better text while the learning rate ends. Steps before the "
+        "first phase read data.corpus. Every phase begins at the start of an epoch of its corpus. Empty: all steps "
+        "read data.corpus.",
     )
     seq_len: Positive = Field(
         default=512, description="Tokens per row; must equal the row length that the corpus was built with."
@@ -50,6 +79,14 @@ class DataConfig(Section):
         "http://10.0.0.1:9000. Unset: AWS.",
     )
 
+    def training_corpora(self) -> list[NamedCorpus]:
+        """Return `corpus` and the corpus of each of `phases`, in the order in which the run reads them."""
+        later = [
+            NamedCorpus(f"data.phases[{number}].corpus", phase.from_step, phase.corpus)
+            for number, phase in enumerate(self.phases)
+        ]
+        return [NamedCorpus("data.corpus", 0, self.corpus), *later]
+
     @model_validator(mode="before")
     @classmethod
     def _heldout_beside_corpus(cls, value: Any) -> Any:
@@ -61,6 +98,23 @@ class DataConfig(Section):
         if isinstance(corpus, str) and isinstance(heldout, str):
             return {**value, "heldout": heldout.replace("{corpus}", corpus.rstrip("/"))}
         return value
+
+    @model_validator(mode="after")
+    def _phases_ascend(self) -> DataConfig:
+        """Raise ValueError if a phase does not begin after the one before it, or if two phases name one corpus."""
+        for earlier, later in itertools.pairwise(self.phases):
+            if later.from_step <= earlier.from_step:
+                raise ValueError(
+                    f"data.phases: from_step {later.from_step} of {later.corpus} does not come after from_step "
+                    f"{earlier.from_step} of {earlier.corpus}; list the phases in ascending order of from_step"
+                )
+        corpora = [self.corpus, *(phase.corpus for phase in self.phases)]
+        repeated = [corpus for place, corpus in enumerate(corpora) if corpus in corpora[:place]]
+        if repeated:
+            raise ValueError(
+                f"data.phases: two phases read the corpus {repeated[0]}; name each corpus once, data.corpus included"
+            )
+        return self
 
 
 class TrainConfig(Section):

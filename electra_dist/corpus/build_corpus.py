@@ -39,7 +39,7 @@ from electra_dist.corpus.stages.input_groups import InputGroup, group_inputs
 from electra_dist.corpus.stages.join_parts import JoinedCorpus, join_parts, read_joined
 from electra_dist.corpus.stages.read_group import ReadSettings, ReadTask, start_reading
 from electra_dist.corpus.stages.row_sample import row_bytes_per_document_byte
-from electra_dist.corpus.stages.source_epochs import source_epochs
+from electra_dist.corpus.stages.source_epochs import refuse_unknown_sources, source_epochs
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.stages.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, UserError
@@ -138,6 +138,7 @@ class _PartOfBuild:
         self._records = BuildRecords(self._store)
         self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
         self._groups = group_inputs(request.inputs, request.group_bytes)
+        self._with_origins = False  # whether the build writes side files; set by `run`
 
     def is_finished(self) -> bool:
         """Return whether the output holds the finished corpus already; raises if it holds another one."""
@@ -145,7 +146,13 @@ class _PartOfBuild:
 
     def run(self) -> int:
         """Do the stages 1 and 2 for this part; return the number of its shards that were finished before."""
-        self._records.begin(self._parameters, self._request.vocabulary.text)
+        with_origins = self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes())
+        if self._request.corpus.origins != with_origins:
+            self._console.say(
+                f"{self._store.url}: this build was begun with corpus.origins {str(with_origins).lower()} and goes on "
+                "so; delete this folder to begin anew"
+            )
+        self._with_origins = with_origins
         with self._console:
             order = self._records.order()
             if order is not None and order.inputs_sha256 != self._request.input_names()["inputs_sha256"]:
@@ -219,6 +226,7 @@ class _PartOfBuild:
             text_field=request.text_field,
             order_seed=request.order_seed,
             spill_bytes=request.spill_bytes,
+            with_ids=self._with_origins,
         )
         with WorkerPool(partial(start_reading, settings), min(request.num_workers, len(groups))) as pool:
             for record in pool.results(tasks):
@@ -247,10 +255,11 @@ class _PartOfBuild:
             for source, num_bytes in record.source_bytes.items():
                 source_bytes[source] = source_bytes.get(source, 0) + num_bytes
         epochs = source_epochs(source_bytes, request.corpus.source_epochs, request.corpus.source_shares)
+        refuse_unknown_sources("corpus.licences", request.corpus.licences, source_bytes)
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
         spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
         row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.example_seed)
-        num_buckets, shards_per_bucket = _divide(total_bytes, row_bytes / request.shard_bytes)
+        num_buckets, shards_per_bucket = divide_into_buckets(total_bytes, row_bytes / request.shard_bytes)
         return CorpusOrder(
             **request.input_names(),
             num_groups=len(self._groups),
@@ -282,6 +291,8 @@ class _PartOfBuild:
             output=request.output,
             endpoint_url=request.endpoint_url,
             sources=[file.source for file in request.inputs],
+            file_names=[file.name for file in request.inputs],
+            with_origins=self._with_origins,
             spills=[spill for record in records for spill in record.spills],
             order=order,
             rules=request.rules(),
@@ -303,7 +314,7 @@ class _PartOfBuild:
         )
 
 
-def _divide(total_bytes: float, num_shards: float) -> tuple[int, int]:
+def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
     """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
     Up to 1,024 buckets have one shard each. A larger corpus has several shards in a bucket, because each bucket reads

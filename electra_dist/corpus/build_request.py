@@ -16,7 +16,8 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_dist.config import CorpusConfig, canonical_json
 from electra_dist.corpus.chunk_processor import Rules
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
-from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT
+from electra_dist.corpus.report.source_notes import PreparedText, SourceNotes
+from electra_dist.corpus.stages.build_records import NO_PARAMETERS, PARAMETERS_LEFT_OUT, BuildNotes
 from electra_dist.corpus.text_readers import InputFile
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -33,8 +34,8 @@ _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 class BuildRequest:
     """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
-    All fields except `num_workers`, `output`, `endpoint_url` and `skipped_inputs` decide the bytes of the corpus: a
-    change of one of them needs another output folder.
+    All fields except `num_workers`, `output`, `endpoint_url`, `skipped_inputs`, `prepared`, `corpus.origins` and
+    `corpus.licences` decide the bytes of the corpus: a change of one of them needs another output folder.
     """
 
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
@@ -47,6 +48,7 @@ class BuildRequest:
     num_workers: int = 1  # processes; 1: the calling process does the work
     endpoint_url: str | None = None  # S3 endpoint; None: AWS
     skipped_inputs: SkippedInputs = field(default_factory=SkippedInputs)  # what the search for inputs left out
+    prepared: dict[str, PreparedText] = field(default_factory=dict)  # of sources that `corpus prepare` made
 
     @property
     def shard_bytes(self) -> int:
@@ -79,7 +81,7 @@ class BuildRequest:
         They are stored in corpus.json and, while the build is not finished, in progress/build.json. A build with other
         values in the same folder is refused. Those of `PARAMETERS_LEFT_OUT` are stored at other values only.
         """
-        corpus = self.corpus.model_dump(mode="json")
+        corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
             "version": BUILDER_VERSION,
             "seq_len": self.seq_len,
@@ -88,6 +90,11 @@ class BuildRequest:
             "chunk_bytes": self.chunk_bytes,
             **{key: value for key, value in corpus.items() if (key, value) not in PARAMETERS_LEFT_OUT.items()},
         }
+
+    def notes(self) -> BuildNotes:
+        """Return what a build records although it decides neither the shards nor corpus.json."""
+        sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
+        return BuildNotes(with_origins=self.corpus.origins, sources=sources)
 
     def input_names(self) -> dict[str, Any]:
         """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.

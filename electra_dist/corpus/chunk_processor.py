@@ -23,9 +23,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from electra_dist.corpus.report.document_counts import DocumentCounts, SourceCounts
-from electra_dist.corpus.row_packing import make_rows, row_dtype
+from electra_dist.corpus.row_packing import fill_rows, group_examples, places_of_examples, row_dtype
 from electra_dist.corpus.sentence_pairs import ExampleBuilder
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS, RawDocument, SkippedDocument, Undecodable, decode_counted
+from electra_dist.corpus.text_decoding import (
+    SKIPPED_KINDS,
+    DocumentNames,
+    RawDocument,
+    SkippedDocument,
+    Undecodable,
+    decode_counted,
+)
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
@@ -68,6 +75,7 @@ class Rows:
     """
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
+    places: np.ndarray  # int64 [examples, 3]: row, first id in the row, and index of the document in the chunk
     counts: Counter[str] = field(default_factory=Counter)  # text_bytes, text_tokens, examples, rows, tokens
 
 
@@ -83,11 +91,13 @@ class ChunkRows:
     heldout: Rows
     documents: Counter[str]  # documents by outcome: in (all), used, heldout and each kind of SKIPPED_KINDS
     sources: SourceCounts = field(default_factory=dict)  # counts of the documents of each source for the report
+    names: dict[int, DocumentNames] = field(default_factory=dict)  # names of each decoded document, by index
 
 
 class _Text(NamedTuple):
     """Text of one decoded document, and the counter of its source."""
 
+    place: int  # of the document in the chunk
     text: str
     document_bytes: int  # before it was decoded
     counts: DocumentCounts
@@ -123,24 +133,31 @@ class ChunkProcessor:
         sources: SourceCounts = {}
         train = _RowCollector(self._rules, self._vocabulary, chunk.seed)
         heldout = _RowCollector(self._rules, self._vocabulary, chunk.heldout_seed)
-        texts = self._decoded(chunk.documents, outcomes, sources)
+        names: dict[int, DocumentNames] = {}
+        texts = self._decoded(chunk.documents, outcomes, sources, names)
         for document, sentences in self._tokenized(texts, outcomes):
             is_heldout = self._is_heldout(document.text)
             outcome = "heldout" if is_heldout else "used"
             outcomes[outcome] += 1
             document.counts.add_kept(outcome, sentences, self._unk_id)
             if is_heldout:
-                heldout.add(document.text, sentences)
+                heldout.add(document.place, document.text, sentences)
             else:
-                train.add(document.text, sentences)
+                train.add(document.place, document.text, sentences)
         num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
         assert outcomes["in"] == len(chunk.documents), "a document was not read"
         num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped
         assert outcomes["in"] == num_counted, "a document was not counted once"
-        return ChunkRows(train=train.finish(), heldout=heldout.finish(), documents=outcomes, sources=sources)
+        return ChunkRows(
+            train=train.finish(), heldout=heldout.finish(), documents=outcomes, sources=sources, names=names
+        )
 
     def _decoded(
-        self, raw_documents: Iterable[RawDocument], outcomes: Counter[str], sources: SourceCounts
+        self,
+        raw_documents: Iterable[RawDocument],
+        outcomes: Counter[str],
+        sources: SourceCounts,
+        names: dict[int, DocumentNames],
     ) -> Iterator[_Text]:
         """Decode documents, and yield the text of each one that can be used.
 
@@ -152,8 +169,9 @@ class ChunkProcessor:
             outcomes: counter to increase: "in" for each document, and the reason (a key of `SKIPPED_KINDS`) for each
                 one that is left out.
             sources: counts by source, to increase in the same way.
+            names: receives the names of each document that can be used, by its index.
         """
-        for document in raw_documents:
+        for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
             document_bytes = len(document.data or b"")
             counts = sources.setdefault(document.source, DocumentCounts())
@@ -166,7 +184,8 @@ class ChunkProcessor:
                 counts.add_undecodable(skipped.undecodable_bytes)
                 continue
             counts.add_undecodable(decoded.replaced_bytes)
-            yield _Text(decoded.text, document_bytes, counts)
+            names[index] = decoded.names
+            yield _Text(index, decoded.text, document_bytes, counts)
 
     def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
         """Tokenize texts, and yield each text with its sentences: a list of token ids for each line that has tokens.
@@ -231,18 +250,22 @@ class _RowCollector:
             seed=seed,
         )
         self._examples: list[list[int]] = []
+        self._document_of_example: list[int] = []  # index of its document in the chunk
         self._counts: Counter[str] = Counter()
 
-    def add(self, text: str, sentences: list[list[int]]) -> None:
+    def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
         """Build the examples of one document, and count its bytes and tokens.
 
         Args:
+            index: position of the document in the chunk.
             text: the document; only its size in UTF-8 is used.
             sentences: token ids of each of its lines; each line counts as a sentence.
         """
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
+        num_new = len(self._examples) - len(self._document_of_example)
+        self._document_of_example += [index] * num_new
 
     def finish(self) -> Rows:
         """Pack the examples of all added documents into rows, and return the rows with their counts.
@@ -253,7 +276,11 @@ class _RowCollector:
             AssertionError: a token was lost or added, or text was encoded as [CLS] or [MASK]; this is a bug.
         """
         pad_id = self._special["[PAD]"]
-        block = make_rows(self._examples, self._rules.seq_len, pad_id, self._dtype, self._rules.packing)
+        seq_len = self._rules.seq_len
+        lengths = [len(example) for example in self._examples]
+        groups = group_examples(lengths, seq_len, self._rules.packing)
+        places = places_of_examples(lengths, groups)
+        block = fill_rows(self._examples, places, len(groups), seq_len, pad_id, self._dtype)
         counts = self._counts
         counts["examples"] = len(self._examples)
         counts["rows"] = len(block)
@@ -264,7 +291,9 @@ class _RowCollector:
         assert counts["tokens"] == counts["text_tokens"] + counts["examples"] + num_sep, "a token was lost or added"
         assert num_cls == counts["examples"], "text was encoded as [CLS]"
         assert not (block == self._special["[MASK]"]).any(), "text was encoded as [MASK]"
-        return Rows(block=block, counts=counts)
+        documents = np.array(self._document_of_example, np.int64)
+        places[:, 2] = documents[places[:, 2]]  # of each example its document, instead of its own index
+        return Rows(block=block, places=places, counts=counts)
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:

@@ -44,16 +44,63 @@ def make_rows(
         packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
     """
     lengths = [len(example) for example in examples]
-    groups = [[index] for index in range(len(examples))]  # examples of each row, by index
+    groups = group_examples(lengths, seq_len, packing)
+    return fill_rows(examples, places_of_examples(lengths, groups), len(groups), seq_len, pad_id, dtype)
+
+
+def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
+    """Return the indices of the examples of each row, in order.
+
+    Args:
+        lengths: ids of each example, each at most `seq_len`.
+        seq_len: ids of a row.
+        packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
+    """
     if packing == "rows":
-        groups = pack(lengths, seq_len)
-    rows = np.full((len(groups), seq_len), pad_id, dtype)
-    for row, group in zip(rows, groups):
+        return pack(lengths, seq_len)
+    return [[index] for index in range(len(lengths))]
+
+
+def places_of_examples(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return where each example lies, int64 [examples, 3]: its row, its first id in the row, and its index.
+
+    They are ordered by row, and within a row from left to right.
+
+    Args:
+        lengths: ids of each example.
+        groups: indices of the examples of each row, in order.
+    """
+    places = []
+    for row, group in enumerate(groups):
         start = 0
         for index in group:
-            end = start + lengths[index]
-            row[start:end] = examples[index]
-            start = end
+            places.append((row, start, index))
+            start += lengths[index]
+    return np.array(places, np.int64).reshape(-1, 3)
+
+
+def fill_rows(
+    examples: Sequence[Sequence[int]],
+    places: np.ndarray,
+    num_rows: int,
+    seq_len: int,
+    pad_id: int,
+    dtype: type[np.uint16] | type[np.uint32],
+) -> np.ndarray:
+    """Return rows that hold every example at its place, [num_rows, seq_len] of `dtype`.
+
+    Args:
+        examples: lists of ids, each of at most `seq_len`.
+        places: row, first id and index of each example, as `places_of_examples` returns them.
+        num_rows: number of rows.
+        seq_len: ids of a row.
+        pad_id: id that fills the end of a row.
+        dtype: type of the rows; it must hold every id.
+    """
+    rows = np.full((num_rows, seq_len), pad_id, dtype)
+    for row, start, index in places.tolist():
+        example = examples[index]
+        rows[row, start : start + len(example)] = example
     return rows
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Undecodable = Literal["skip", "replace"]  # values of corpus.undecodable
 
@@ -33,7 +33,8 @@ class RawDocument(NamedTuple):
 
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
-    source: str = ""  # the input that it comes from; only the report of a build uses it
+    source: str = ""  # the input that it comes from; the report of a build and the side files use it
+    id: str | None = None  # its id in a table that has a column `id`; a JSON line holds its id itself
 
 
 class SkippedDocument(Exception):
@@ -58,11 +59,19 @@ class SkippedDocument(Exception):
         self.undecodable_bytes = undecodable_bytes
 
 
+class DocumentNames(NamedTuple):
+    """Names that a document has of its own, beside those of its file."""
+
+    id: str | None = None  # field `id` of a JSON line, or cell of the column `id`
+    source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes
+
+
 class DecodedText(NamedTuple):
-    """Text of a document, and how many of its bytes were replaced because they are not UTF-8."""
+    """Text of a document, how many of its bytes were replaced because they are not UTF-8, and its names."""
 
     text: str
     replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
+    names: DocumentNames
 
 
 def decode(document: RawDocument, text_field: str = "text", undecodable: Undecodable = "skip") -> str:
@@ -96,15 +105,18 @@ def decode_counted(document: RawDocument, text_field: str, undecodable: Undecoda
         text = document.data.decode("utf-8-sig", "replace")
     if not text.strip():
         raise SkippedDocument("empty")
+    names = DocumentNames(document.id)
     if document.is_json:
-        text = _text_of_json(text, text_field)
+        record = _parse_record(text)
+        text = _text_of_record(record, text_field)
+        names = _names_of_record(record)
         num_halves = _num_half_pairs(text)
         if num_halves:
             replaced_bytes += num_halves * _BYTES_OF_ESCAPE
             if undecodable == "skip":
                 raise SkippedDocument("undecodable", replaced_bytes)
             text = _SURROGATE.sub("\ufffd", text)
-    return DecodedText(text, replaced_bytes)
+    return DecodedText(text, replaced_bytes, names)
 
 
 def _num_undecodable_bytes(data: bytes) -> int:
@@ -122,11 +134,11 @@ def _num_half_pairs(text: str) -> int:
     return 0
 
 
-def _text_of_json(line: str, text_field: str) -> str:
-    """Return the field `text_field` of a JSON line, which must be a string with more than white space.
+def _parse_record(line: str) -> dict[str, Any]:
+    """Return the object of a JSON line.
 
     Raises:
-        SkippedDocument: the line is not a JSON object, or the field is missing, not a string, empty or white space.
+        SkippedDocument: the line is not a JSON object.
     """
     try:
         record = json.loads(line)
@@ -134,9 +146,35 @@ def _text_of_json(line: str, text_field: str) -> str:
         raise SkippedDocument("broken_json") from None
     if not isinstance(record, dict):
         raise SkippedDocument("broken_json")
+    return record
+
+
+def _text_of_record(record: dict[str, Any], text_field: str) -> str:
+    """Return the field `text_field` of a JSON object, which must be a string with more than white space.
+
+    Raises:
+        SkippedDocument: the field is missing, not a string, empty or white space.
+    """
     text = record.get(text_field)
     if not isinstance(text, str):
         raise SkippedDocument("no_text")
     if not text.strip():
         raise SkippedDocument("empty")
     return text
+
+
+def _names_of_record(record: dict[str, Any]) -> DocumentNames:
+    """Return the id and the source in a JSON object; None for each that it does not have.
+
+    An id is a string or an integer. Half a surrogate pair in a name becomes U+FFFD, so that it can be encoded.
+    """
+    metadata = record.get("metadata")
+    source = metadata.get("source") if isinstance(metadata, dict) else None
+    return DocumentNames(name_of_value(record.get("id")), name_of_value(source))
+
+
+def name_of_value(value: object) -> str | None:
+    """Return a string or an integer as a name that can be encoded as UTF-8; None for a value of another type."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return _SURROGATE.sub("\ufffd", str(value))

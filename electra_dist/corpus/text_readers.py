@@ -91,7 +91,7 @@ class DocumentStream:
         for position, file in enumerate(self._files):
             try:
                 for number, document in enumerate(self._documents_of_file(file)):
-                    yield position, number, RawDocument(document.data, document.is_json, file.source)
+                    yield position, number, document._replace(source=file.source)
                 if file.size == 0:
                     self.counts.skipped.add("empty_file", file.name)
                 else:

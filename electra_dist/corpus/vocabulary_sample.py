@@ -13,18 +13,33 @@ Cost: one pass over the inputs, 150 to 400 MB of text a second; disk space for t
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import zstandard
+from pydantic import NonNegativeInt, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from electra_dist.corpus.stages.document_order import document_key
+from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 
 _KEY_BITS = 64
 _DONE_FILE = "sample.json"  # written when the sample is complete
+_LEVEL_NAME = re.compile(r"[0-9]{2}\.zst")
+
+
+class _Record(TypedDict):
+    """Content of sample.json."""
+
+    description: dict[str, str | int]
+    files: dict[str, NonNegativeInt]  # name -> bytes of its texts
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 class VocabularySample:
@@ -47,10 +62,11 @@ class VocabularySample:
     def is_finished(self) -> bool:
         """Return whether the folder holds the complete sample of these inputs."""
         try:
-            stored = parse_json_object((self._folder / _DONE_FILE).read_bytes())
+            stored = self._record()
         except (OSError, DamagedJson):
             return False
-        return stored.get("description") == self._description
+        is_whole = all(_LEVEL_NAME.fullmatch(name) and (self._folder / name).exists() for name in stored["files"])
+        return is_whole and stored["description"] == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
         """Read all documents, and keep the sample in the folder; an unfinished sample there is replaced.
@@ -89,11 +105,24 @@ class VocabularySample:
         return sum(self._files().values())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the finished sample, always in the same order."""
-        for name in self._files():
-            with open(self._folder / name, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-                while head := stream.read(4):
-                    yield stream.read(int.from_bytes(head, "little")).decode()
+        """Yield the texts of the finished sample, always in the same order.
+
+        Raises:
+            UserError: a file of the sample is damaged or cut off.
+        """
+        for name, num_bytes in self._files().items():
+            path = self._folder / name
+            num_read = 0
+            try:
+                with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+                    while head := stream.read(4):
+                        text = stream.read(min(int.from_bytes(head, "little"), num_bytes))
+                        num_read += len(text)
+                        yield text.decode()
+            except (zstandard.ZstdError, UnicodeDecodeError) as error:
+                raise self._damaged(path, str(error)) from None
+            if num_read != num_bytes:
+                raise self._damaged(path, f"it has {num_read} bytes of text, not {num_bytes}")
 
     def delete(self) -> None:
         """Delete the sample."""
@@ -101,8 +130,20 @@ class VocabularySample:
 
     def _files(self) -> dict[str, int]:
         """Return the names of the files of the finished sample, in order, with the bytes of their texts."""
-        files: dict[str, int] = parse_json_object((self._folder / _DONE_FILE).read_bytes())["files"]
-        return files
+        return self._record()["files"]
+
+    def _record(self) -> _Record:
+        """Return the content of sample.json.
+
+        Raises:
+            OSError: it cannot be read.
+            DamagedJson: it is damaged.
+        """
+        return validate_json(_RECORD, parse_json_object((self._folder / _DONE_FILE).read_bytes()))
+
+    def _damaged(self, path: Path, reason: str) -> UserError:
+        """Return the error for a damaged file of texts."""
+        return UserError(f"{path}: damaged, because {reason}; delete {self._folder} and run the command again")
 
 
 class _LevelFile:

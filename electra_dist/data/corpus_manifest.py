@@ -145,8 +145,12 @@ class CorpusManifest(Section):
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
 
 
-def read_manifest(store: Store) -> CorpusManifest:
+def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     """Read and validate the manifest of the corpus in `store`; a wrong body from S3 is read again a few times.
+
+    Args:
+        store: Store of the corpus.
+        key: Config key that names the corpus, for messages.
 
     Raises:
         StoreMissing: There is no corpus.json, because there is no corpus or its build is unfinished.
@@ -159,7 +163,7 @@ def read_manifest(store: Store) -> CorpusManifest:
     except StoreMissing:
         raise StoreMissing(
             f"{url}: no finished corpus; build it with `electra-dist corpus build --output "
-            f"{store.url}`, or correct data.corpus"
+            f"{store.url}`, or correct {key}"
         ) from None
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.row_order import RowSequence
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
@@ -64,7 +64,7 @@ class RowLoader:
     def __init__(
         self,
         cache: ShardCache,
-        order: RowOrder,
+        order: RowSequence,
         global_batch: int,
         rank: int,
         world_size: int,
@@ -78,7 +78,7 @@ class RowLoader:
         Args:
             cache: Source of the corpus's shards. No one but the loader may use it, and the caller must close it after
                 the loader.
-            order: Infinite sequence of the corpus's rows; each step takes the next `global_batch` rows of it.
+            order: Infinite sequence of the run's rows; each step takes the next `global_batch` rows of it.
             global_batch: Rows per step, summed over all ranks.
             rank: This rank, in [0, world_size).
             world_size: Number of ranks.

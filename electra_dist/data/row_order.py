@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from electra_kernels.keyed_random import Purpose, philox4x32
@@ -156,6 +156,37 @@ class Epoch:
     window_start: Integers  # [num_windows + 1]
 
 
+class OrderPhase(NamedTuple):
+    """Part of a run's sequence of rows that has the rows of one corpus, in the epochs of one `RowOrder`.
+
+    The position p of the run is position p - first_position of `order`. Shards and rows of all corpora of a run are
+    numbered one after another, those of the first phase from 0.
+    """
+
+    order: RowOrder
+    first_position: int
+    end_position: int | None  # exclusive; None: without end
+    first_shard: int  # number of its corpus's first shard
+    first_row_id: int  # id of the first row of that shard
+
+
+class RowSequence(Protocol):
+    """Infinite sequence of the rows of a run: a `RowOrder`, or a `PhasedOrder` if the corpus changes."""
+
+    @property
+    def phases(self) -> tuple[OrderPhase, ...]:
+        """Return the parts of the sequence, in the order of their positions."""
+
+    def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P]."""
+
+    def row_ids(self, shards: Integers, rows: Integers) -> Integers:
+        """Return the id of each row, [P] int64, unique among the rows of all corpora of the run."""
+
+    def window_at(self, position: int) -> ShardWindow:
+        """Return the window that contains a position, with the shards that must be on the node to read it."""
+
+
 class RowOrder:
     """Infinite sequence of the rows of a run, which maps each position to a shard and a row in it. Thread-safe.
 
@@ -178,7 +209,18 @@ class RowOrder:
         self._window_shards = window_shards
         self._corpus_start = np.concatenate([[0], np.cumsum(self._rows)])
         self._epochs: dict[int, Epoch] = {}  # newest layouts; replaced and never changed, so that threads may read it
+        self.num_shards = self._rows.size
         self.rows_per_epoch = int(self._corpus_start[-1])
+
+    @property
+    def rows_per_shard(self) -> Integers:
+        """Return the number of rows of each shard, [num_shards]."""
+        return self._rows
+
+    @property
+    def phases(self) -> tuple[OrderPhase, ...]:
+        """Return the one part of the sequence, which has no end."""
+        return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].

@@ -11,10 +11,46 @@ Cost: a few microseconds per row and epoch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from electra_kernels.keyed_random import Purpose, philox4x32
 
-from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, Words, halves, scaled
+from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, RowSequence, Words, halves, scaled
+
+
+class RowUse(NamedTuple):
+    """A position of a run's sequence at which a row is used, and the epoch of the row's corpus that it belongs to."""
+
+    epoch: int
+    position: int
+
+
+def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowUse]]:
+    """Return for each row where a run uses it, in ascending order of positions.
+
+    Args:
+        order: the run's sequence of rows.
+        shards: [k] number of each row's shard, over all corpora of the run.
+        rows: [k] number of each row within its shard.
+        num_positions: rows that the whole run uses; later positions are left out.
+    """
+    uses: list[list[RowUse]] = [[] for _ in rows]
+    for phase in order.phases:
+        end_position = num_positions
+        if phase.end_position is not None:
+            end_position = min(end_position, phase.end_position)
+        shards_of_corpus = shards - phase.first_shard
+        of_phase = np.flatnonzero((shards_of_corpus >= 0) & (shards_of_corpus < phase.order.num_shards))
+        if of_phase.size == 0:
+            continue
+        num_epochs = -(-(end_position - phase.first_position) // phase.order.rows_per_epoch)  # rounded up
+        for epoch in range(num_epochs):
+            positions = positions_of_rows(phase.order, epoch, shards_of_corpus[of_phase], rows[of_phase])
+            for place, position in zip(of_phase, phase.first_position + positions, strict=True):
+                if position < end_position:
+                    uses[place].append(RowUse(epoch, int(position)))
+    return uses
 
 
 def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:

@@ -21,11 +21,12 @@ from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
+from electra_dist.data.row_order import RowSequence
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.run.folder import IDENTITY_FILE, is_run_folder, open_run, read_identity
+from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
@@ -44,7 +45,13 @@ class Corpus:
     """
 
     def __init__(
-        self, store: Store, manifest: CorpusManifest, seed: int, shuffle_window_shards: int, cache_dir: Path
+        self,
+        store: Store,
+        manifest: CorpusManifest,
+        seed: int,
+        shuffle_window_shards: int,
+        cache_dir: Path,
+        corpora: RunCorpora | None = None,
     ) -> None:
         """Prepare to read batches in the order in which a run with this seed and this window reads them.
 
@@ -57,16 +64,25 @@ class Corpus:
             shuffle_window_shards: config key `data.shuffle_window_shards` of the run; rows are shuffled within windows
                 of this many shards.
             cache_dir: folder for shards fetched from S3; unused for a local corpus.
+            corpora: the corpora of a run with `data.phases`, of which `store` and `manifest` are the joined ones; None
+                for a single corpus.
         """
+        only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
+        self._corpora = corpora or RunCorpora(phases=(only_phase,))
+        self._seed = seed
+        self._shuffle_window_shards = shuffle_window_shards
+        self._orders: dict[int, RowSequence] = {}  # global batch -> sequence of the rows
         self.manifest = manifest
         self._store = store
         self._cache_dir = cache_dir
-        self._order = RowOrder([shard.rows for shard in manifest.shards], seed, shuffle_window_shards)
         self._cache = self._open_cache()
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json; a run records it, and is resumed with a corpus of equal digest only."""
+        """Return the digest of corpus.json; a run records it, and is resumed with a corpus of equal digest only.
+
+        For a run with `data.phases` it is the digest of its corpora and of the steps at which their phases begin.
+        """
         return self.manifest.fingerprint
 
     @property
@@ -106,11 +122,12 @@ class Corpus:
     def row_ids(self, step: int, global_batch: int) -> torch.Tensor:
         """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
 
-        Rows are numbered from 0 in the order of the shards in corpus.json. A run's receipts are checksums of these
+        Rows are numbered from 0 in the order of the shards in corpus.json, and on from corpus to corpus in a run with
+        `data.phases`. A run's receipts are checksums of these
         numbers (`electra_dist.data.row_receipt`).
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
-        return torch.from_numpy(self._order.row_ids(shard_of_row, row_in_shard))
+        return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     def batches(self, global_batch: int, first_step: int = 0) -> Iterator[torch.Tensor]:
         """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a thread.
@@ -124,7 +141,8 @@ class Corpus:
             ManifestMismatch: a shard is not the one that the manifest lists.
         """
         with contextlib.closing(self._open_cache()) as cache:
-            loader = RowLoader(cache, self._order, global_batch, rank=0, world_size=1, start_step=first_step)
+            order = self._order(global_batch)
+            loader = RowLoader(cache, order, global_batch, rank=0, world_size=1, start_step=first_step)
             with contextlib.closing(loader):
                 while True:
                     yield torch.from_numpy(loader.next().ids.astype(np.int64))
@@ -154,6 +172,12 @@ class Corpus:
         """Return a new cache of the corpus's shards, which the caller closes."""
         return ShardCache(self._store, self.manifest, self._cache_dir)
 
+    def _order(self, global_batch: int) -> RowSequence:
+        """Return the sequence of the rows of a run with this global batch, which decides where a phase begins."""
+        if global_batch not in self._orders:
+            self._orders[global_batch] = self._corpora.row_order(self._seed, self._shuffle_window_shards, global_batch)
+        return self._orders[global_batch]
+
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the place of each row of a step: number of the shard, and number of the row in the shard.
 
@@ -165,7 +189,8 @@ class Corpus:
         if step < 0 or global_batch < 1:
             raise ValueError(f"step {step} of {global_batch} rows: a step is at least 0, and has at least one row")
         first_position = step * global_batch
-        _, shard_of_row, row_in_shard = self._order.locate(np.arange(first_position, first_position + global_batch))
+        positions = np.arange(first_position, first_position + global_batch)
+        _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
         return shard_of_row, row_in_shard
 
 
@@ -181,7 +206,7 @@ def open_corpus(
 
     Args:
         source: folder or s3:// prefix of a corpus; or a run, as its folder or its config. For a run, its corpus is
-            opened, and arguments that are None are taken from its config.
+            opened (with `data.phases`, all its corpora as one), and arguments that are None are taken from its config.
         seed: `seed` of the run; None without a run means 42.
         shuffle_window_shards: `data.shuffle_window_shards` of the run; None without a run means 64.
         endpoint_url: URL of an S3 service; None without a run means AWS.
@@ -192,49 +217,51 @@ def open_corpus(
         ManifestMismatch: the corpus of a run's folder has changed since the run began.
     """
     config = None
-    url = str(source)
     if isinstance(source, Config):
         config = source
     elif is_run_folder(Path(source)):
         config = open_run(Path(source))
     if config is not None:
-        url = config.data.corpus
         seed = config.seed if seed is None else seed
         shuffle_window_shards = shuffle_window_shards or config.data.shuffle_window_shards
         endpoint_url = endpoint_url or config.data.endpoint_url
         cache_dir = cache_dir or config.cache_folder
-    store = open_store(url, endpoint_url)
-    manifest = read_manifest(store)
-    if config is not None:
-        _check_fingerprint(Path(config.run_dir), url, manifest)
+        corpora = open_run_corpora(config.data.model_copy(update={"endpoint_url": endpoint_url}))
+        _check_fingerprints(Path(config.run_dir), corpora)
+    else:
+        store = open_store(str(source), endpoint_url)
+        phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
+        corpora = RunCorpora(phases=(phase,))
     return Corpus(
-        store,
-        manifest,
+        corpora.store,
+        corpora.manifest,
+        corpora=corpora,
         seed=_SEED if seed is None else seed,
         shuffle_window_shards=shuffle_window_shards or _WINDOW_SHARDS,
         cache_dir=Path(cache_dir or _CACHE_DIR).expanduser(),
     )
 
 
-def _check_fingerprint(run_dir: Path, url: str, manifest: CorpusManifest) -> None:
-    """Raise an error if the run in `run_dir` began with another corpus than the one that is now at `url`.
+def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
+    """Raise an error if the run in `run_dir` began with other corpora than those that are now at their places.
 
     Do nothing if no run has begun in `run_dir`.
 
     Args:
         run_dir: the run folder; it may be missing.
-        url: location of the corpus, for the message.
-        manifest: manifest of the corpus that is at `url` now.
+        corpora: the corpora that the run's config names, as they are now.
 
     Raises:
-        ManifestMismatch: the fingerprint that the run has recorded is not that of the manifest.
+        ManifestMismatch: the fingerprint that the run has recorded for a corpus is not that of its manifest.
+        UserError: the record is damaged.
     """
-    identity_file = run_dir / IDENTITY_FILE
-    if not identity_file.exists():
+    fingerprints = recorded_fingerprints(run_dir, len(corpora.phases))
+    if fingerprints is None:
         return
-    fingerprint = read_identity(run_dir)["corpus_fingerprint"]
-    if fingerprint != manifest.fingerprint:
-        raise ManifestMismatch(
-            f"{url}: the corpus has changed since the run {run_dir} began: its fingerprint is "
-            f"{manifest.fingerprint[:16]} and was {fingerprint[:16]}; restore it, or open the corpus by its own path"
-        )
+    for phase, fingerprint in zip(corpora.phases, fingerprints, strict=True):
+        if fingerprint != phase.manifest.fingerprint:
+            raise ManifestMismatch(
+                f"{phase.url}: the corpus has changed since the run {run_dir} began: its fingerprint is "
+                f"{phase.manifest.fingerprint[:16]} and was {fingerprint[:16]}; restore it, or open the corpus by its "
+                f"own path"
+            )

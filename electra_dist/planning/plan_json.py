@@ -7,6 +7,7 @@ from typing import Any
 
 from electra_dist.config import Config
 from electra_dist.config_checks import keys_without_effect
+from electra_dist.data.phases.phase_use import steps_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
@@ -46,6 +47,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
             ).fitting_rows
             for gpu, memory_gb in GPU_MEMORY_GB.items()
         },
+        "phases": _phases(config),
         "keys_without_effect": keys_without_effect(config),
     }
     if cluster is not None:
@@ -54,6 +56,22 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
             for prediction in scale(config, cluster)
         ]
     return tree
+
+
+def _phases(config: Config) -> list[dict[str, Any]]:
+    """Return corpus, first step, steps and tokens (positions of rows) of each phase; one entry without phases."""
+    corpora = config.data.training_corpora()
+    steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
+    tokens_per_step = config.train.global_batch * config.data.seq_len
+    return [
+        {
+            "corpus": corpus.url,
+            "from_step": corpus.from_step,
+            "steps": num_steps,
+            "tokens": num_steps * tokens_per_step,
+        }
+        for corpus, num_steps in zip(corpora, steps, strict=True)
+    ]
 
 
 def _state_bytes(config: Config, stage: int) -> dict[str, float]:

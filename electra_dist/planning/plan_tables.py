@@ -22,6 +22,7 @@ from rich.text import Text
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config_checks import keys_without_effect
 from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.phases.phase_use import steps_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.flops import GPUS_WITHOUT_BF16
@@ -189,7 +190,10 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash."""
+    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash.
+
+    A run with several phases has the tokens of each phase in place of the epochs.
+    """
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -199,12 +203,29 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
         ["rows in all", f"{budget.rows:,}", ""],
         ["tokens in all", format_count(budget.tokens), f"{budget.tokens:,} positions of rows"],
     ]
-    if corpus is None or budget.epochs is None:
+    if config.data.phases:
+        rows += _phase_rows(config)
+    elif corpus is None or budget.epochs is None:
         rows.append(["epochs", "-", f"corpus {config.data.corpus} was not read"])
     else:
         corpus_size = f"{corpus.num_rows:,} rows, {corpus.num_tokens:,} tokens in {len(corpus.shards):,} shards"
         rows.append(["epochs", f"{budget.epochs:.2f}", f"{config.data.corpus}: {corpus_size}"])
     return PlanSection("Data", rows)
+
+
+def _phase_rows(config: Config) -> list[list[str]]:
+    """Return the rows of the table of data that name the corpus of each phase, with its tokens and its share."""
+    global_batch = config.train.global_batch
+    corpora = config.data.training_corpora()
+    steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
+    return [
+        [
+            f"tokens from step {corpus.from_step:,}",
+            format_count(num_steps * global_batch * config.data.seq_len),
+            f"{num_steps / config.train.num_steps:.1%}, in {num_steps * global_batch:,} rows of {corpus.url}",
+        ]
+        for corpus, num_steps in zip(corpora, steps, strict=True)
+    ]
 
 
 def _describe_learning_rate(config: Config) -> str:

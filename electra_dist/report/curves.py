@@ -82,10 +82,10 @@ def draw_panel(panel: Panel, runs: Sequence[RunCurves]) -> DrawnPanel | None:
         buffer = io.StringIO()
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     hover = {**axis_positions(axes), "scale": panel.scale, "lines": hover_lines(panel, runs)}
-    return DrawnPanel(svg=_for_page(buffer.getvalue(), panel.title), hover=hover)
+    return DrawnPanel(svg=svg_for_page(buffer.getvalue(), panel.title), hover=hover)
 
 
-def _for_page(svg_file: str, title: str) -> str:
+def svg_for_page(svg_file: str, title: str) -> str:
     """Return the <svg> element of an SVG file, changed so that the page decides its size and its colors.
 
     The XML header, the width and the height are removed, and the placeholder colors that the diagram is drawn with are
@@ -137,7 +137,7 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
         panel: the diagram.
         run: the records of the run.
         colors: the color to draw with, for each placeholder color of this module. None draws with the placeholders,
-            which `_for_page` replaces by CSS variables.
+            which `svg_for_page` replaces by CSS variables.
     """
     if colors is None:
         colors = {}

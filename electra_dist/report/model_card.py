@@ -5,8 +5,8 @@ path, host or user, because cards are published. Its front matter is what Huggin
 
 Cost: about 1 s, for the picture of the curves.
 
-Limits: the card knows no results on tasks, no languages and no sources of the text; the user adds them. An older
-README.md in the folder is replaced.
+Limits: the card knows no results on tasks and no languages; the user adds them. It names the sources of the text only
+if the corpus has a build.json. An older README.md in the folder is replaced.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
+from electra_dist.data.phases.phase_use import uses_of_phases
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
+from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.jsonl import Record
@@ -77,14 +80,17 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     """
     check_license(license_id)
     records = _shown_records(run_dir)
-    versions = read_environment(run_dir).get("versions", {})
+    environment = read_environment(run_dir)
+    versions = environment.get("versions", {})
+    sources = environment.get("corpus", {}).get("sources", {})
+    phases = environment.get("corpus", {}).get("phases", ())
     curves = _draw_curves(run_dir) if records else None
     cards = []
     for tower, folder in export.folders.items():
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id)
+        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id, phases, sources)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)
@@ -113,6 +119,8 @@ def model_card(
     records: Sequence[Record],
     versions: Record,
     license_id: str = UNKNOWN_LICENSE,
+    phases: Sequence[Record] = (),
+    sources: Mapping[str, Record] = MappingProxyType({}),
 ) -> str:
     """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
 
@@ -124,6 +132,8 @@ def model_card(
             be empty.
         versions: package -> version, of the run's newest start; may be empty.
         license_id: licence of the weights, as an identifier of Hugging Face's hub.
+        phases: sizes of each phase's corpus, from environment.json; empty for a run without `data.phases`.
+        sources: "tokens" and "licence" of each source of the training corpus; may be empty.
     """
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
@@ -132,7 +142,8 @@ def model_card(
         f"# {run_name}: ELECTRA {tower}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens),
-        _training(export, records, versions),
+        _training(export, records, versions, phases),
+        _data_sources(sources),
         evaluation,
         _curves(records),
         _limits(license_id, is_evaluated=bool(evaluation)),
@@ -189,13 +200,13 @@ def _how_to_load(predicts_tokens: bool) -> str:
     )
 
 
-def _training(export: Export, records: Sequence[Record], versions: Record) -> str:
+def _training(export: Export, records: Sequence[Record], versions: Record, phases: Sequence[Record]) -> str:
     """Return the section on the training: data, steps, tokens, FLOPs, optimizer and versions, as a table."""
     config = export.config
     state = export.state
     rows = [
         ("objective", f"`{config.objective.name}`"),
-        ("training data", f"corpus with fingerprint `{state.corpus_fingerprint}`"),
+        *_training_data(export, phases),
         ("steps", f"{state.step:,} of {config.train.num_steps:,}, {config.train.global_batch:,} rows each"),
         ("rows", f"{state.rows_seen:,} of {config.data.seq_len} tokens, padding included"),
     ]
@@ -212,6 +223,47 @@ def _training(export: Export, records: Sequence[Record], versions: Record) -> st
     if versions:
         rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
     return "## Training\n\n" + _table(("what", "value"), rows)
+
+
+def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
+    """Return the rows of the table that name the training data: one for each corpus that was read.
+
+    Args:
+        export: the weights that were exported, whose step decides which phases were reached.
+        phases: sizes of each phase's corpus; empty for a run without `data.phases`.
+    """
+    if not phases:
+        return [("training data", f"corpus with fingerprint `{export.state.corpus_fingerprint}`")]
+    uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
+    tokens = sum(use.tokens for use in uses)
+    return [
+        (
+            f"training data from step {use.from_step:,} on",
+            f"corpus with fingerprint `{use.fingerprint}`: {use.tokens / max(tokens, 1.0):.1%} of the tokens, "
+            f"{use.epochs:.2f} epochs of its {use.corpus_rows:,} rows",
+        )
+        for use in uses
+        if use.rows
+    ]
+
+
+def _data_sources(sources: Mapping[str, Record]) -> str:
+    """Return the section with the share and the licence of each source of the corpus; empty if they are not recorded.
+
+    A source is shown by the last folders of its name, as few as make the names differ.
+
+    Args:
+        sources: "tokens" and "licence" of each source.
+    """
+    if not sources:
+        return ""
+    all_tokens = sum(source["tokens"] for source in sources.values())
+    names = shortest_endings([tuple(name.split("/")) for name in sources])
+    rows = []
+    for name, source in zip(names, sources.values(), strict=True):
+        share = source["tokens"] / max(all_tokens, 1)
+        rows.append((name, f"{100 * share:.1f} %", source.get("licence") or "not stated"))
+    return "## Sources of the training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:

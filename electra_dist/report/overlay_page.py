@@ -55,13 +55,25 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
     If one folder is given twice, no parts suffice, and the paths are returned as they were given.
     """
-    all_parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
+    names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
+    if len(set(names)) == len(names):
+        return names
+    return [str(run_dir) for run_dir in run_dirs]  # one folder was given twice
+
+
+def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
+    """Return a name for each path: as few of its last parts as make all names differ; whole paths if none do.
+
+    Args:
+        all_parts: the parts of each path, such as ("runs", "a"); at least one path.
+    """
     longest = max(len(parts) for parts in all_parts)
+    names: list[str] = []
     for num_parts in range(1, longest + 1):
         names = ["/".join(parts[-num_parts:]) for parts in all_parts]
         if len(set(names)) == len(names):
-            return names
-    return [str(run_dir) for run_dir in run_dirs]  # one folder was given twice
+            break
+    return names
 
 
 def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ import yaml
 
 from electra_dist.analysis.goodput import Goodput
 from electra_dist.config import TowerConfig
+from electra_dist.data.phases.phase_use import uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table
@@ -212,9 +213,9 @@ def _run_and_environment(run: RunRecord) -> str:
 def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     """Return the rows of the report's table about the model, its data and its code, as (name, value).
 
-    The rows are objective, discriminator, generator, parameters, vocabulary, batch, steps, corpus, corpus fingerprint
-    and commit, in this order. A row is left out if the run folder does not record its value; the row of the generator
-    also if the generator has no parameters of its own.
+    The rows are objective, discriminator, generator, parameters, vocabulary, batch, steps, corpus, the corpus of each
+    phase if there are several, corpus fingerprint and commit, in this order. A row is left out if the run folder does
+    not record its value; the row of the generator also if the generator has no parameters of its own.
     """
     rows: list[tuple[str, str]] = []
     config = run.config
@@ -231,6 +232,7 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
     corpus = run.environment.get("corpus")
     if corpus is not None:
         rows.append(("corpus", f"{corpus['rows']:,} rows of {corpus['seq_len']}, {corpus['tokens']:,} tokens"))
+    rows += _phase_rows(run)
     if run.corpus_fingerprint:
         rows.append(("corpus fingerprint", run.corpus_fingerprint[:12]))
     commit = run.environment.get("commit")
@@ -238,6 +240,23 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
         changed = ", with local changes" if commit["has_changes"] else ""
         rows.append(("commit", f"{commit['sha'][:12]}{changed}"))
     return rows
+
+
+def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
+    """Return one row for the corpus of each phase of the data with its use so far; empty without `data.phases`."""
+    phases = run.environment.get("corpus", {}).get("phases", ())
+    if run.config is None:
+        return []
+    uses = uses_of_phases(phases, run.step, run.config.train.global_batch)
+    tokens = sum(use.tokens for use in uses)
+    return [
+        (
+            f"corpus from step {use.from_step:,} on",
+            f"{use.corpus_rows:,} rows, {use.corpus_tokens:,} tokens, {use.fingerprint[:12]}; {use.epochs:.2f} epochs "
+            f"seen, {use.tokens / max(tokens, 1.0):.1%} of the tokens seen",
+        )
+        for use in uses
+    ]
 
 
 def _tower(tower: TowerConfig, num_parameters: int) -> str:

@@ -26,8 +26,11 @@ def tiles(run: RunRecord) -> str:
         *_time_tiles(run.account),
         *_energy_tiles(run),
     ]
-    if not all_tiles:
-        return ""
+    return tile_section(all_tiles) if all_tiles else ""
+
+
+def tile_section(all_tiles: Sequence[Tile]) -> str:
+    """Return the HTML section of some tiles, which are escaped."""
     cells = (
         f'<div class="tile"><span class="name">{name}</span><span class="value">{html.escape(value)}</span>'
         f'<span class="more">{html.escape(remark).replace(" %", "&nbsp;%")}</span></div>\n'
@@ -91,7 +94,7 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
     corpus = run.environment.get("corpus")
     if corpus is not None:
         epochs = ""
-        if run.metrics.newest is not None:
+        if run.metrics.newest is not None and not corpus.get("phases"):
             epochs = f"; {run.metrics.newest['rows_seen'] / corpus['rows']:.2f} epochs seen"
         remark = f"tokens in {corpus['rows']:,} rows of {corpus['seq_len']}{epochs}"
         figures.append(("Corpus", format_count(corpus["tokens"]), remark))

@@ -144,7 +144,8 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
     Args:
         world_size: ranks of the whole run.
         hosts: name of the host of each rank; "hosts" of the result has the number of ranks of each.
-        corpus: sizes of the training corpus: "rows", "tokens" and "seq_len".
+        corpus: sizes of the training corpora: "rows", "tokens", "seq_len", if there are several "phases", and
+            "sources" of the first.
     """
     content = {
         "versions": versions(),
@@ -170,7 +171,8 @@ def write_environment(
         run_dir: folder of the run.
         world_size: ranks of the whole run.
         hosts: name of the host of each rank.
-        corpus: sizes of the training corpus: "rows", "tokens" and "seq_len".
+        corpus: sizes of the training corpora: "rows", "tokens", "seq_len", if there are several "phases", and
+            "sources" of the first.
 
     Raises:
         StoreError: the run folder cannot be written.

@@ -103,14 +103,23 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(folder / CONFIG_FILE, overrides).model_copy(update={"run_dir": str(folder)})
 
 
-def run_identity(config: Config, corpus_fingerprint: str) -> dict[str, Any]:
+def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Sequence[str] = ()) -> dict[str, Any]:
     """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
 
     A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
     at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. Numerics is the number of the
     random draws and the rounding of a version, which `--accept-new-numerics` allows to change.
+
+    Args:
+        config: the resolved config of the run.
+        corpus_fingerprint: digest of the corpus; of a run with `data.phases`, of all its corpora and first steps.
+        phase_fingerprints: digest of each phase's corpus; empty for a run without `data.phases`, whose identity does
+            not list them.
     """
-    return {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
+    identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
+    if phase_fingerprints:
+        identity["phase_fingerprints"] = list(phase_fingerprints)
+    return identity
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
@@ -129,6 +138,30 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     if not isinstance(identity.get("corpus_fingerprint"), str):
         raise UserError(f"{identity_file}: damaged, because `corpus_fingerprint` is not a text; {next_step}")
     return identity
+
+
+def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
+    """Return the fingerprint of each phase's corpus that the run in a folder has recorded; None if there is no run.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+        num_phases: number of corpora that the run's config names: data.corpus, and one for each of `data.phases`.
+
+    Raises:
+        UserError: identity.json is damaged, or does not list that many corpora.
+    """
+    identity = read_identity(run_dir)
+    if not identity:
+        return None
+    fingerprints = identity.get("phase_fingerprints", [identity["corpus_fingerprint"]])
+    is_list_of_texts = isinstance(fingerprints, list) and all(isinstance(text, str) for text in fingerprints)
+    if not is_list_of_texts or len(fingerprints) != num_phases:
+        raise UserError(
+            f"{run_dir / IDENTITY_FILE}: damaged, because it does not have the fingerprints of the {num_phases} "
+            f"corpora that {CONFIG_FILE} names; restore both files, or move {IDENTITY_FILE} away, and the next start "
+            f"writes it again"
+        )
+    return fingerprints
 
 
 def recorded_numerics(run_dir: Path) -> int | None:
@@ -186,9 +219,15 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return
-    # Numerics is compared last: a run of another config is refused as such.
-    identity_of_folder = {**read_identity(run_dir), "numerics": None}
-    difference = _first_difference(identity_of_folder, {**identity, "numerics": None})
+    # Keys of the config are compared before the digests that depend on them, and numerics last: a run of another
+    # config is refused as such.
+    digests: dict[str, None] = dict.fromkeys(("phase_fingerprints", "corpus_fingerprint", "numerics"))
+    identity_of_folder = read_identity(run_dir)
+    config_of_folder = {key: value for key, value in identity_of_folder.items() if key not in digests}
+    difference = _first_difference(
+        {**config_of_folder, **digests, **identity_of_folder, "numerics": None},
+        {**digests, **identity, "numerics": None},
+    )
     if difference:
         raise UserError(
             f"run_dir {run_dir} holds a run of another config or corpus ({difference}); "

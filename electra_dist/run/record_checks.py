@@ -126,12 +126,30 @@ class _Commit(_Record):
     has_changes: bool
 
 
+class _CorpusSource(_Record):
+    """Entry of a source of the corpus in environment.json."""
+
+    tokens: Count
+    licence: str | None = None
+
+
+class _PhaseSizes(_Record):
+    """Corpus of one phase in the entry "corpus" of environment.json."""
+
+    from_step: Count
+    fingerprint: str
+    rows: Annotated[int, Field(gt=0, lt=1 << 53)]
+    tokens: Count
+
+
 class _CorpusSizes(_Record):
     """Entry "corpus" of environment.json."""
 
     rows: Count
     tokens: Count
     seq_len: Count
+    sources: dict[str, _CorpusSource] = {}
+    phases: tuple[_PhaseSizes, ...] = ()
 
 
 class _Environment(_Record):

@@ -10,11 +10,10 @@ import numpy as np
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
-from electra_dist.data.row_order import RowOrder
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import StoreMissing
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.train.input_checks import open_corpus
+from electra_dist.train.input_checks import OpenCorpus, open_training_corpora
 
 _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
@@ -72,14 +71,14 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
         UserError: the corpus exists and cannot be used.
     """
     try:
-        corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
+        corpora = open_training_corpora(config)
     except StoreMissing:
         return StepRows("made up", _MADE_UP_IDS, MadeUpBatches(config))
+    corpus = OpenCorpus(store=corpora.store, manifest=corpora.manifest)
     cache = stack.enter_context(contextlib.closing(corpus.open_cache(config.data, config.cache_folder)))
-    manifest = corpus.manifest
-    order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
+    order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
     loader = RowLoader(
         cache=cache, order=order, global_batch=config.train.global_batch, rank=0, world_size=1, start_step=0
     )
     stack.enter_context(contextlib.closing(loader))
-    return StepRows("corpus", SpecialIds.from_tokens(manifest.tokenizer.special), loader)
+    return StepRows("corpus", SpecialIds.from_tokens(corpus.manifest.tokenizer.special), loader)

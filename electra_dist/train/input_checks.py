@@ -16,6 +16,7 @@ from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer, choose_implementation
@@ -51,9 +52,10 @@ class OpenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a run starts from: a corpus to train on, perhaps one to evaluate on, and what the user accepts."""
+    """What a run starts from: corpora to train on, perhaps one to evaluate on, and what the user accepts."""
 
-    corpus: OpenCorpus
+    corpora: RunCorpora  # one for each phase of the run
+    corpus: OpenCorpus  # all of them as one
     heldout: OpenCorpus | None
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
@@ -83,8 +85,9 @@ def check_inputs(
     _check_apex(config)
     _check_keep_best(config)
     _check_kernels(config.kernels.backend)
-    corpus = open_corpus("data.corpus", config.data.corpus, config.data, config.model.vocab_size)
-    identity = run_identity(config, corpus.manifest.fingerprint)
+    corpora = open_training_corpora(config)
+    corpus = OpenCorpus(store=corpora.store, manifest=corpora.manifest)
+    identity = run_identity(config, corpus.manifest.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     vocabulary = read_corpus_vocabulary(corpus.store, corpus.manifest.tokenizer)
     begins_now = from_scratch and config.train.init_from is not None
@@ -92,15 +95,41 @@ def check_inputs(
         check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, vocabulary)
-    if not config.data.heldout:
-        return RunInputs(corpus=corpus, heldout=None, vocabulary=vocabulary, accept_new_numerics=accept_new_numerics)
+    heldout = _open_heldout(config, corpora) if config.data.heldout else None
+    return RunInputs(
+        corpora=corpora,
+        corpus=corpus,
+        heldout=heldout,
+        vocabulary=vocabulary,
+        accept_new_numerics=accept_new_numerics,
+    )
+
+
+def open_training_corpora(config: Config) -> RunCorpora:
+    """Open the corpus of each phase of a run and check that they fit the config, and that no shard of a later is gone.
+
+    Raises:
+        ManifestMismatch: the row length or the vocabulary differs from the config, or between the corpora.
+        StoreMissing: a shard of a later phase's corpus is missing.
+        UserError: a manifest cannot be read or is damaged.
+    """
+    corpora = open_run_corpora(config.data)
+    for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
+        _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
+    corpora.check_shards_of_later_phases()
+    return corpora
+
+
+def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
+    """Open the corpus of the evaluation, which must have the vocabulary of the training corpora."""
+    assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
-    if heldout.manifest.tokenizer.sha256 != corpus.manifest.tokenizer.sha256:
+    if heldout.manifest.tokenizer.sha256 != corpora.manifest.tokenizer.sha256:
         raise ManifestMismatch(
             f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
             f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
         )
-    return RunInputs(corpus=corpus, heldout=heldout, vocabulary=vocabulary, accept_new_numerics=accept_new_numerics)
+    return heldout
 
 
 def _check_apex(config: Config) -> None:
@@ -147,7 +176,7 @@ def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCo
     """Open a corpus and check that its rows and its vocabulary fit the config.
 
     Args:
-        key: config key that names the corpus, "data.corpus" or "data.heldout", for error messages.
+        key: config key that names the corpus, such as "data.heldout", for error messages.
         url: folder or s3:// prefix of the corpus.
         data: gives the row length and the S3 endpoint.
         vocab_size: `model.vocab_size`.
@@ -157,7 +186,13 @@ def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCo
         UserError: the manifest cannot be read or is damaged.
     """
     store = open_store(url, data.endpoint_url)
-    manifest = read_manifest(store)
+    manifest = read_manifest(store, key)
+    _check_fits(key, url, manifest, data, vocab_size)
+    return OpenCorpus(store=store, manifest=manifest)
+
+
+def _check_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:
+    """Raise ManifestMismatch if the row length or the vocabulary size of a corpus differs from the config."""
     if manifest.seq_len != data.seq_len:
         raise ManifestMismatch(
             f"{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "
@@ -169,4 +204,3 @@ def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCo
             f"model.vocab_size is {vocab_size}; set model.vocab_size: {manifest.tokenizer.vocab_size}, or set "
             f"{key} to a corpus with {vocab_size} entries"
         )
-    return OpenCorpus(store=store, manifest=manifest)

@@ -193,7 +193,7 @@ def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> R
         UserError: another start holds the lease, or the folder holds another run.
     """
     run_dir = Path(config.run_dir)
-    identity = run_identity(config, inputs.corpus.manifest.fingerprint)
+    identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
     leases: list[RunLease] = []
 
     def hold() -> None:
@@ -308,7 +308,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
     tokenizer = manifest.tokenizer
     begin_run_folder(
         config,
-        identity=run_identity(config, manifest.fingerprint),
+        identity=run_identity(config, manifest.fingerprint, inputs.corpora.phase_fingerprints),
         tokenizer_json=tokenizer.model_dump_json(indent=1),
         vocabulary=inputs.vocabulary.text.encode(),
     )

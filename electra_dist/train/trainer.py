@@ -21,7 +21,6 @@ from electra_dist.checkpoint.commit import Fenced
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
-from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
@@ -157,9 +156,7 @@ class Trainer:
             hosts: name of the host of each rank.
         """
         reporter = self.patience.call(
-            lambda: Reporter(
-                self.config, self.engine, self.inputs.corpus.manifest, self.restored, hosts, self.patience
-            )
+            lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
         )
         changed = changes(self.restored.bit_settings, self.checkpointer.bit_settings) if self.restored else {}
         reporter.began(self.checkpointer.attempt, self.restored, set_aside, self.clock.setup_s, changed)
@@ -267,9 +264,12 @@ class Trainer:
             state.step = step + 1  # steps done, this one included
             state.eval_scores = {}
             second_stage_begins = stages.enter(step)
-            if second_stage_begins or self.schedules.jumps_at(step):
-                # The window holds losses of the first stage, or of the value before the jump, which the new loss must
-                # not be compared with.
+            phase = self.inputs.corpora.phase_that_begins_at(step)
+            if phase is not None and self.reporter:
+                self.reporter.note(f"phase of the data: from step {step:,} on, rows come from {phase.url}")
+            if second_stage_begins or self.schedules.jumps_at(step) or phase is not None:
+                # The window holds losses of the first stage, of the value before the jump, or of another corpus, which
+                # the new loss must not be compared with.
                 state.guard = Guard(guard)
             # Requests of the ranks are added up in the all-reduce of a step. A skipped step has none: no requests.
             flags = RankFlags()
@@ -534,11 +534,11 @@ class Trainer:
         """
         config = self.config
         corpus = self.inputs.corpus
-        rows_per_shard = [shard.rows for shard in corpus.manifest.shards]
-        order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
         return RowLoader(
             cache=self._open_cache(corpus, stack),
-            order=order,
+            order=self.inputs.corpora.row_order(
+                config.seed, config.data.shuffle_window_shards, config.train.global_batch
+            ),
             global_batch=config.train.global_batch,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),

@@ -18,13 +18,16 @@ from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
 from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
+from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
 from launcher.cli.corpus_find import find
+from launcher.cli.corpus_plan import plan
 from launcher.cli.corpus_prepare import prepare
+from launcher.cli.corpus_stats import stats
 from launcher.cli.corpus_submit import submit
 from launcher.cli.corpus_vocab import find_vocabulary, train_vocab
 
@@ -38,7 +41,9 @@ app.command()(prepare)
 
 app.command("submit")(submit)
 app.command("vocab")(train_vocab)
+app.command("plan")(plan)
 app.command("find")(find)
+app.command("stats")(stats)
 
 Inputs = Annotated[
     list[str],
@@ -120,6 +125,7 @@ def build(
         num_workers=workers or len(os.sched_getaffinity(0)),
         endpoint_url=settings.data.endpoint_url,
         skipped_inputs=skipped,
+        prepared=find_preparations(inputs, settings.data.endpoint_url),
     )
     if chosen_part is None:
         _print_result(output, build_corpus(request, BuildConsole(console)), console)

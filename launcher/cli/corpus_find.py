@@ -1,48 +1,57 @@
-"""`electra-dist corpus find`: the rows of a corpus that contain a text, and the steps in which a run reads them."""
+"""`electra-dist corpus find`: rows of a corpus with a text, a source or a document, and the steps that read them."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from electra_dist.analysis.text_search import FoundRow, rows_with_tokens
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
+from electra_dist.corpus_search.row_search import Query, RowSearch, rows_held_out, tokens_of_text
+from electra_dist.corpus_search.row_uses import uses_of_found_rows
+from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
-from electra_dist.run.folder import open_run
-from electra_dist.run.metrics_summary import newest_metrics
-from electra_dist.store.interface import Store
+from electra_dist.run.folder import is_run_folder, open_run
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 
 _PART = 16  # tokens of a longer text that a row must contain, unless --least is given
-_MAX_SHOWN = 50  # rows that the table lists
-# Modules that import torch are imported in the functions that use them, as in launcher/cli/corpus.py.
+_USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
 
 
-class RowUse(NamedTuple):
-    """A use of a row by a run."""
+class Request(NamedTuple):
+    """What the command line asks for."""
 
-    epoch: int
-    step: int  # number of the step, from 0
-    is_skipped: bool  # the step is one of those that make no update
-    is_done: bool  # the run has passed the step
+    corpus: str | None  # None: the corpus of the run
+    run: Path | None
+    query: Query
 
 
 def find(
-    text: Annotated[str, typer.Argument(help="the text; line breaks separate sentences")],
-    corpus: Annotated[str | None, typer.Option(help="folder or s3:// prefix of the corpus; default: of RUN")] = None,
-    run: Annotated[Path | None, typer.Option(help="run folder; also print the steps that read the rows")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CORPUS] [RUN] [TEXT]",
+            help="folder or s3:// prefix of the corpus; run folder, to print the steps that read the rows; text, in "
+            "which line breaks separate sentences",
+        ),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="find the rows with documents of this source (`corpus info` lists sources)")
+    ] = None,
+    document: Annotated[
+        str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
+    ] = None,
+    corpus: Annotated[str | None, typer.Option(help="CORPUS; default: that of RUN")] = None,
+    run: Annotated[Path | None, typer.Option(help="RUN")] = None,
     least: Annotated[
         int | None,
         typer.Option(min=1, help=f"consecutive tokens that a row must contain; default: all, at most {_PART}"),
@@ -50,128 +59,109 @@ def find(
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the rows of a corpus that contain TEXT and, for a run, the steps that have read them or will read them.
+    """Find the rows with TEXT, a source or a document and, for a run, the steps that have read them or will.
 
-    All shards are read once. Exit codes: 0 found or not, 78 wrong arguments or a damaged corpus.
+    TEXT is searched in all shards; sources and documents are looked up in the side files that `corpus build` writes
+    (corpus.origins). Exit codes: 0 found or not, 78 wrong arguments, no side files, or a damaged corpus.
     """
+    corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None
-    if config is not None:
-        corpus = corpus or config.data.corpus
-        endpoint_url = endpoint_url or config.data.endpoint_url
-    if corpus is None:
-        raise UserError("--corpus: give the folder of a corpus, or --run RUN for the corpus of a run")
-    store = open_store(corpus, endpoint_url)
-    manifest = read_manifest(store)
-    tokens = _tokens_of_text(text, store, manifest)
-    num_least = min(least or _PART, len(tokens))
-    special_ids = {manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
-    found = list(rows_with_tokens(_shards(store, manifest), tokens, special_ids, num_least))
-    uses = _uses(found, manifest, config, run) if config is not None and run is not None else None
-    if as_json:
-        print_json(_json_tree(manifest, tokens, found, uses))
+    corpora = _open(corpus, config, endpoint_url)
+    manifest = corpora.manifest
+    search = RowSearch(query, corpora, _progress)
+    num_tokens = None
+    if query.text is not None:
+        tokens = tokens_of_text(query.text, corpora.store, manifest)
+        num_tokens = len(tokens)
+        found = search.rows_with_text(tokens, min(least or _PART, num_tokens))
     else:
-        _print_result(manifest, tokens, found, uses)
+        found = search.rows_with_documents()
+    num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
+    num_heldout = 0
+    if not query.is_text:
+        num_heldout = rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url))
+    result = SearchResult(
+        manifest=manifest,
+        query=query,
+        num_rows=len(found.rows),
+        num_shards=len(np.unique(found.shards)),
+        hits=search.hits(found, num_listed),
+        num_tokens=num_tokens,
+        heldout_rows=num_heldout,
+        sources=[] if query.source is None or len(found.rows) else search.sources(),
+    )
+    if config is not None and run is not None:
+        uses, step_counts = uses_of_found_rows(found, num_listed, corpora, config, run)
+        result = result._replace(uses=uses, step_counts=step_counts, num_steps=config.train.num_steps)
+    if as_json:
+        print_json(json_tree(result))
+    else:
+        print_result(result, open_console(markup=False))
 
 
-def _tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
-    """Return the ids of a text in the vocabulary of a corpus, line by line as the builder tokenizes.
-
-    Raises:
-        UserError: the text has no token.
-    """
-    name = manifest.tokenizer.vocab_file
-    vocabulary = Vocabulary(store.read(name).decode(), f"{store.url}/{name}")
-    tokenizer = WordPieceTokenizer(vocabulary, manifest.tokenizer.lowercase)
-    tokens = [token for line in tokenizer.encode(text.splitlines()) for token in line]
-    if not tokens:
-        raise UserError("TEXT: has no token; give at least one word")
-    return tokens
+def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
+    """Return the S3 endpoint that the user gave, or that of the run; None for AWS."""
+    return endpoint_url or (config.data.endpoint_url if config is not None else None)
 
 
-def _shards(store: Store, manifest: CorpusManifest) -> Iterator[tuple[int, Any]]:
-    """Yield the index and the rows of each shard; a shard on S3 is downloaded to a temporary file first."""
-    from electra_dist.data.shard import Shard
-
-    with tempfile.TemporaryDirectory(prefix="electra-find-") as folder:
-        entries = track(manifest.shards, "searching", console=Console(stderr=True), transient=True)
-        for index, entry in enumerate(entries):
-            path = store.local_path(entry.name)
-            if path is None:
-                path = Path(folder) / "shard.tar"
-                store.fetch(entry.name, path, must_exist=True)
-            shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
-            try:
-                yield index, shard.rows(np.arange(shard.num_rows))
-            finally:
-                shard.close()
-
-
-def _uses(found: list[FoundRow], manifest: CorpusManifest, config: Config, run: Path) -> list[list[RowUse]]:
-    """Return for each row the steps of the run that use it, in order, up to the last step of the run.
+def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
+    """Open a corpus or, without one, all corpora of a run. Their shards are then listed as those of one corpus.
 
     Args:
-        found: the rows.
-        manifest: the corpus.
-        config: config of the run.
-        run: the run folder, whose records say how far the run is and which steps it skips.
+        corpus: folder or s3:// prefix; None: the corpora of the run.
+        config: config of the run; None without a run.
+        endpoint_url: URL of the S3 endpoint; None: that of the run or, without a run, AWS.
+
+    Raises:
+        UserError: neither a corpus nor a run is given, or one corpus of a run that reads several.
     """
-    uses: list[list[RowUse]] = [[] for _ in found]
-    if not found:
-        return uses
-    from electra_dist.data.row_order import RowOrder
-    from electra_dist.data.row_positions import positions_of_rows
-    from electra_dist.train.skip_list_file import SkipList
-
-    order = RowOrder([shard.rows for shard in manifest.shards], config.seed, config.data.shuffle_window_shards)
-    skipped = SkipList(run, config.train.skip_steps).steps
-    steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
-    shards = np.array([row.shard for row in found])
-    rows = np.array([row.row for row in found])
-    num_positions = config.train.num_steps * config.train.global_batch
-    for epoch in range(-(-num_positions // order.rows_per_epoch)):
-        for place, position in enumerate(positions_of_rows(order, epoch, shards, rows).tolist()):
-            step = position // config.train.global_batch
-            if step < config.train.num_steps:
-                uses[place].append(RowUse(epoch, step, step in skipped, step < steps_done))
-    return uses
+    if config is not None and corpus is None:
+        return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
+    if corpus is None:
+        raise UserError(f"CORPUS is missing; {_USAGE}")
+    if config is not None and config.data.phases:
+        raise UserError(
+            "CORPUS: the run reads several corpora (data.phases); leave CORPUS out to search all of them, or leave "
+            "RUN out to search one"
+        )
+    store = open_store(corpus, _endpoint_url(config, endpoint_url))
+    manifest = read_manifest(store, "CORPUS")
+    return RunCorpora(phases=(CorpusPhase(from_step=0, url=corpus, store=store, manifest=manifest),))
 
 
-def _json_tree(
-    manifest: CorpusManifest, tokens: list[int], found: list[FoundRow], uses: list[list[RowUse]] | None
-) -> dict[str, Any]:
-    """Return the result as a JSON object; `uses` of a row is null without a run."""
-    rows = []
-    for place, row in enumerate(found):
-        row_uses = [use._asdict() for use in uses[place]] if uses is not None else None
-        name = manifest.shards[row.shard].name
-        rows.append({"shard": name, "row": row.row, "tokens": row.num_tokens, "uses": row_uses})
-    return {"corpus": manifest.fingerprint, "tokens": len(tokens), "rows": rows}
+def _progress(shards: Iterable[int]) -> Iterable[int]:
+    """Return the indices of shards with a progress bar on stderr."""
+    return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
-def _print_result(
-    manifest: CorpusManifest, tokens: list[int], found: list[FoundRow], uses: list[list[RowUse]] | None
-) -> None:
-    """Print the rows, and the steps that use them if there is a run."""
-    out = open_console()
-    if not found:
-        out.print(f"no row of {manifest.num_rows:,} contains the text ({len(tokens)} tokens)")
-        return
-    table = Table("shard", "row", "tokens of the text")
-    if uses is not None:
-        table.add_column("steps that use the row")
-    for place, row in enumerate(found[:_MAX_SHOWN]):
-        cells = [manifest.shards[row.shard].name, str(row.row), f"{row.num_tokens} of {len(tokens)}"]
-        if uses is not None:
-            cells.append("; ".join(_use_text(use) for use in uses[place]) or "none")
-        table.add_row(*cells)
-    out.print(table)
-    if len(found) > _MAX_SHOWN:
-        out.print(f"and {len(found) - _MAX_SHOWN:,} more rows; --json lists all")
+def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
+    """Return what the command line asks for.
 
+    The last word is the text unless a source or a document is given; words before it are the corpus and the run. A run
+    folder may stand alone, because its config names the corpus.
 
-def _use_text(use: RowUse) -> str:
-    """Return a use of a row for people, such as "12 (epoch 0, read)"."""
-    state = "read" if use.is_done else "to come"
-    if use.is_skipped:
-        state = "skipped"
-    return f"{use.step} (epoch {use.epoch}, {state})"
+    Args:
+        words: arguments of the command.
+        query: its options --source and --document.
+        corpus: its option --corpus.
+        run: its option --run.
+
+    Raises:
+        UserError: there are too few or too many words, or both a source and a document.
+    """
+    if query.source is not None and query.document is not None:
+        raise UserError("--source and --document: give one of the two")
+    places = list(words)
+    if query.source is None and query.document is None:
+        if not places:
+            raise UserError(f"nothing to find; {_USAGE}")
+        query = query._replace(text=places.pop())
+    if places and corpus is None:
+        corpus = places.pop(0)
+    if places and run is None:
+        run = Path(places.pop(0))
+    if places:
+        raise UserError(f"{places[0]}: one argument too many; {_USAGE} (a text of several words in quotes)")
+    if run is None and corpus is not None and "://" not in corpus and is_run_folder(Path(corpus)):
+        return Request(None, Path(corpus), query)
+    return Request(corpus, run, query)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help
     from electra_dist.corpus.prepare.preparation import Preparation
+    from electra_dist.corpus.prepare.prepare_report import PrepareReport
 
 _PACKAGES = ("datatrove", "trafilatura", "warcio", "fasttext", "tldextract", "ahocorasick", "ftfy", "fasteners")
 
@@ -102,7 +103,7 @@ def _stage_table(preparation: Preparation) -> Table:
     return table
 
 
-def _print_report(report: dict[str, Any], out: Console) -> None:
+def _print_report(report: PrepareReport, out: Console) -> None:
     """Print documents by source, then what each step dropped for which reason."""
     table = Table("source", "licence", "files", "documents", "dropped", "kept", "characters kept")
     for name, counts in report["sources"].items():

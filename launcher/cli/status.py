@@ -148,6 +148,7 @@ def lines(seen: Facts) -> list[str]:
     page = [
         f"run {seen.run}: {state}{_reason_in_parentheses(seen, state)}",
         f"  step        {_step(seen)}",
+        *_phase_lines(seen),
         f"  checkpoint  {_newest_checkpoint(seen)}",
         *_context_auc_lines(seen),
         *_owner_lines(seen),
@@ -298,6 +299,20 @@ def _step(seen: Facts) -> str:
         return progress
     remaining_s = last["step_s"] * (num_steps - step)
     return f"{progress}, eta {format_duration(remaining_s)}"
+
+
+def _phase_lines(seen: Facts) -> list[str]:
+    """Return a line with the corpus that the next step reads and the change that follows; [] without `data.phases`."""
+    if not seen.config.data.phases:
+        return []
+    corpora = seen.config.data.training_corpora()
+    begun = [corpus for corpus in corpora if corpus.from_step <= _steps_done(seen)]
+    newest = begun[-1]
+    line = f"  corpus      {newest.url} since step {newest.from_step:,} (phase {len(begun)} of {len(corpora)})"
+    if len(begun) < len(corpora):
+        coming = corpora[len(begun)]
+        line += f", {coming.url} from step {coming.from_step:,}"
+    return [line]
 
 
 def _steps_done(seen: Facts) -> int:

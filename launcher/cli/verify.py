@@ -19,15 +19,14 @@ from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import read_manifest as read_corpus
-from electra_dist.data.row_order import RowOrder
+from electra_dist.data.phases.phased_order import phase_lengths
+from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
-from electra_dist.store.open_store import open_store
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
@@ -66,9 +65,8 @@ def verify_command(
     run = Path(path)
     config = open_run(run)
     out = open_console()
-    corpus = read_corpus(open_store(config.data.corpus, config.data.endpoint_url))
-    rows_per_shard = [shard.rows for shard in corpus.shards]
-    order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
+    corpora = open_run_corpora(config.data)
+    order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
     damaged: list[str] = []
     checkpoints = _read_checkpoint_states(config, damaged)
     skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
@@ -77,7 +75,7 @@ def verify_command(
         raise UserError(
             f"{run}: nothing to verify: no step was logged and no checkpoint exists; train some steps first"
         )
-    expected = Expected(order, rows_per_shard, config.train.global_batch, skipped_steps)
+    expected = Expected(order, config.train.global_batch, skipped_steps)
     if not as_json:
         for line in damaged:
             out.print(line)
@@ -88,16 +86,18 @@ def verify_command(
             """Show in the progress bar that `done` of `total` receipts are checked."""
             progress.update(bar, completed=done, total=total)
 
-        result = verify(marks, expected, corpus, show_progress)
+        result = verify(marks, expected, corpora.manifest, show_progress)
     if as_json:
-        print_json(_json_tree(run, result, expected, damaged))
+        print_json(_json_tree(run, result, expected, damaged, corpora))
     else:
-        _print_result(run, result, expected, out)
+        _print_result(run, result, expected, corpora, out)
     if result.deviation:
         raise typer.Exit(EXIT_CRASH)
 
 
-def _json_tree(run: Path, result: AuditResult, expected: Expected, damaged: list[str]) -> dict[str, Any]:
+def _json_tree(
+    run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: RunCorpora
+) -> dict[str, Any]:
     """Return the result of an audit of the rows that a run used as a JSON object; `deviation` is null if it is good.
 
     Args:
@@ -105,9 +105,17 @@ def _json_tree(run: Path, result: AuditResult, expected: Expected, damaged: list
         result: result of the audit; at least one receipt was checked.
         expected: the run's row order, global batch and skipped steps.
         damaged: one line for each checkpoint whose manifest is damaged.
+        corpora: the corpora of the run's phases; `phases` lists the rows used of each, or is empty without phases.
     """
     last = result.last
     assert last is not None
+    phases = []
+    if len(corpora.phases) > 1:
+        lengths = phase_lengths(expected.order.phases, last.step * expected.global_batch)
+        phases = [
+            {"corpus": phase.url, "from_step": phase.from_step, "rows_used": length, "rows": phase.manifest.num_rows}
+            for phase, length in zip(corpora.phases, lengths, strict=True)
+        ]
     return {
         "run": str(run),
         "good": result.deviation is None,
@@ -116,7 +124,8 @@ def _json_tree(run: Path, result: AuditResult, expected: Expected, damaged: list
         "step": last.step,
         "rows": last.receipt.rows,
         "receipt": last.receipt.hex,
-        "rows_per_epoch": expected.order.rows_per_epoch,
+        "rows_per_epoch": corpora.phases[0].manifest.num_rows,
+        "phases": phases,
         "skipped_steps": [step for step in expected.skipped if step < last.step],
         "deviation": asdict(result.deviation) if result.deviation else None,
         "damaged_checkpoints": damaged,
@@ -165,7 +174,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
     return steps
 
 
-def _print_result(run: Path, result: AuditResult, expected: Expected, out: Console) -> None:
+def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
     """Print the result of an audit of the rows that a run used.
 
     Printed are the number of receipts checked, the skipped steps, and then either how often each row was used or the
@@ -175,6 +184,7 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
         run: the run folder.
         result: result of the audit; at least one receipt was checked.
         expected: the run's row order, global batch and skipped steps.
+        corpora: the corpora of the run's phases.
         out: where to print.
     """
     last = result.last
@@ -194,10 +204,22 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, out: Conso
         steps = f"steps {deviation.first_step:,} to {deviation.end_step - 1:,} ({deviation.source})"
         out.print(f"BAD: {steps}: {deviation.text}; everything before is good")
         return
-    use_of_rows = _use_of_rows(last.step * expected.global_batch, expected.order.rows_per_epoch)
+    use_of_rows = _use_of_corpora(last.step, expected, corpora)
     if skipped_steps:
         use_of_rows += ", less those of the skipped steps"
     out.print(f"good: trained on {last.receipt.rows:,} rows: {use_of_rows}; receipt {last.receipt.hex}")
+
+
+def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> str:
+    """Return in words how often each row was used in the first `num_steps` steps, for each phase that has begun."""
+    lengths = phase_lengths(expected.order.phases, num_steps * expected.global_batch)
+    if len(lengths) == 1:
+        return _use_of_rows(lengths[0], corpora.manifest.num_rows)
+    return "; ".join(
+        f"{length:,} of {phase.url} from step {phase.from_step:,} on, {_use_of_rows(length, phase.manifest.num_rows)}"
+        for phase, length in zip(corpora.phases, lengths, strict=True)
+        if length
+    )
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:

@@ -25,12 +25,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
-from electra_dist.data.corpus_manifest import MANIFEST_KEY, ShardEntry
+from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
-from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity
+from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -146,8 +147,11 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         size_bytes=0,
         faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
     )
-    fingerprint = read_identity(run_dir).get("corpus_fingerprint")
-    yield from _corpus_parts(open_store(config.data.corpus, config.data.endpoint_url), fingerprint, temporary)
+    corpora = config.data.training_corpora()
+    fingerprints = recorded_fingerprints(run_dir, len(corpora))
+    for number, corpus in enumerate(corpora):
+        fingerprint = fingerprints[number] if fingerprints else None
+        yield from _corpus_parts(open_store(corpus.url, config.data.endpoint_url), fingerprint, temporary)
     if config.data.heldout:
         yield from _corpus_parts(open_store(config.data.heldout, config.data.endpoint_url), None, temporary)
     for target in open_targets(config):
@@ -182,6 +186,31 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
     )
     for entry in manifest.shards:
         yield _shard_part(store, entry, temporary)
+    yield from _side_file_parts(store, manifest)
+
+
+def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
+    """Yield the side files of a corpus, which name the documents of its rows; a corpus may have none."""
+    try:
+        origins = open_origins(store, manifest)
+    except UserError as error:
+        message = str(error)
+        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="side file", size_bytes=0, faults=lambda advance: [message])
+        return
+    if origins is None:
+        return
+    for file in origins.files:
+        yield _side_file_part(store, origins, file)
+
+
+def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
+    """Return the part for the side file of a shard."""
+    return Part(
+        url=f"{store.url}/{file.name}",
+        kind="side file",
+        size_bytes=file.bytes,
+        faults=lambda advance: _no_faults(origins.table(file.shard)),
+    )
 
 
 def _no_faults(checked: object) -> list[str]:

@@ -52,7 +52,8 @@ def check_storage(config: Config, node: str) -> list[Finding]:
     has_begun = is_run_folder(Path(config.run_dir))
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
-    for url in (config.data.corpus, config.data.heldout):
+    training_urls = [corpus.url for corpus in config.data.training_corpora()]
+    for url in (*training_urls, config.data.heldout):
         if not url:  # A run may have no held-out corpus.
             continue
         try:
@@ -152,7 +153,7 @@ def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))
     service_urls = set()
-    if config.data.corpus.startswith("s3://"):
+    if any(corpus.url.startswith("s3://") for corpus in config.data.training_corpora()):
         service_urls.add(config.data.endpoint_url or _AWS)
     if any(url.startswith("s3://") for url in config.checkpoint_urls):
         service_urls.add(config.checkpoint.endpoint_url or _AWS)

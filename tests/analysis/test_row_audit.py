@@ -65,7 +65,7 @@ def marks_of_run(steps: list[list[int]], every: int) -> list[Mark]:
 
 def expected_receipts(skipped: set[int]) -> Expected:
     """Return the calculator of the receipts that a run must have if it skips these steps."""
-    return Expected(row_order(), ROWS_PER_SHARD, GLOBAL_BATCH, skipped)
+    return Expected(row_order(), GLOBAL_BATCH, skipped)
 
 
 @settings(deadline=None, max_examples=40)

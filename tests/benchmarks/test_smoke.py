@@ -11,12 +11,16 @@ import long_runs
 import pytest
 import restart
 import scaling
+import side_files
 import step
+from builder_parts import ways
 from machines import missing
 
 from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.planning.corpus_rates import STEPS
 from electra_dist.planning.multi_node_scaling import bytes_on_wire
 from electra_dist.run.writers.metrics_writer import read_metrics
+from launcher.cli.corpus_plan import read_rates
 
 
 def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -93,15 +97,21 @@ def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
 def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_only: list[int] = []
     monkeypatch.setattr(corpus_builder, "WORKERS", (1,))  # a second worker is a second start of Python
-    monkeypatch.setattr(corpus_builder, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
+    monkeypatch.setattr(ways, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
+    peak_memory = ways.peak_memory  # each starts a Python: one of them is enough
+    monkeypatch.setattr(ways, "peak_memory", lambda name, *given: name == "ours" and peak_memory(name, *given))
     record = _run(corpus_builder, tmp_path)
     assert record["text_tokens"] > 10_000
-    assert {"ours", "tokenizers"} <= record["workers"]["1"].keys()
+    assert {"ours", "tokenizers", "datatrove"} <= record["workers"]["1"].keys()
+    assert record["workers"]["1"]["ours"]["memory_bytes"] > 20e6
     assert len(one_only) == 2  # the count and one timed round
+    rates = read_rates(next(tmp_path.glob("corpus_builder-*.json")))
+    assert rates.tokens >= record["text_tokens"] and rates.cpu_s.keys() == set(STEPS)
+    assert [stage.stage for stage in rates.prepare][:2] == ["01-filter", "02-exact-signatures"]
 
 
 def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_builder, "build", lambda *given: 7)
+    monkeypatch.setitem(ways.WAYS, "ours", lambda *given: 7)
     with pytest.raises(SystemExit, match="not the same work"):
         corpus_builder.main(["--smoke"])
 
@@ -144,3 +154,10 @@ def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path,
         assert curve["tokens"][-1] == 4 * 32 * 64
         assert curve["flops"][-1] == pytest.approx(4 * curve["flops"][0])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
+    cases = _run(side_files, tmp_path)["cases"]
+    assert len(cases) == 4
+    assert all(0 < figures["share_of_shards"] < 1 for figures in cases.values())
+    assert cases["UUIDs, rows of 128"]["bytes_per_token"] > cases["no ids, rows of 128"]["bytes_per_token"]

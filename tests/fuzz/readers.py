@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +13,21 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from fuzz.specimens import PROGRESS_PARAMETERS, check_manifest, newest_checkpoint
+from fuzz.specimens import check_manifest, newest_checkpoint, progress_parameters
+from rich.console import Console
 from support.real_runs import VOCAB_SIZE
 
 from electra_dist.checkpoint.file_reader import verify
 from electra_dist.compare.criterion import record_criterion
-from electra_dist.config_file import load_config
-from electra_dist.corpus.stages.build_records import BuildRecords
+from electra_dist.config_file import load_config, load_section
+from electra_dist.corpus.prepare.preparation import check, finished_report
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.corpus.prepare.source_plan import write_plan
+from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords
 from electra_dist.corpus.stages.document_order import NUM_CELLS
+from electra_dist.corpus.stages.join_parts import join_parts
 from electra_dist.corpus.stages.spill_file import SpillFile
+from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.shard import Shard
 from electra_dist.engine.micro_batch import read_known_sizes
 from electra_dist.errors import TornCheckpoint
@@ -29,14 +38,17 @@ from electra_dist.finetune.seeds.run_seeds import _finished_results
 from electra_dist.finetune.squad.passage_windows import read_squad
 from electra_dist.library.corpus import open_corpus
 from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.run.folder import token_counts_file
+from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
+from electra_dist.run.lease.lease_file import find_newest
+from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.run.writers.metrics_writer import MetricsWriter
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import check_inputs
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.token_counts import read_counts
+from launcher.cli.corpus_prepare import _print_report
 from launcher.slurm import job
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rendezvous import Rendezvous
@@ -95,7 +107,7 @@ def _truncate(root: Path) -> None:
 def _progress(root: Path) -> None:
     store = open_store(str(root / "building"))
     records = BuildRecords(store)
-    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    records.begin(progress_parameters(root), "", BuildNotes())
     for group in records.groups().values():
         for name in group.spills:
             list(SpillFile(store, name).documents(range(NUM_CELLS)))
@@ -103,7 +115,42 @@ def _progress(root: Path) -> None:
     for bucket in records.buckets().values():
         if bucket.heldout_rows:
             records.heldout_rows(bucket)
+            records.heldout_origins(bucket)
     records.parts()
+
+
+def _merge(root: Path) -> None:
+    """Merge a copy of the parts, because a merge deletes records."""
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(root / "building", copy, dirs_exist_ok=True)
+        join_parts(copy, None)
+
+
+def _preparation(root: Path) -> None:
+    """Do what the command does before it runs a task: compare the plan, and look for the report."""
+    with contextlib.chdir(root / "prepare"):
+        config = load_section(Path("pipeline.yaml"), PrepareConfig)
+        checked = check(config)
+        write_plan(checked.plan, Path(config.work))
+        report = finished_report(checked)
+        assert report is not None
+        _print_report(report, Console(file=io.StringIO()))
+
+
+def _sample(root: Path) -> None:
+    """Train on the sample as a call that is repeated does: a sample that is not whole is taken again."""
+    sample = VocabularySample(root / "sample", "0" * 64, 1000, 1)
+    if sample.is_finished():
+        sample.num_bytes()
+        list(sample.texts())
+
+
+def _lease(root: Path) -> None:
+    """Read a lease as a start does that finds it."""
+    newest = find_newest(root / "leased" / LEASE_DIR)
+    assert newest.has_ended in (True, False, None)
+    assert newest.description
+    read_owner(root / "leased")
 
 
 def _shard(root: Path) -> None:
@@ -136,6 +183,9 @@ def _criterion(root: Path) -> None:
     record_criterion(root, SimpleNamespace(model_dump=lambda mode: {"arm": "rtd"}), 0)
 
 
+PREPARATION = Reader("corpus prepare", function=_preparation)
+SAMPLE = Reader("sample of a vocabulary", function=_sample)
+RATES = _command("corpus plan {root}/run.yaml --rates {root}/rates.json", 1)
 STATUS = _command("status {root}/run")
 STATUS_JSON = _command("status {root}/run --json")
 VERIFY = _command("verify {root}/run")
@@ -148,6 +198,7 @@ RESOLVE = _command("resolve {root}/run.yaml")
 PLAN = _command("plan {root}/run.yaml", 2)
 SUBMIT = _command("submit --config {root}/run.yaml --nodes 2 --dry-run")
 INFO = _command("corpus info {root}/corpus")
+FIND = _command("corpus find {root}/corpus --document a.txt#3")
 INDEX = _command("corpus index {root}/indexed --vocab {root}/corpus/vocab.txt")
 SCORE = _command("score --model {root}/export/discriminator {root}/texts.txt", 1)
 SCORE_RUN = _command("score --model {root}/run {root}/texts.txt", 1)
@@ -160,26 +211,40 @@ ENCODER = Reader("load_pretrained", function=lambda root: load_pretrained(str(ro
 RENDEZVOUS = Reader("rendezvous", function=_rendezvous)
 RESUME = Reader("metrics at a resume", function=_truncate)
 
+MERGE = Reader("merge of parts", function=_merge)
+
 TARGETS = (
     Target("run.yaml", "yaml", (RESOLVE, PLAN, SUBMIT, START)),
     Target("run/config.yaml", "yaml", (STATUS, REPORT, JOB_END, LIST)),
     Target("compare.yaml", "yaml", (COMPARE,)),
     Target("corpus/corpus.json", "json", (INFO, START, VERIFY, LIBRARY)),
     Target("corpus/vocab.txt", "text", (START, INDEX)),
+    Target("corpus/origins.json", "json", (FIND,)),
+    Target("corpus/origins/shard-000000.parquet", "text", (FIND,)),
     Target("indexed/shard-000000.tar", "tar", (INDEX, Reader("shard", function=_shard))),
     *(
-        Target(f"building/progress/{name}", kind, (Reader("resume of a build", function=_progress),))
+        Target(f"building/progress/{name}", kind, (Reader("resume of a build", function=_progress), MERGE))
         for name, kind in (
             ("build.json", "json"),
             ("order.json", "json"),
             ("groups/*.json", "json"),
             ("buckets/*.json", "json"),
             ("buckets/*.npy", "npy"),
+            ("buckets/*.parquet", "text"),
+            ("notes.json", "json"),
             ("spills/*", "text"),
         )
     ),
     Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY)),
     Target("run/environment.json", "json", (REPORT, EXPORT)),
+    Target("prepare/work/plan.json", "json", (PREPARATION,)),
+    Target("prepare/out/prepare.json", "json", (PREPARATION,)),
+    Target("sample/sample.json", "json", (SAMPLE,)),
+    Target("sample/*.zst", "text", (SAMPLE,)),
+    Target("rates.json", "json", (RATES,)),
+    Target("leased/lease/*.json", "json", (Reader("lease", function=_lease),)),
+    Target("run/metrics.summary.json", "json", (STATUS, STATUS_JSON, REPORT, RESUME)),
+    Target("run/SHA256SUMS", "text", (EXPORT, SCORE_RUN)),
     Target("run/metrics.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, RESUME)),
     Target("run/samples.jsonl", "jsonl", (REPORT, RESUME)),
     Target("run/ledger.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, JOB_END)),

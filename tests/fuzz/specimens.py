@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import yaml
 from support.real_runs import VOCAB_SIZE, quick_command, write_corpus, write_tiny_config
 
 from electra_dist.checkpoint.checkpoint_manifest import Manifest
+from electra_dist.config_file import load_section
+from electra_dist.corpus.origins.origin_files import put_origins, write_origins
+from electra_dist.corpus.origins.origin_table import Origin, table_of_examples
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
+from electra_dist.corpus.prepare.prepare_report import REPORT_FILE, make_report
+from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.corpus.report.read_counts import ReadCounts
-from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
+from electra_dist.corpus.stages.build_records import BuildNotes, BuildRecords, CorpusOrder, FinishedBucket, ReadGroup
 from electra_dist.corpus.stages.spill_file import OrderedDocument, write_spill
-from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
+from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
+from electra_dist.planning.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run
-from electra_dist.run.folder import token_counts_file
+from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.jsonl import JsonlFile
+from electra_dist.run.lease.lease_file import create
 from electra_dist.run.node_strikes import Strike, add_strike
+from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from launcher.slurm.job import note
 from launcher.supervise.rendezvous import Rendezvous
 
 NUM_STEPS = 6
-PROGRESS_PARAMETERS = {"seq_len": 32, "tokenizer": "0" * 64}
 RESULT = Result(
     task="rte",
     seed=0,
@@ -63,6 +75,7 @@ def make_specimen(root: Path) -> None:
     """Write the folder: `corpus`, `run`, `export`, and smaller files of other parts. Takes a training run's time."""
     write_corpus(str(root / "corpus"), [70, 33, 48])
     write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
+    _write_side_files(open_store(str(root / "corpus")))
     settings = {"train.num_steps": NUM_STEPS, "checkpoint.every_steps": 2, "log.eval_every_steps": 2}
     config = write_tiny_config(root / "run.yaml", root / "run", str(root / "corpus"), **settings)
     done = subprocess.run(quick_command(config, 1), capture_output=True, text=True, timeout=600, check=False)
@@ -72,6 +85,20 @@ def make_specimen(root: Path) -> None:
     _write_records(root / "run")
     _write_build_progress(root)
     _write_data_of_tasks(root)
+    write_data_of_corpora(root)
+
+
+def _write_side_files(store: Store) -> None:
+    """Write side files of a corpus in which each row is one document."""
+    manifest = read_manifest(store)
+    files = [put_origins(store, shard.name, _documents_of_rows(shard.rows)) for shard in manifest.shards]
+    write_origins(store, manifest, files)
+
+
+def _documents_of_rows(num_rows: int) -> pyarrow.Table:
+    """Return the table of rows that are one document each."""
+    places = np.array([(row, 0, row) for row in range(num_rows)])
+    return table_of_examples(places, [Origin("a.txt", row, "texts", DocumentNames()) for row in range(num_rows)])
 
 
 def _write_records(run: Path) -> None:
@@ -104,12 +131,19 @@ def _write_records(run: Path) -> None:
     nodes[1].end(1, final=False)
 
 
+def progress_parameters(root: Path) -> dict[str, object]:
+    """Return the parameters of the build in the folder `building`, whose vocabulary is that of `corpus`."""
+    tokenizer = read_manifest(open_store(str(root / "corpus"))).tokenizer
+    return {"seq_len": 32, "tokenizer": tokenizer.sha256, "shard_size_mb": 16.0, "lowercase": True}
+
+
 def _write_build_progress(root: Path) -> None:
-    """Write the folder `building`, as a part of a corpus build that was killed after its first bucket."""
+    """Write the folder `building`, as parts of a corpus build that are finished and not merged."""
     store = open_store(str(root / "building"))
     manifest = read_manifest(open_store(str(root / "corpus")))
     records = BuildRecords(store)
-    records.begin(PROGRESS_PARAMETERS, "[PAD]\n")
+    vocabulary_text = (root / "corpus" / "vocab.txt").read_text()
+    records.begin(progress_parameters(root), vocabulary_text, BuildNotes(with_origins=True))
     spill = "progress/spills/000000-000000"
     write_spill(
         store, spill, [OrderedDocument(key << 54, 0, key, RawDocument(b"some text", False)) for key in range(9)]
@@ -129,7 +163,7 @@ def _write_build_progress(root: Path) -> None:
         num_inputs=1,
         inputs_sha256="0" * 64,
         num_groups=1,
-        num_buckets=2,
+        num_buckets=1,
         shards_per_bucket=1,
         epochs={"a.txt": 1.0},
         search=ReadCounts(),
@@ -147,8 +181,59 @@ def _write_build_progress(root: Path) -> None:
         heldout=counts,
         sources={"a.txt": {"documents": 4}},
     )
-    records.record_bucket(bucket, np.zeros((4, 32), np.uint16))
+    records.record_bucket(bucket, np.zeros((4, 32), np.uint16), _documents_of_rows(4))
     records.record_part("1/2")
+    records.record_bucket(bucket, np.zeros((4, 32), np.uint16))
+    records.record_part("1/1")
+
+
+def write_data_of_corpora(root: Path) -> None:
+    """Write what the commands of corpora read back: a preparation, a vocabulary's sample, rates; and a lease."""
+    prepare = root / "prepare"
+    (prepare / "texts").mkdir(parents=True)
+    (prepare / "texts" / "a.txt").write_text("w5 w6\n")
+    tree = {"output": "out", "work": "work", "sources": [{"name": "a", "path": "texts"}]}
+    (prepare / "pipeline.yaml").write_text(yaml.safe_dump(tree))
+    (prepare / "work").mkdir()
+    with contextlib.chdir(prepare):
+        config = load_section(Path("pipeline.yaml"), PrepareConfig)
+        plan = make_plan(config)
+        write_plan(plan, Path(config.work))
+        counts = {"a": 1}
+        file = {"name": "documents/00000.jsonl.gz", "sha256": "0" * 64, "size_bytes": 9, "documents": 1}
+        record = {
+            "documents_in": counts,
+            "documents_out": counts,
+            "characters_in": counts,
+            "characters_out": counts,
+            "dropped": [],
+            "samples": {},
+            "file": file,
+        }
+        report = make_report(config, plan, [[record]])
+        open_store(config.output).write(REPORT_FILE, json.dumps(report).encode())
+    sample = VocabularySample(root / "sample", "0" * 64, 1000, 1)
+    sample.take(((0, number, f"w{number} w6") for number in range(9)), lambda file: None)
+    rates = CorpusRates(
+        sample="a text",
+        date="2026-11-20T10:00:00+00:00",
+        hardware="a machine",
+        settings={"seq_len": 32},
+        input_bytes=1000,
+        text_bytes=1000,
+        documents=9,
+        spill_bytes=500,
+        tokens=200,
+        shard_bytes=400,
+        cpu_s=dict.fromkeys(STEPS, 0.1),
+        record_cpu_s=0.001,
+        prepare=[PrepareRate(stage="01-filter", cpu_s=0.1, text_bytes=1000)],
+    )
+    (root / "rates.json").write_text(rates.model_dump_json())
+    (root / "leased" / LEASE_DIR).mkdir(parents=True)
+    created = create(root / "leased" / LEASE_DIR, 1, "rank 0")
+    assert created is not None
+    os.close(created[1])
 
 
 def _write_data_of_tasks(root: Path) -> None:

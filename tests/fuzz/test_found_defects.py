@@ -33,6 +33,7 @@ def heartbeat(**fields: Any) -> bytes:
     return (body + b', "crc": %d}' % zlib.crc32(body)).ljust(RECORD_BYTES - 1) + b"\n"
 
 
+SAMPLE_WITHOUT_FILES = json.dumps({"description": {"inputs": "0" * 64, "limit_bytes": 1000, "seed": 1}}).encode()
 FOUND = [
     # file, reader, content of the file
     ("run/metrics.jsonl", "status", b'{"kind": "train", "step": %s}\n' % DEEP),
@@ -93,6 +94,12 @@ FOUND = [
     ("results.jsonl", "results", line(**dict.fromkeys(("task", "mode", "identity", "metric", "failure"), 3))),
     ("seed-0/finetune.json", "seed folder", DEEP),
     ("criterion.jsonl", "criterion", line(time=TIME)),
+    ("building/progress/build.json", "merge of parts", b'{"tokenizer": "0", "seq_len": "x"}'),
+    ("prepare/work/plan.json", "corpus prepare", b'{"output": "out", "identity": {}, "files": [3], "tasks": []}'),
+    ("prepare/out/prepare.json", "corpus prepare", b'{"config": {}, "sources": {"a": 3}}'),
+    ("sample/sample.json", "sample of a vocabulary", SAMPLE_WITHOUT_FILES),
+    ("sample/*.zst", "sample of a vocabulary", b""),
+    ("rates.json", "corpus plan", b'{"rates": {"cpu_s": {}}}'),
 ]  # fmt: skip
 TARGET_OF = {target.file: target for target in TARGETS}
 

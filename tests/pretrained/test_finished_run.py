@@ -29,6 +29,10 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.config_file import load_config
+from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
+from electra_dist.corpus.report.build_report import make_report, write_report
+from electra_dist.corpus.report.source_notes import SourceNotes
+from electra_dist.corpus.text_readers import StreamCounts
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
@@ -56,6 +60,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     write_corpus(str(folder / "corpus"), [70, 33, 48])
     write_corpus(str(folder / "corpus" / "heldout"), [24], seed=9)
+    counts = {"/data/texts/wiki": {"tokens": 3000}, "/data/texts/web": {"tokens": 1000}}
+    notes = SourceNotes(licences={"/data/texts/wiki": "cc-by-sa-4.0"})
+    write_report(
+        open_store(str(folder / "corpus")), make_report(SkippedInputs(), StreamCounts(), counts, "skip", notes)
+    )
     settings = {"log.eval_every_steps": 5, "checkpoint.keep_last": 10}
     config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
     done = subprocess.run(quick_command(config, 2), capture_output=True, text=True, timeout=300)
@@ -272,7 +281,8 @@ def test_the_card_has_the_facts_of_the_run_and_its_lines_load_the_model(
         assert f"| {last_evaluation['auc']:.4f} |" in card.text
         assert (tmp_path / tower / "curves.png").read_bytes().startswith(b"\x89PNG")
         assert "(curves.png)" in card.text
-        for secret in (str(run.parent), os.uname().nodename):
+        assert "| web | 25.0 % | not stated |\n| wiki | 75.0 % | cc-by-sa-4.0 |" in card.text
+        for secret in (str(run.parent), "/data/texts", os.uname().nodename):
             assert secret not in card.text
         [code] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
         assert len(code.splitlines()) == 3

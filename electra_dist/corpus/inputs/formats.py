@@ -63,14 +63,11 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
         for value in read_json(stream):
             yield RawDocument(value, is_json=True)
     elif file_format in ("csv", "tsv"):
-        for cell in read_csv(stream, text_field, is_tsv=file_format == "tsv"):
-            yield RawDocument(cell, is_json=False)
+        yield from read_csv(stream, text_field, is_tsv=file_format == "tsv")
     elif file_format == "parquet":
-        for cell in read_parquet(stream, text_field):  # type: ignore[arg-type]
-            yield RawDocument(cell, is_json=False)
+        yield from read_parquet(stream, text_field)  # type: ignore[arg-type]
     elif file_format == "arrow":
-        for cell in read_arrow(stream, text_field):  # type: ignore[arg-type]
-            yield RawDocument(cell, is_json=False)
+        yield from read_arrow(stream, text_field)  # type: ignore[arg-type]
     elif file_format == "wet":
         yield from _read_wet(stream)
     elif file_format == "md":

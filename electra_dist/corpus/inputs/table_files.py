@@ -1,4 +1,4 @@
-"""Read the texts of one column of a table: a CSV, TSV, parquet or Arrow file.
+"""Read the texts of one column of a table: a CSV, TSV, parquet or Arrow file, with the ids of a column `id`.
 
 CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two quotes within it stand for one. TSV
 has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
@@ -18,11 +18,14 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from electra_dist.corpus.text_decoding import RawDocument, name_of_value
+
 _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
 _MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
 _MAX_COLUMNS_SHOWN = 20  # in an error message
 _MAX_NAME_CHARS = 40
+_ID_COLUMN = "id"  # column with the ids of the documents, in a table that has one
 
 
 class NoTextColumn(Exception):
@@ -47,8 +50,8 @@ def _short_name(column: str) -> str:
     return shown if shown.isprintable() else ascii(shown)
 
 
-def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[bytes | None]:
-    """Yield the cells of one column, undecoded; None for a row that has another number of cells than the first row.
+def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[RawDocument]:
+    """Yield the cells of one column as documents; without data for a row of another number of cells than the first.
 
     Args:
         stream: the file, decompressed; it is closed at the end.
@@ -71,17 +74,19 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
         if text_field not in columns:
             raise NoTextColumn(columns)
         index = columns.index(text_field)
+        id_index = columns.index(_ID_COLUMN) if _ID_COLUMN in columns else None
         for row in rows:
             if len(row) == len(columns):
-                yield row[index].encode("utf-8", "surrogateescape")
+                document_id = None if id_index is None else name_of_value(row[id_index])
+                yield RawDocument(row[index].encode("utf-8", "surrogateescape"), False, id=document_id)
             elif row:  # an empty row is an empty line
-                yield None
+                yield RawDocument(None, False)
     except csv.Error as error:
         raise OSError(f"line {rows.line_num} is not CSV: {error}") from None
 
 
-def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
-    """Yield the cells of one column of a parquet file, undecoded; None for a null cell.
+def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
+    """Yield the cells of one column of a parquet file as undecoded documents; without data for a null cell.
 
     Args:
         stream: the file, opened to read bytes.
@@ -94,12 +99,13 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
     schema = table.schema_arrow
     if text_field not in schema.names or not _is_text(schema.field(text_field).type):
         raise NoTextColumn(schema.names)
-    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[text_field]):
-        yield from _cells(batch.column(0))
+    columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
+    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
+        yield from _documents(batch, text_field)
 
 
-def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
-    """Yield the cells of one column of an Arrow file, undecoded; None for a null cell.
+def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
+    """Yield the cells of one column of an Arrow file as undecoded documents; without data for a null cell.
 
     Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
 
@@ -118,13 +124,30 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[bytes | None]:
         raise NoTextColumn(reader.schema.names)
     batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
-        yield from _cells(batch.column(text_field))
+        yield from _documents(batch, text_field)
 
 
-def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
-    """Yield the cells of a column of strings or bytes as bytes (strings as UTF-8); None for a null cell."""
-    for cell in column.cast(pyarrow.large_binary()):
-        yield cell.as_py()
+def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocument]:
+    """Yield the cells of the column of the text as bytes (strings as UTF-8), each with its id if there are ids."""
+    cells = batch.column(text_field).cast(pyarrow.large_binary())
+    if not _has_ids(batch.schema):
+        for cell in cells:
+            yield RawDocument(cell.as_py(), is_json=False)
+        return
+    for cell, document_id in zip(cells, batch.column(_ID_COLUMN)):
+        yield RawDocument(cell.as_py(), is_json=False, id=name_of_value(document_id.as_py()))
+
+
+def _has_ids(schema: pyarrow.Schema) -> bool:
+    """Return whether a table has one column `id` of strings or integers."""
+    if schema.names.count(_ID_COLUMN) != 1:
+        return False
+    column_type = schema.field(_ID_COLUMN).type
+    return (
+        pyarrow.types.is_string(column_type)
+        or pyarrow.types.is_large_string(column_type)
+        or pyarrow.types.is_integer(column_type)
+    )
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:

@@ -99,6 +99,12 @@ def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
+def forget_completed(config: PrepareConfig, stage: Stage) -> None:
+    """Let all tasks of a stage run again."""
+    for path in (run_folder(config, stage) / "completions").glob("*"):
+        path.unlink()
+
+
 def run_folder(config: PrepareConfig, stage: Stage) -> Path:
     """Return the folder with datatrove's logs, completions and job script of a stage."""
     return Path(config.work) / stage.name / _RUN_DIR

@@ -119,7 +119,8 @@ class FineWebQualitySection(Section):
     short_line_length: Positive = Field(default=30, description="largest length of a short line, characters")
     char_duplicates_ratio: Share = Field(
         default=0.01,
-        description="largest share of characters in repeated lines; FineWeb's code has 0.01, its paper 0.1",
+        description="largest share of characters in repeated lines; datatrove, with its script for FineWeb, has 0.01, "
+        "the paper (section 3.6) 0.1",
     )
     new_line_ratio: float = Field(default=0.3, ge=0, description="largest number of line ends for each word")
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from electra_dist.corpus.prepare.executors import Report, completed_tasks, run_here, submit
+from electra_dist.corpus.prepare.executors import Report, completed_tasks, forget_completed, run_here, submit
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
-from electra_dist.corpus.prepare.prepare_report import REPORT_FILE
+from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import make_folder
-from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.store.open_store import open_store
 
 # Key of a file -> what it is, and where it comes from.
@@ -76,24 +76,24 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
     return submit(preparation.config, preparation.stages)
 
 
-def finished_report(preparation: Preparation) -> dict[str, Any] | None:
+def finished_report(preparation: Preparation) -> PrepareReport | None:
     """Return prepare.json if the preparation is complete; None if it is not.
 
     Raises:
-        UserError: the output holds the result of another preparation.
+        UserError: the output holds the result of another preparation, or prepare.json is damaged.
     """
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
     if not store.exists(REPORT_FILE):
         return None
+    place = f"{config.output}/{REPORT_FILE}"
     try:
-        report = parse_json_object(store.read(REPORT_FILE))
-        is_same = report["config"] == json.loads(json.dumps(preparation.plan.identity))
-    except (DamagedJson, KeyError):
-        is_same = False
-    if not is_same:
+        report = validate_json(REPORT, parse_json_object(store.read(REPORT_FILE)))
+    except DamagedJson as error:
+        raise damaged_file(place, error, "delete it and run the same command again") from None
+    if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
         raise UserError(
-            f"{config.output}/{REPORT_FILE}: is the result of another preparation; set another `output`, or delete it"
+            f"{place}: is the result of another preparation; set another `output`, or delete the files in this one"
         )
     return report
 
@@ -105,7 +105,7 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 
 
 def _begin(preparation: Preparation) -> None:
-    """Make the work folder and write plan.json.
+    """Make the work folder and write plan.json; let the report be written again if it was deleted.
 
     Raises:
         UserError: the work folder holds another preparation.
@@ -113,6 +113,8 @@ def _begin(preparation: Preparation) -> None:
     work = Path(preparation.config.work)
     make_folder(work)
     write_plan(preparation.plan, work)
+    if not open_store(preparation.config.output, preparation.config.endpoint_url).exists(REPORT_FILE):
+        forget_completed(preparation.config, preparation.stages[-1])
 
 
 def _refuse_folders_in_sources(config: PrepareConfig) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
@@ -35,6 +37,45 @@ SAMPLES_DIR = "samples"
 _FORMAT = 1
 
 Tree = dict[str, Any]
+
+
+class SourceReport(TypedDict):
+    """Counts of one source in prepare.json."""
+
+    license: str
+    files: int
+    bytes: int
+    documents_in: int
+    documents_dropped: int
+    documents_out: int
+    characters_in: int
+    characters_out: int
+
+
+class OutputFile(TypedDict):
+    """A file with documents in prepare.json."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+    documents: int
+
+
+class PrepareReport(TypedDict):
+    """Content of prepare.json."""
+
+    format: int
+    documents_in: int
+    documents_dropped: int
+    documents_out: int
+    sources: dict[str, SourceReport]
+    dropped: dict[str, dict[str, dict[str, int]]]
+    inputs_skipped: dict[str, dict[str, dict[str, int]]]
+    outputs: list[OutputFile]
+    config: Tree
+
+
+REPORT = TypeAdapter(PrepareReport)
 
 
 class WriteReport(PipelineStep):

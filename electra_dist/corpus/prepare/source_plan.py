@@ -13,11 +13,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.open_store import open_store
 
 PLAN_FILE = "plan.json"
@@ -56,6 +58,9 @@ class SourcePlan(NamedTuple):
     def files_of_task(self, rank: int) -> list[PlannedFile]:
         """Return the files of a task in reading order."""
         return [self.files[index] for index in self.tasks[rank]]
+
+
+_PLAN = TypeAdapter(SourcePlan)
 
 
 def make_plan(config: PrepareConfig) -> SourcePlan:
@@ -147,12 +152,9 @@ def read_plan(work: Path) -> SourcePlan:
     next_step = f"delete {work} and prepare again"
     tree = read_json_object(path, next_step)
     try:
-        files = [PlannedFile(*file) for file in tree["files"]]
-        return SourcePlan(tree["output"], tree["identity"], files, tree["tasks"], tree["inputs_skipped"])
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: damaged, because it is not the plan of a preparation ({error}); {next_step}"
-        ) from None
+        return validate_json(_PLAN, {key: value for key, value in tree.items() if key != "format"})
+    except DamagedJson as error:
+        raise damaged_file(path, error, next_step) from None
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
@@ -173,6 +175,8 @@ def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None
             f"{path}: holds a preparation of {len(stored.files)} files, and the sources have {len(plan.files)} now; "
             f"{advice}"
         )
+    if stored.tasks != plan.tasks:
+        raise UserError(f"{path}: damaged, because its files are divided among the tasks in another way; {advice}")
 
 
 def _leaves(tree: object, prefix: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from electra_dist.config import Section
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.document_counts import LENGTH, SKIPPED, SKIPPED_BYTES
+from electra_dist.corpus.report.source_notes import PreparedText, SourceNotes
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.text_readers import StreamCounts
 from electra_dist.errors import UserError
@@ -67,6 +68,7 @@ class SourceReport(TokenCounts):
     bytes: int = Field(description="their size on disk")
     documents_in: int = Field(description="documents read")
     documents_skipped: int = Field(description="documents left out, for any reason")
+    licence: str | None = Field(default=None, description="licence of its text; null: not stated")
 
 
 class BuildReport(Section):
@@ -91,10 +93,17 @@ class BuildReport(Section):
         description="documents in the corpus by their tokens: N -> documents of N up to 2N - 1 tokens"
     )
     sources: dict[str, SourceReport] = Field(description="the same by source")
+    prepared: dict[str, PreparedText] = Field(
+        default={}, description="counts of prepare.json for each source that `corpus prepare` has made"
+    )
 
 
 def make_report(
-    skipped: SkippedInputs, stream: StreamCounts, sources: Mapping[str, Mapping[str, int]], undecodable: Undecodable
+    skipped: SkippedInputs,
+    stream: StreamCounts,
+    sources: Mapping[str, Mapping[str, int]],
+    undecodable: Undecodable,
+    notes: SourceNotes,
 ) -> BuildReport:
     """Return the report of a build.
 
@@ -103,6 +112,7 @@ def make_report(
         stream: counts of the files and documents that were read, after the last one.
         sources: counts of documents by source (`document_counts.py`), over all shards.
         undecodable: `corpus.undecodable` of the build.
+        notes: licences of sources, and what `corpus prepare` has counted.
     """
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()
@@ -131,9 +141,10 @@ def make_report(
         text=TokenCounts(**_token_counts(totals)),
         document_lengths=_lengths(totals),
         sources={
-            source: _source_report(source, Counter(sources.get(source, {})), stream)
+            source: _source_report(source, Counter(sources.get(source, {})), stream, notes)
             for source in sorted({*sources, *stream.source_files})
         },
+        prepared=dict(sorted(notes.prepared.items())),
     )
 
 
@@ -156,13 +167,14 @@ def _lengths(counts: Counter[str]) -> dict[str, int]:
     return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
 
 
-def _source_report(source: str, counts: Counter[str], stream: StreamCounts) -> SourceReport:
+def _source_report(source: str, counts: Counter[str], stream: StreamCounts, notes: SourceNotes) -> SourceReport:
     """Return the report of one source.
 
     Args:
         source: name of the source.
         counts: counts of the documents of this source.
         stream: counts of the files read, for all sources.
+        notes: licences of all sources.
     """
     return SourceReport(
         **_token_counts(counts),
@@ -170,6 +182,7 @@ def _source_report(source: str, counts: Counter[str], stream: StreamCounts) -> S
         bytes=stream.source_bytes[source],
         documents_in=counts["documents"],
         documents_skipped=sum(number for key, number in counts.items() if key.startswith(SKIPPED)),
+        licence=notes.licence(source),
     )
 
 
@@ -194,3 +207,23 @@ def read_report(store: Store) -> BuildReport | None:
         raise UserError(
             f"{store.url}/{REPORT_KEY}: not a report of a build ({reason}); delete the file, which no run needs"
         ) from None
+
+
+def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
+    """Return the tokens and the licence of each source of a corpus, for the records of a run that trains on it.
+
+    The result is empty if the corpus has no build.json, or if that cannot be read, because no run needs it.
+
+    Args:
+        store: the corpus.
+
+    Returns:
+        Source -> {"tokens": tokens of its documents, "licence": text, or None if it is not stated}.
+    """
+    try:
+        report = read_report(store)
+    except UserError:
+        return {}
+    if report is None:
+        return {}
+    return {name: {"tokens": source.tokens, "licence": source.licence} for name, source in report.sources.items()}

@@ -35,6 +35,7 @@ def source_table(report: BuildReport) -> Table:
     table.add_column("source", overflow="fold")
     for heading in ("documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
         table.add_column(heading, justify="right")
+    table.add_column("licence", overflow="fold")
     all_tokens = max(report.text.tokens, 1)
     for source, counts in report.sources.items():
         table.add_row(
@@ -45,6 +46,7 @@ def source_table(report: BuildReport) -> Table:
             f"{100 * counts.tokens / all_tokens:.1f} %",
             f"{counts.tokens_per_document:,.0f}",
             f"{100 * counts.unk_rate:.2f} %",
+            counts.licence or "not stated",
         )
     table.add_section()
     text = report.text

@@ -21,8 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow
 
-from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rules
+from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, ChunkRows, Rows, Rules
+from electra_dist.corpus.inputs.skipped_inputs import encodable
+from electra_dist.corpus.origins.origin_files import OriginFile, put_origins
+from electra_dist.corpus.origins.origin_table import Origin, joined, rows_of_table, table_of_examples
 from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, FinishedBucket
 from electra_dist.corpus.stages.document_order import (
@@ -32,8 +36,8 @@ from electra_dist.corpus.stages.document_order import (
     copy_key,
     num_copies,
 )
-from electra_dist.corpus.stages.spill_file import SpillFile
-from electra_dist.corpus.text_decoding import RawDocument
+from electra_dist.corpus.stages.spill_file import OrderedDocument, SpillFile
+from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.data.corpus_manifest import ShardEntry
 from electra_dist.data.shard_writer import write_shard
 from electra_dist.store.interface import Store
@@ -53,6 +57,8 @@ class RowSettings:
     output: str  # folder or s3:// prefix of the corpus
     endpoint_url: str | None  # S3 endpoint of the output
     sources: list[str]  # source of each input file of the build
+    file_names: list[str]  # name of each input file of the build
+    with_origins: bool  # whether to write side files
     spills: list[str]  # keys of all spill files
     order: CorpusOrder
     rules: Rules
@@ -84,66 +90,120 @@ class _RowMaker:
             StoreError: the output cannot be read or written.
             ManifestMismatch: a spill file is damaged.
         """
-        chunks = list(self._rows_of_chunks(bucket))
-        heldout_rows = self._join_rows(chunk.heldout.block for chunk in chunks)
+        chunks: list[ChunkRows] = []
+        train_origins: list[pyarrow.Table] = []
+        heldout_origins: list[pyarrow.Table] = []
+        for documents, chunk in self._rows_of_chunks(bucket):
+            chunks.append(chunk)
+            if self._settings.with_origins:
+                origins = self._origins(documents, chunk)
+                train_origins.append(table_of_examples(chunk.train.places, origins))
+                heldout_origins.append(table_of_examples(chunk.heldout.places, origins))
+        entries, origin_files = self._write_shards(bucket, [chunk.train for chunk in chunks], train_origins)
+        heldout = [chunk.heldout for chunk in chunks]
+        heldout_rows = self._join_rows(rows.block for rows in heldout)
         record = FinishedBucket(
             number=bucket,
-            entries=self._write_shards(bucket, self._join_rows(chunk.train.block for chunk in chunks)),
+            entries=entries,
+            origins=origin_files,
             heldout_rows=len(heldout_rows),
             documents=sum_counts(chunk.documents for chunk in chunks),
             train=sum_counts(chunk.train.counts for chunk in chunks),
             heldout=sum_counts(chunk.heldout.counts for chunk in chunks),
             sources=add_sources(chunk.sources for chunk in chunks),
         )
-        self._records.record_bucket(record, heldout_rows)
+        with_origins = self._settings.with_origins
+        self._records.record_bucket(
+            record, heldout_rows, _join_origins(heldout, heldout_origins) if with_origins else None
+        )
         return record
 
-    def _write_shards(self, bucket: int, rows: np.ndarray) -> list[ShardEntry]:
-        """Write the rows of a bucket, divided evenly among its shards; return the entries of the shards.
+    def _write_shards(
+        self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
+    ) -> tuple[list[ShardEntry], list[OriginFile]]:
+        """Write the rows of a bucket, divided evenly among its shards; return the entries of shards and side files.
 
         A bucket with fewer rows than shards writes fewer shards; their numbers are then missing in the corpus.
+
+        Args:
+            bucket: number of the bucket.
+            chunks: training rows of each chunk.
+            tables: documents of the rows of each chunk; empty if the build writes no side files.
         """
         num_shards = self._settings.order.shards_per_bucket
-        entries = []
+        rows = self._join_rows(chunk.block for chunk in chunks)
+        table = _join_origins(chunks, tables) if self._settings.with_origins else None
+        entries: list[ShardEntry] = []
+        origin_files: list[OriginFile] = []
+        first_row = 0
         for place, shard_rows in enumerate(np.array_split(rows, num_shards)):
             if len(shard_rows):
                 name = f"shard-{bucket * num_shards + place:06d}.tar"
                 num_tokens = int(np.count_nonzero(shard_rows != self._pad_id))
                 entries.append(put_shard(self._store, name, shard_rows, num_tokens))
-        return entries
+                if table is not None:
+                    shard_table = rows_of_table(table, first_row, len(shard_rows))
+                    origin_files.append(put_origins(self._store, name, shard_table))
+            first_row += len(shard_rows)
+        return entries, origin_files
+
+    def _origins(self, documents: Sequence[OrderedDocument], chunk: ChunkRows) -> list[Origin]:
+        """Return where each document of a chunk comes from."""
+        no_names = DocumentNames()
+        return [
+            Origin(
+                file=encodable(self._settings.file_names[document.file]),
+                number=document.number,
+                source=document.document.source,
+                names=chunk.names.get(index, no_names),
+            )
+            for index, document in enumerate(documents)
+        ]
 
     def _join_rows(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
         """Return the rows of several blocks, [rows, seq_len]; the array may have no row."""
         filled = [block for block in blocks if len(block)]
         return np.concatenate(filled) if filled else np.empty((0, self._settings.rules.seq_len), np.uint16)
 
-    def _rows_of_chunks(self, bucket: int) -> Iterator[ChunkRows]:
-        """Yield the rows of each chunk of a bucket, in order."""
+    def _rows_of_chunks(self, bucket: int) -> Iterator[tuple[list[OrderedDocument], ChunkRows]]:
+        """Yield the documents and the rows of each chunk of a bucket, in order."""
         settings = self._settings
-        for number, documents in enumerate(cut_chunks(self._documents(bucket), settings.chunk_bytes)):
+        ordered = self._documents(bucket)
+        raw_documents = [entry.document for entry in ordered]
+        first = 0  # position of the chunk's first document in the bucket
+        for number, documents in enumerate(cut_chunks(raw_documents, settings.chunk_bytes)):
             chunk = Chunk(
                 documents=documents,
                 seed=chunk_seed(settings.seed, bucket, number, _TRAIN_STREAM),
                 heldout_seed=chunk_seed(settings.seed, bucket, number, _HELDOUT_STREAM),
             )
-            yield self._processor.process(chunk)
+            yield ordered[first : first + len(documents)], self._processor.process(chunk)
+            first += len(documents)
 
-    def _documents(self, bucket: int) -> list[RawDocument]:
-        """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat."""
+    def _documents(self, bucket: int) -> list[OrderedDocument]:
+        """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat.
+
+        The key of each is that of its copy.
+        """
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
         most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
-        found: list[tuple[int, int, int, RawDocument]] = []  # key of the copy, file, number, document
+        found: list[OrderedDocument] = []
         for copy in range(most_copies):
             for original_cells in _consecutive(cell_of_original(cell, copy) for cell in cells):
                 for spill in self._spills:
                     for entry in spill.documents(original_cells):
                         source = settings.sources[entry.file]
                         if copy < num_copies(entry.key, settings.order.epochs[source]):
-                            document = RawDocument(entry.document.data, entry.document.is_json, source)
-                            found.append((copy_key(entry.key, copy), entry.file, entry.number, document))
-        found.sort(key=lambda entry: entry[:3])
-        return [document for _, _, _, document in found]
+                            document = entry.document._replace(source=source)
+                            found.append(entry._replace(key=copy_key(entry.key, copy), document=document))
+        found.sort(key=lambda entry: (entry.key, entry.file, entry.number))
+        return found
+
+
+def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> pyarrow.Table:
+    """Return the documents of the rows of several chunks, one after another."""
+    return joined((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
 
 
 def _consecutive(cells: Iterable[int]) -> Iterator[range]:

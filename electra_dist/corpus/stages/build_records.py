@@ -8,9 +8,11 @@ so that a corpus is never a mixture of two builds.
 | file in progress/ | what it records |
 | --- | --- |
 | build.json | the parameters of the build |
+| notes.json | what does not decide the shards: whether side files are written, and licences |
 | groups/NNNNNN.json, spills/NNNNNN-NNNNNN | an input group was read: its counts, and its documents |
 | order.json | all groups were read: the number of buckets, and how often each source is used |
 | buckets/NNNNNN.json, buckets/NNNNNN.heldout.npy | a bucket's shards were written: counts, held-out rows |
+| buckets/NNNNNN.heldout.parquet | the documents of the held-out rows |
 | parts/I-of-N | part I of N has written its buckets |
 
 The folder is deleted after corpus.json has been written.
@@ -18,28 +20,36 @@ The folder is deleted after corpus.json has been written.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow
 from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Section, canonical_json
+from electra_dist.corpus.origins.origin_files import OriginFile
+from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
 from electra_dist.corpus.report.read_counts import ReadCounts
+from electra_dist.corpus.report.source_notes import SourceNotes
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
 from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
 PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
+# Keys of the section `corpus` that decide neither the shards nor corpus.json.
+NO_PARAMETERS = ("origins", "licences")
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
+_NOTES_KEY = _FOLDER + "notes.json"
 _ORDER_KEY = _FOLDER + "order.json"
 _GROUPS = _FOLDER + "groups/"
 _BUCKETS = _FOLDER + "buckets/"
@@ -74,6 +84,13 @@ class CorpusOrder(Section):
     search: ReadCounts = Field(description="what the search for input files left out, for build.json")
 
 
+class BuildNotes(Section):
+    """Record of settings that decide neither the shards nor corpus.json."""
+
+    with_origins: bool = Field(default=False, description="whether the build writes side files (corpus.origins)")
+    sources: SourceNotes = Field(default=SourceNotes(), description="licences and preparation, for build.json")
+
+
 class FinishedBucket(Section):
     """Record of a bucket (a range of the order of documents) whose shards are written."""
 
@@ -87,6 +104,10 @@ class FinishedBucket(Section):
     heldout: dict[str, int] = Field(description="the same counts of the held-out rows")
     sources: dict[str, dict[str, int]] = Field(
         description="counts of the documents of each source for build.json (document_counts.py)"
+    )
+    origins: list[OriginFile] = Field(default=[], description="entries of its side files; empty without side files")
+    heldout_origins: str | None = Field(
+        default=None, description="SHA-256 of buckets/NNNNNN.heldout.parquet, in hexadecimal; null: it does not exist"
     )
 
 
@@ -125,14 +146,20 @@ class BuildRecords:
         self.clear()
         return manifest
 
-    def begin(self, parameters: dict[str, Any], vocabulary_text: str) -> None:
+    def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
         """Write the parameters and vocab.txt of a build, or compare the parameters with those in the store.
 
-        From then on, a build with other parameters is refused in the same folder.
+        From then on, a build with other parameters is refused in the same folder. The licences of the newest call
+        count. The first call decides whether the build writes side files, so that a corpus has them for all shards or
+        for none; a build that an earlier version began writes none.
 
         Args:
             parameters: JSON values that, with the text, determine the corpus.
             vocabulary_text: content of vocab.txt.
+            notes: settings that decide neither the shards nor corpus.json.
+
+        Returns:
+            Whether the build writes side files.
 
         Raises:
             ManifestMismatch: the store holds an unfinished build with other parameters.
@@ -140,10 +167,14 @@ class BuildRecords:
         """
         if self._store.exists(_BUILD_KEY):
             self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
-            return
+            notes = notes.model_copy(update={"with_origins": self.notes().with_origins})
+            self._write(_NOTES_KEY, notes)
+            return notes.with_origins
         self._refuse_foreign_shards()
         self._store.write(VOCAB_FILE, vocabulary_text.encode())
+        self._write(_NOTES_KEY, notes)
         self._store.write(_BUILD_KEY, (canonical_json(parameters) + "\n").encode())
+        return notes.with_origins
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the unfinished build in the store.
@@ -160,11 +191,18 @@ class BuildRecords:
             if not isinstance(parameters.get("tokenizer"), str):
                 raise DamagedJson("it names no tokenizer")
         except DamagedJson as error:
-            raise UserError(
-                f"{self._store.url}/{_BUILD_KEY}: damaged, because {error}; delete {_FOLDER} and the shards beside "
-                "it, and build again"
-            ) from None
+            raise self.damaged_parameters(error) from None
         return parameters
+
+    def notes(self) -> BuildNotes:
+        """Return what does not decide the shards; the defaults for a build that an earlier version began."""
+        return self._read(_NOTES_KEY, BuildNotes) if self._store.exists(_NOTES_KEY) else BuildNotes()
+
+    def damaged_parameters(self, error: DamagedJson) -> UserError:
+        """Return the error for parameters in the store that no build has written."""
+        return damaged_file(
+            f"{self._store.url}/{_BUILD_KEY}", error, f"delete {_FOLDER} and the shards beside it, and build again"
+        )
 
     def record_group(self, group: ReadGroup) -> None:
         """Record that an input group was read. The caller must have written its spill files before."""
@@ -187,28 +225,35 @@ class BuildRecords:
         """Return the record that all groups were read; None if they were not."""
         return self._read(_ORDER_KEY, CorpusOrder) if self._store.exists(_ORDER_KEY) else None
 
-    def record_bucket(self, bucket: FinishedBucket, heldout_rows: np.ndarray) -> None:
+    def record_bucket(
+        self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
+    ) -> None:
         """Record that the shards of a bucket are written. The caller must have written the shards before.
 
         Args:
             bucket: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
             heldout_rows: rows of its held-out documents, [rows, seq_len]; may be empty.
+            heldout_origins: documents of these rows (`origin_table.py`); None if the build writes no side files.
         """
+        if len(heldout_rows) and heldout_origins is not None:
+            data = table_to_bytes(heldout_origins)
+            self._store.write(_heldout_key(bucket.number, "parquet"), data)
+            bucket = bucket.model_copy(update={"heldout_origins": hashlib.sha256(data).hexdigest()})
         if len(heldout_rows):
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
-            self._store.write(_heldout_key(bucket.number), buffer.getvalue())
+            self._store.write(_heldout_key(bucket.number, "npy"), buffer.getvalue())
         # The record is written last: its existence marks the shards and the held-out rows as finished.
         self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
 
     def buckets(self) -> dict[int, FinishedBucket]:
         """Return the records of the finished buckets, number -> record, without those that lack a shard.
 
-        A bucket lacks a shard if the file is missing or has another size than its entry; its shards must be written
-        again.
+        A bucket lacks a shard if the shard or its side file is missing or has another size than its entry; its shards
+        must be written again.
         """
         buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
-        return {bucket.number: bucket for bucket in buckets if all(map(self._has_shard, bucket.entries))}
+        return {bucket.number: bucket for bucket in buckets if self._has_files(bucket)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
         """Return the held-out rows of a finished bucket, [rows, seq_len] uint16 or uint32.
@@ -220,15 +265,35 @@ class BuildRecords:
             StoreError: the file is missing or cannot be read.
             ManifestMismatch: the file is damaged.
         """
-        key = _heldout_key(bucket.number)
+        key = _heldout_key(bucket.number, "npy")
         try:
             rows = parse_array(self._store.read(key))
         except ValueError as error:
-            raise ManifestMismatch(
-                f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the "
-                "build again"
-            ) from None
+            raise self._damaged(key, error) from None
         return rows
+
+    def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
+        """Return the table of the documents of a finished bucket's held-out rows (`origin_table.py`).
+
+        Args:
+            bucket: its record; it must have held-out rows, and the build must write side files.
+
+        Raises:
+            StoreError: the file is missing or cannot be read.
+            ManifestMismatch: the file is damaged.
+        """
+        key = _heldout_key(bucket.number, "parquet")
+        data = self._store.read(key)
+        if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
+            raise self._damaged(key, "its SHA-256 is not the recorded one")
+        return table_from_bytes(data)
+
+    def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
+        """Return the error for a file in progress/ that cannot be parsed."""
+        return ManifestMismatch(
+            f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the build "
+            "again"
+        )
 
     def record_part(self, label: str) -> None:
         """Record that a part has written all of its buckets.
@@ -249,9 +314,10 @@ class BuildRecords:
         The parameters are deleted last, so that a folder without them never holds records of an earlier build.
         """
         for key in self._store.list(_FOLDER):
-            if key != _BUILD_KEY:
+            if key not in (_BUILD_KEY, _NOTES_KEY):
                 self._store.delete(key)
         self._store.delete(_BUILD_KEY)
+        self._store.delete(_NOTES_KEY)
 
     def _record_keys(self, folder: str) -> list[str]:
         """Return the keys of the records in groups/ or buckets/; files with other names are passed over."""
@@ -276,8 +342,13 @@ class BuildRecords:
                 "in this folder and start the build again"
             ) from None
 
-    def _has_shard(self, entry: ShardEntry) -> bool:
-        """Return whether the store has the file of a shard, with the recorded size; its digest is not checked."""
+    def _has_files(self, bucket: FinishedBucket) -> bool:
+        """Return whether the store has the shards and the side files of a bucket, with the recorded sizes."""
+        has_shards = all(self._has_file(entry) for entry in bucket.entries)
+        return has_shards and all(self._has_file(file) for file in bucket.origins)
+
+    def _has_file(self, entry: ShardEntry | OriginFile) -> bool:
+        """Return whether the store has a shard or side file, with the recorded size; its digest is not checked."""
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_foreign_shards(self) -> None:
@@ -337,6 +408,11 @@ def read_output_vocabulary(store: Store) -> Vocabulary:
     return read_named_vocabulary(store, VOCAB_FILE, expected)
 
 
-def _heldout_key(number: int) -> str:
-    """Return the key of the file with the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy."""
-    return f"{_BUCKETS}{number:06d}.heldout.npy"
+def _heldout_key(number: int, ending: str) -> str:
+    """Return the key of a file of the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy.
+
+    Args:
+        number: number of the bucket.
+        ending: "npy" for the rows, "parquet" for their documents.
+    """
+    return f"{_BUCKETS}{number:06d}.heldout.{ending}"

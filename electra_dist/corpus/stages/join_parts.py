@@ -9,26 +9,43 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, StrictBool, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from electra_dist.corpus.build_request import tokenizer_entry
+from electra_dist.corpus.origins.origin_files import OriginFile, put_origins, write_origins
+from electra_dist.corpus.origins.origin_table import joined
 from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
 from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.report.read_counts import add_counts
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
 from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT, BuildRecords, CorpusOrder, FinishedBucket
-from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
 _MAX_NAMED = 5  # missing buckets that an error names
+
+
+class _UsedParameters(TypedDict):
+    """Parameters of a build that the merge uses."""
+
+    seq_len: Annotated[int, Field(strict=True, gt=0)]
+    lowercase: StrictBool
+    shard_size_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    undecodable: Undecodable
+
+
+_USED_PARAMETERS = TypeAdapter(_UsedParameters)
 
 
 @dataclass(frozen=True)
@@ -43,14 +60,21 @@ class JoinedCorpus:
 
 
 def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
-    """Return a corpus that is finished already.
+    """Return a corpus that is finished already, and delete the records of its build if there are any.
+
+    A build or merge that was killed after it wrote corpus.json has left records in progress/.
 
     Args:
         output: folder or s3:// prefix of the corpus.
         endpoint_url: S3 endpoint; None for AWS.
+
+    Raises:
+        StoreError: there is no corpus, or the records cannot be deleted.
+        ManifestMismatch: corpus.json is damaged.
     """
     store = open_store(output, endpoint_url)
     manifest = read_manifest(store)
+    BuildRecords(store).clear()
     heldout = None
     if manifest.totals.get("documents_heldout"):
         heldout = read_manifest(_heldout_store(output, endpoint_url))
@@ -86,13 +110,17 @@ class _Join:
         """Read all records of the build.
 
         Raises:
-            UserError: a part is missing, or there is no build in the folder.
+            UserError: a part is missing, there is no build in the folder, or its parameters are damaged.
             ManifestMismatch: vocab.txt is not that of the build.
         """
         self._store = open_store(output, endpoint_url)
         self._heldout_store = _heldout_store(output, endpoint_url)
         self._records = BuildRecords(self._store)
         self._parameters = {**PARAMETERS_LEFT_OUT, **self._records.parameters()}
+        try:
+            validate_json(_USED_PARAMETERS, self._parameters)
+        except DamagedJson as error:
+            raise self._records.damaged_parameters(error) from None
         self._order = self._find_order()
         self._buckets = self._find_buckets()
         text = self._store.read(VOCAB_FILE).decode()
@@ -112,11 +140,15 @@ class _Join:
             self._records.clear()
             self._store.delete(VOCAB_FILE)
             raise self._nothing_usable(search.joined(stream.skipped).summary())
-        heldout = self._write_heldout()
+        notes = self._records.notes()
+        heldout = self._write_heldout(notes.with_origins)
         documents = add_sources(bucket.sources for bucket in self._buckets)
-        report = make_report(search, stream, documents, self._parameters["undecodable"])
+        report = make_report(search, stream, documents, self._parameters["undecodable"], notes.sources)
         write_report(self._store, report)
-        manifest = self._write_manifest(self._store, entries, self._totals("train"))
+        manifest = self._make_manifest(entries, self._totals("train"))
+        if notes.with_origins:
+            write_origins(self._store, manifest, [file for bucket in self._buckets for file in bucket.origins])
+        write_manifest(self._store, manifest)
         self._records.clear()
         return JoinedCorpus(
             manifest=manifest, heldout=heldout, was_there=False, resumed_shards=resumed_shards, report=report
@@ -156,51 +188,66 @@ class _Join:
             )
         return [finished[number] for number in range(self._order.num_buckets)]
 
-    def _write_heldout(self) -> CorpusManifest | None:
-        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out."""
+    def _write_heldout(self, with_origins: bool) -> CorpusManifest | None:
+        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out.
+
+        Args:
+            with_origins: whether the build writes side files.
+        """
         pad_id = self._vocabulary.special["[PAD]"]
         entries: list[ShardEntry] = []
-        for rows in self._heldout_shards():
+        origin_files: list[OriginFile] = []
+        for buckets, rows in self._heldout_shards():
+            name = f"shard-{len(entries):06d}.tar"
             num_tokens = int(np.count_nonzero(rows != pad_id))
-            entries.append(put_shard(self._heldout_store, f"shard-{len(entries):06d}.tar", rows, num_tokens))
+            entries.append(put_shard(self._heldout_store, name, rows, num_tokens))
+            if with_origins:
+                table = joined((self._records.heldout_origins(bucket), bucket.heldout_rows) for bucket in buckets)
+                origin_files.append(put_origins(self._heldout_store, name, table))
         if not entries:
             return None
         self._heldout_store.write(VOCAB_FILE, self._vocabulary.text.encode())
-        return self._write_manifest(self._heldout_store, entries, self._totals("heldout"))
+        manifest = self._make_manifest(entries, self._totals("heldout"))
+        if with_origins:
+            write_origins(self._heldout_store, manifest, origin_files)
+        write_manifest(self._heldout_store, manifest)
+        return manifest
 
-    def _heldout_shards(self) -> Iterator[np.ndarray]:
-        """Yield the rows of each shard of the held-out corpus, [rows, seq_len].
+    def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
+        """Yield the buckets and the rows, [rows, seq_len], of each shard of the held-out corpus.
 
         The held-out rows of each bucket are in a file of their own, which is much smaller than a shard. Consecutive
         files are joined until they reach the size of a shard; only the last shard may be smaller.
         """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
+        buckets: list[FinishedBucket] = []
         blocks: list[np.ndarray] = []
         blocks_bytes = 0
         for bucket in self._buckets:
             if not bucket.heldout_rows:
                 continue
             block = self._records.heldout_rows(bucket)
+            buckets.append(bucket)
             blocks.append(block)
             blocks_bytes += block.nbytes
             if blocks_bytes >= shard_bytes:
-                yield np.concatenate(blocks)
+                yield buckets, np.concatenate(blocks)
+                buckets = []
                 blocks = []
                 blocks_bytes = 0
         if blocks:
-            yield np.concatenate(blocks)
+            yield buckets, np.concatenate(blocks)
 
-    def _write_manifest(self, store: Store, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Write corpus.json, which marks the corpus in `store` as finished, and return its content.
+    def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
+        """Return the content of corpus.json of the training or the held-out corpus.
 
         Args:
-            store: the training or the held-out corpus; its shards and vocab.txt must have been written.
             entries: entries of its shards (name, size, digest, counts), in order.
             totals: counts of its documents, tokens and rows.
         """
         builder = {key: value for key, value in self._records.parameters().items() if key != "tokenizer"}
         ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16
-        manifest = CorpusManifest(
+        return CorpusManifest(
             seq_len=self._parameters["seq_len"],
             dtype="uint16" if ids_are_uint16 else "uint32",
             tokenizer=tokenizer_entry(self._vocabulary, self._parameters["lowercase"]),
@@ -208,8 +255,6 @@ class _Join:
             totals=totals,
             shards=tuple(entries),
         )
-        write_manifest(store, manifest)
-        return manifest
 
     def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
         """Return the `totals` of corpus.json, added up over all buckets.

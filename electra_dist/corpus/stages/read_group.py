@@ -39,6 +39,7 @@ class ReadSettings:
     text_field: str
     order_seed: int  # of the order of the documents
     spill_bytes: int  # bytes of documents at which a spill file is complete
+    with_ids: bool  # whether spill files keep the ids that tables give to documents, for the side files
 
 
 class ReadTask(NamedTuple):
@@ -66,7 +67,8 @@ def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
         digest = blake2b(digest_size=16)
         num_documents = 0
         source_bytes: Counter[str] = Counter()
-        for place, number, document in stream.numbered():
+        for place, number, read_document in stream.numbered():
+            document = read_document if settings.with_ids else read_document._replace(id=None)
             num_documents += 1
             source_bytes[document.source] += len(document.data or b"")
             _add_to_digest(digest, document)
@@ -126,3 +128,5 @@ def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
     length = -1 if document.data is None else len(data)
     digest.update(b"%d%d:" % (document.is_json, length))
     digest.update(data)
+    if document.id is not None:
+        digest.update(document.id.encode())

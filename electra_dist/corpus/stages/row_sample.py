@@ -9,7 +9,7 @@ from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.text_decoding import RawDocument
 
-_SAMPLE_BYTES = 1_000_000  # of documents; takes about half a second
+SAMPLE_BYTES = 1_000_000  # of documents; takes about half a second
 _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
@@ -28,7 +28,7 @@ def row_bytes_per_document_byte(spills: Sequence[SpillFile], rules: Rules, seed:
             for entry in spill.documents(range(cell, cell + 1)):
                 documents.append(entry.document)
                 size += len(entry.document.data or b"")
-        if size >= _SAMPLE_BYTES:
+        if size >= SAMPLE_BYTES:
             break
     rows = ChunkProcessor(rules).process(Chunk(documents=documents, seed=seed, heldout_seed=seed))
     row_bytes = rows.train.block.nbytes + rows.heldout.block.nbytes

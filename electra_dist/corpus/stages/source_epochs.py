@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from electra_dist.errors import UserError
 
@@ -22,11 +22,8 @@ def source_epochs(
     Raises:
         UserError: a name is not a source, or a source has no share.
     """
-    for key, given in (("corpus.source_epochs", given_epochs), ("corpus.source_shares", given_shares)):
-        unknown = sorted(set(given) - set(source_bytes))
-        if unknown:
-            sources = ", ".join(sorted(source_bytes))
-            raise UserError(f"{key}: {unknown[0]} is no source of these inputs; the sources are {sources}")
+    refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
+    refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)
     if not given_shares:
         return {source: float(given_epochs.get(source, 1.0)) for source in source_bytes}
     missing = sorted(set(source_bytes) - set(given_shares))
@@ -39,3 +36,20 @@ def source_epochs(
     if largest == 0:
         raise UserError("corpus.source_shares: all shares are 0; give at least one source a share")
     return {source: ratio / largest for source, ratio in ratios.items()}
+
+
+def refuse_unknown_sources(key: str, given: Collection[str], sources: Collection[str]) -> None:
+    """Raise an error if a key of the config names a source that the inputs do not have.
+
+    Args:
+        key: the key, for the message.
+        given: names that it has.
+        sources: names of the sources of the inputs.
+
+    Raises:
+        UserError: a name is not a source.
+    """
+    unknown = sorted(set(given) - set(sources))
+    if unknown:
+        all_sources = ", ".join(sorted(sources))
+        raise UserError(f"{key}: {unknown[0]} is no source of these inputs; the sources are {all_sources}")

@@ -23,7 +23,10 @@ from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
 
 _TABLE_BYTES = (NUM_CELLS + 1) * 8
-_HEAD = struct.Struct("<QIQq?")  # key, file, number, bytes of the data (-1: no text), whether it is a JSON line
+_HEAD = struct.Struct("<QIQqB")  # key, file, number, bytes of the data (-1: no text), flags
+_IS_JSON = 1  # flag: the data is a JSON line
+_HAS_ID = 2  # flag: the data is followed by the id of the document
+_ID_LENGTH = struct.Struct("<I")  # bytes of an id, which follow
 _LARGEST_CELL = 1 << 32  # bytes of the documents of a cell; a damaged size must not allocate memory
 _LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
 
@@ -51,8 +54,14 @@ def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> in
     for entry in documents:
         data = entry.document.data
         length = -1 if data is None else len(data)
-        head = _HEAD.pack(entry.key, entry.file, entry.number, length, entry.document.is_json)
-        cells[cell_of(entry.key)] += [head, data or b""]
+        flags = _IS_JSON if entry.document.is_json else 0
+        packed_id = b""
+        if entry.document.id is not None:
+            flags |= _HAS_ID
+            id_bytes = entry.document.id.encode()
+            packed_id = _ID_LENGTH.pack(len(id_bytes)) + id_bytes
+        head = _HEAD.pack(entry.key, entry.file, entry.number, length, flags)
+        cells[cell_of(entry.key)] += [head, data or b"", packed_id]
     frames = [compressor.compress(b"".join(cell)) if cell else b"" for cell in cells]
     offsets = np.zeros(NUM_CELLS + 1, np.uint64)
     offsets[1:] = np.cumsum([len(frame) for frame in frames])
@@ -124,11 +133,18 @@ def _split_documents(data: bytes) -> Iterator[OrderedDocument]:
     """Yield the documents of one decompressed cell."""
     position = 0
     while position < len(data):
-        key, file, number, length, is_json = _HEAD.unpack_from(data, position)
+        key, file, number, length, flags = _HEAD.unpack_from(data, position)
         position += _HEAD.size
         if length < 0:
             text = None
         else:
             text = data[position : position + length]
             position += length
-        yield OrderedDocument(key, file, number, RawDocument(text, is_json))
+        document_id = None
+        if flags & _HAS_ID:
+            [id_length] = _ID_LENGTH.unpack_from(data, position)
+            position += _ID_LENGTH.size
+            document_id = data[position : position + id_length].decode()
+            position += id_length
+        document = RawDocument(text, bool(flags & _IS_JSON), id=document_id)
+        yield OrderedDocument(key, file, number, document)

@@ -22,7 +22,8 @@ from electra_dist.analysis.goodput import start_line
 from electra_dist.checkpoint.background_writer import SaveTiming
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.corpus.report.build_report import corpus_sources
+from electra_dist.data.phases.run_corpora import RunCorpora
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
 from electra_dist.errors import StoreAway
@@ -61,7 +62,7 @@ class Reporter:
         self,
         config: Config,
         engine: Engine,
-        corpus: CorpusManifest,
+        corpora: RunCorpora,
         restored: RunState | None,
         hosts: Sequence[str] = (),
         patience: Patience | None = None,
@@ -73,7 +74,7 @@ class Reporter:
         Args:
             config: the resolved config of the run.
             engine: read for the device and the name of the optimizer.
-            corpus: manifest of the training corpus.
+            corpora: the training corpora, one for each phase.
             restored: state of the restored checkpoint; None at the beginning of a run.
             hosts: name of the host of each rank.
             patience: how long records that a restart needs are waited for, if the disk is full; None: not at all.
@@ -96,13 +97,14 @@ class Reporter:
         self._has_warned = False  # of a low context AUC, in this start
         self._has_noted_few_tokens = False
         self._num_repeated = max(0, furthest_step - start_step)  # steps that an earlier start has done already
-        corpus_sizes = {"rows": corpus.num_rows, "tokens": corpus.num_tokens, "seq_len": corpus.seq_len}
-        write_environment(run_dir, dist.get_world_size(), hosts, corpus_sizes)
+        self._corpus_sizes = corpora.sizes()
+        sources = corpus_sources(corpora.phases[0].store)
+        write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
         self._tokens = read_tokens(run_dir) if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, settings)
         self._refresh = ReportRefresh(run_dir, config.log.report_every_minutes)
-        self._step_recorder = StepRecorder(config, engine.device, corpus, start_step)
-        self._note_setup(corpus)
+        self._step_recorder = StepRecorder(config, engine.device, self._corpus_sizes, start_step)
+        self._note_setup(corpora)
 
     def began(
         self,
@@ -409,23 +411,26 @@ class Reporter:
             self._note_refused_records()
             self._console.close()
 
-    def _note_setup(self, corpus: CorpusManifest) -> None:
-        """Log lines that describe the run and its corpus: devices, precision, kernels, rows, steps per epoch.
+    def _note_setup(self, corpora: RunCorpora) -> None:
+        """Log lines that describe the run and its corpora: devices, precision, kernels, rows, steps per epoch.
 
         One more line has the schedules of the objective, if there are any.
         """
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)
-        steps_per_epoch = corpus.num_rows / config.train.global_batch
         self.note(
             f"run {config.run_dir} | {dist.get_world_size()} x {engine.device.type} | ZeRO-{config.engine.zero_stage} "
             f"{config.train.precision} | optimizer {engine.optimizer_name} | kernels {backend}"
         )
-        self.note(
-            f"corpus {config.data.corpus} | {corpus.num_rows:,} rows of {corpus.seq_len} | {corpus.num_tokens:,} "
-            f"tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
-        )
+        for phase in corpora.phases:
+            corpus = phase.manifest
+            steps_per_epoch = corpus.num_rows / config.train.global_batch
+            from_step = f" from step {phase.from_step:,} on" if phase.from_step else ""
+            self.note(
+                f"corpus {phase.url}{from_step} | {corpus.num_rows:,} rows of {corpus.seq_len} | "
+                f"{corpus.num_tokens:,} tokens | {steps_per_epoch:,.0f} steps per epoch | {corpus.fingerprint[:12]}"
+            )
         schedules = schedules_of(config.objective)
         if schedules:
             changes = [f"objective.{key} {describe(schedule)}" for key, schedule in schedules.items()]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from electra_dist.config import Config
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.phases.phase_use import tokens_per_row
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.learning_rate import generator_learning_rate
 from electra_dist.model.flops import mfu, peak_flops, token_flops
@@ -43,18 +44,18 @@ class _LogPoint(NamedTuple):
 class StepRecorder:
     """Maker of the records of one start's logged steps. It keeps the time of the last one, for the rates."""
 
-    def __init__(self, config: Config, device: torch.device, corpus: CorpusManifest, start_step: int) -> None:
+    def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
         """Begin the first interval.
 
         Args:
             config: the resolved config of the run.
             device: device of this rank.
-            corpus: manifest of the training corpus.
+            corpus_sizes: sizes of the training corpora, as `RunCorpora.sizes` gives them.
             start_step: optimizer steps done before this start.
         """
         self._config = config
         self._device = device
-        self._tokens_per_row = corpus.num_tokens / corpus.num_rows
+        self._corpus_sizes = corpus_sizes
         self._peak_flops = None  # FLOP/s of one GPU, if they are known
         if device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(), config.train.precision)
@@ -102,6 +103,7 @@ class StepRecorder:
         gpu = _NO_GPU_READING if look.gpu is None else look.gpu
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
+        global_batch = self._config.train.global_batch
         remaining_steps = num_steps - done
         return StepRecord(
             step=done,
@@ -121,7 +123,7 @@ class StepRecorder:
             data_wait=data_wait,
             memory_gb=self._memory_gb(),
             eta_s=step_s * remaining_steps,
-            tokens_seen=round(receipt.rows * self._tokens_per_row),
+            tokens_seen=round(receipt.rows * tokens_per_row(self._corpus_sizes, done, global_batch)),
             step_s=step_s,
             rows_seen=receipt.rows,
             receipt=receipt.hex,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from pathlib import Path
@@ -26,6 +27,33 @@ def test_the_page_in_docs_has_every_key_of_the_file():
 def test_the_example_is_a_valid_file():
     config = load_section(REPOSITORY / "configs" / "corpus_prepare.yaml", PrepareConfig)
     assert config.deduplication.minhash is not None
+
+
+def test_thresholds_that_a_file_leaves_out_are_those_of_datatrove():
+    from datatrove.pipeline import filters
+
+    from electra_dist.corpus.prepare import filter_sections as sections
+
+    pairs = (
+        (sections.GopherQualitySection, filters.GopherQualityFilter),
+        (sections.C4QualitySection, filters.C4QualityFilter),
+        (sections.FineWebQualitySection, filters.FineWebQualityFilter),
+        (sections.GopherRepetitionSection, filters.GopherRepetitionFilter),
+    )
+    differing = {}
+    for section, step in pairs:
+        theirs = inspect.signature(step.__init__).parameters
+        for name, field in section.model_fields.items():
+            default = theirs[name].default
+            if default is None:
+                continue  # datatrove's own list of stop words is inside the step
+            ours = field.get_default(call_default_factory=True)
+            if isinstance(ours, dict):
+                default = dict(default)
+            if ours != default:
+                differing[f"{section.__name__}.{name}"] = (ours, default)
+    # FineWeb's script sets this one.
+    assert differing == {"C4QualitySection.filter_no_terminal_punct": (False, True)}
 
 
 def read_until_error(file: InputFile) -> tuple[list[str], str | None]:

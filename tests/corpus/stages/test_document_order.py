@@ -140,6 +140,36 @@ def test_sources_are_mixed_and_used_as_often_as_their_epochs(
     assert result.report.sources[f"{folder}/a"].documents == words["sep"]
 
 
+def test_every_window_of_the_rows_has_each_sources_weight_within_three_standard_errors(
+    build_request: Callable[..., BuildRequest], vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """Three sources of documents of one row each, read one after another, are mixed in the rows of the shards."""
+    weights = {"sep": 0.05, "mask": 0.25, "that": 0.70}
+    num_documents = {"sep": 1000, "mask": 1400, "that": 5600}  # source_shares changes their shares to the weights
+    folder = tmp_path / "in"
+    for word, count in num_documents.items():
+        (folder / word).mkdir(parents=True)
+        (folder / word / "x.jsonl").write_text("\n".join([json.dumps({"text": f"{word:4} and it was"})] * count))
+    shares = {f"{folder}/{word}": weight for word, weight in weights.items()}
+    request = build_request(
+        folder, source_shares=shares, packing="none", single_segment_prob=0.999, shard_size_mb=0.02
+    )
+    result = build_corpus(request)
+
+    sources = [
+        next(word for word in weights if word in row) for row in _words_of_rows(Path(request.output), vocabulary)
+    ]
+    assert len(result.manifest.shards) > 4
+    window = 200
+    num_windows = len(sources) // window
+    assert num_windows >= 15
+    windows = np.array(sources[: num_windows * window]).reshape(num_windows, window)
+    for word, weight in weights.items():
+        distance = ((windows == word).mean(axis=1) - weight) / math.sqrt(weight * (1 - weight) / window)
+        assert np.abs(distance).max() <= 3.0
+        assert 0.5 < np.sqrt((distance**2).mean()) < 1.5  # as drawn at random, neither clustered nor laid out in turn
+
+
 def test_shares_are_those_of_the_bytes() -> None:
     epochs = source_epochs({"a": 1000, "b": 8000}, {}, {"a": 1, "b": 3})
     assert epochs == {"a": 1.0, "b": 0.375}  # 1,000 and 3,000 bytes

@@ -15,7 +15,8 @@ from support.corpus_texts import BUILD_CONFIG
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part, parse_part
 from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages.join_parts import join_parts
+from electra_dist.corpus.stages.build_records import BuildRecords
+from electra_dist.corpus.stages.join_parts import join_parts, read_joined
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import Vocabulary
 
@@ -81,6 +82,22 @@ def test_a_part_with_another_vocabulary_or_other_settings_is_refused(whole: Buil
         build_part(dataclasses.replace(request, vocabulary=other_vocabulary), Part(2, 2))
     with pytest.raises(ManifestMismatch, match="with seed = "):
         build_part(dataclasses.replace(request, seed=9), Part(2, 2))
+
+
+def test_records_that_a_killed_merge_has_left_are_deleted_by_the_next_one(
+    whole: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = dataclasses.replace(whole, output=str(tmp_path / "parts"))
+    build_part(request, Part(1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(BuildRecords, "clear", lambda records: None)  # killed after corpus.json
+        join_parts(request.output, None)
+    assert (tmp_path / "parts" / "progress" / "build.json").exists()
+
+    merged = read_joined(request.output, None)
+
+    assert merged.was_there and merged.manifest == read_joined(whole.output, None).manifest
+    assert file_contents(Path(request.output)) == file_contents(Path(whole.output))
 
 
 def test_a_folder_without_a_build_cannot_be_merged(tmp_path: Path) -> None:

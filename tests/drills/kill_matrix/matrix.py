@@ -21,7 +21,7 @@ from drills.kill_matrix.comparison import (
     read_remains,
 )
 from drills.kill_matrix.durable_operations import Kill, Operation
-from drills.kill_matrix.short_run import PHASES, Trial, copy_run, delete_run, expected_codes, run_phase
+from drills.kill_matrix.short_run import PHASES, SECOND_CORPUS, Trial, copy_run, delete_run, expected_codes, run_phase
 from support.real_runs import write_corpus
 from support.s3_server import S3Server
 
@@ -72,6 +72,7 @@ class Matrix:
         """Run all parts without a kill, number their operations, and keep a copy of the state before each part."""
         write_corpus(str(self.corpus), [70, 33, 48])
         write_corpus(str(self.corpus / "heldout"), [24], seed=9)
+        write_corpus(str(self.corpus / SECOND_CORPUS), [11, 19], seed=4)
         trial = self.trial("uninterrupted")
         trial.watched.mkdir(parents=True)
         begin = time.monotonic()

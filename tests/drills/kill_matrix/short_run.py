@@ -1,6 +1,7 @@
 """A short real run of 2 ranks whose starts are forked from this process, with everything in it that changes files.
 
-The run has 12 steps and two checkpoint targets, a folder and an S3 service. Its parts, in order:
+The run has 12 steps and two checkpoint targets, a folder and an S3 service. The last steps read a second corpus, which
+start 1 begins and start 2 goes on with. Its parts, in order:
 
     start 1         saves a checkpoint, meets two spikes in a row, goes back to a checkpoint, and is preempted by
                     SIGTERM: it saves and ends with 75
@@ -52,6 +53,8 @@ RANKS = 2
 NUM_STEPS = 12
 SPIKES = (5, 6)
 PREEMPTED_FROM_STEP = 6
+SECOND_CORPUS_FROM_STEP = 7
+SECOND_CORPUS = "second"  # name of its folder in that of the first one
 SAVE_REQUESTED_AT_STEP = 8
 DONE, CRASHED, STOPPED = 0, 1, 75
 PATIENCE_S = 120.0  # for one start
@@ -110,7 +113,9 @@ class Trial:
         """Write the config of the run and return its file."""
         targets = [str(self.watched / "checkpoints"), f"{self.bucket}/{self.name}/checkpoints"]
         places = {"checkpoint.targets": targets, "checkpoint.endpoint_url": self.server.endpoint_url}
-        return write_tiny_config(self.folder / "run.yaml", self.run_dir, str(corpus), **SETTINGS, **places)
+        phase = {"corpus": str(corpus / SECOND_CORPUS), "from_step": SECOND_CORPUS_FROM_STEP}
+        settings = {**SETTINGS, **places, "data.phases": [phase]}
+        return write_tiny_config(self.folder / "run.yaml", self.run_dir, str(corpus), **settings)
 
 
 @dataclass

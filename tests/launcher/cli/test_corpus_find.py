@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.text_readers import find_inputs
 from electra_dist.data.row_order import RowOrder
 from electra_dist.data.shard import Shard
+from electra_dist.errors import UserError
 from electra_dist.tokenizer import WordPieceTokenizer
 from launcher.cli.corpus import app
 
 PLANTED = "quite a rare sentence with zebras"
+MARKS = "!$%&*+;<=>?@"  # one for each document of the source wiki; no other document has such a token
 SEED = 5
 WINDOW = 2
 GLOBAL_BATCH = 8
@@ -29,13 +32,20 @@ NUM_STEPS = 60
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of 300 documents, every 50th of which begins with the planted sentence."""
+    """A corpus of 300 documents, every 50th of which begins with the planted sentence.
+
+    The twelve documents of the source `wiki` have an id and consist of a mark each.
+    """
     folder = tmp_path_factory.mktemp("find")
     texts = make_prose(300, 3)
     lines = [f"{PLANTED}\n{text}" if number % 50 == 7 else text for number, text in enumerate(texts)]
-    (folder / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in lines))
+    (folder / "in").mkdir()
+    (folder / "in" / "web.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in lines))
+    (folder / "in" / "wiki").mkdir()
+    records = [{"id": f"page-{number}", "text": marked(mark)} for number, mark in enumerate(MARKS)]
+    (folder / "in" / "wiki" / "pages.jsonl").write_text("\n".join(map(json.dumps, records)))
     request = BuildRequest(
-        inputs=find_inputs([folder / "in.jsonl"]),
+        inputs=find_inputs([folder / "in"]),
         vocabulary=make_vocabulary(),
         output=str(folder / "corpus"),
         seq_len=64,
@@ -44,6 +54,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     build_corpus(request)
     return folder / "corpus"
+
+
+def marked(mark: str) -> str:
+    """Return a document of 20 lines that consists of one mark."""
+    return "\n".join([" ".join([mark] * 15)] * 20)
 
 
 def rows_of(corpus: Path) -> list[np.ndarray]:
@@ -89,7 +104,19 @@ def test_the_rows_that_are_named_contain_the_sentence_and_no_other_row_does(corp
 def test_the_steps_that_are_named_read_the_sentence_and_no_other_step_does(corpus: Path, tmp_path: Path) -> None:
     """The independent truth is the batches of all steps. Step 3 is skipped, and the run has done 20 steps."""
     [tokens] = WordPieceTokenizer(make_vocabulary(), lowercase=True).encode([PLANTED])
-    run = tmp_path / "run"
+    run = write_run(corpus, tmp_path / "run")
+
+    found = find(PLANTED, "--run", str(run), "--least", str(len(tokens)))
+
+    expected = steps_with(corpus, [tokens])
+    uses = [use for row in found["rows"] for use in row["uses"]]
+    assert {use["step"] for use in uses} == expected
+    assert all(use["is_skipped"] == (use["step"] == 3) for use in uses)
+    assert all(use["is_done"] == (use["step"] < 20) for use in uses)
+
+
+def write_run(corpus: Path, run: Path) -> Path:
+    """Write a run folder of 60 steps, of which step 3 is skipped and 20 are done; return it."""
     run.mkdir()
     config = {
         "run_dir": str(run),
@@ -105,23 +132,160 @@ def test_the_steps_that_are_named_read_the_sentence_and_no_other_step_does(corpu
     }
     (run / "config.yaml").write_text(json.dumps(config))
     (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 20}) + "\n")
+    return run
 
-    found = find(PLANTED, "--run", str(run), "--least", str(len(tokens)))
 
+def steps_with(corpus: Path, texts: list[list[int]]) -> set[int]:
+    """Return the steps whose batches hold a row with the tokens of one of the texts, by reading all batches."""
     rows = rows_of(corpus)
     order = RowOrder([len(shard) for shard in rows], SEED, WINDOW)
     expected = set()
     for step in range(NUM_STEPS):
         _, shards, row_numbers = order.locate(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
-        if any(contains(rows[shard][row], tokens) for shard, row in zip(shards, row_numbers)):
+        if any(contains(rows[shard][row], text) for shard, row in zip(shards, row_numbers) for text in texts):
             expected.add(step)
-    uses = [use for row in found["rows"] for use in row["uses"]]
-    assert {use["step"] for use in uses} == expected
-    assert all(use["is_skipped"] == (use["step"] == 3) for use in uses)
-    assert all(use["is_done"] == (use["step"] < 20) for use in uses)
+    return expected
 
 
 def test_a_text_that_is_in_no_row_is_reported(corpus: Path) -> None:
     result = CliRunner().invoke(app, ["find", "zebras were never here before", "--corpus", str(corpus)])
     assert result.exit_code == 0
     assert "contains the text" in result.output
+
+
+def rows_with(corpus: Path, texts: list[list[int]]) -> set[tuple[str, int]]:
+    """Return the rows that contain the tokens of one of the texts, by reading all rows."""
+    names = [entry["name"] for entry in json.loads((corpus / "corpus.json").read_text())["shards"]]
+    return {
+        (names[shard], row)
+        for shard, rows in enumerate(rows_of(corpus))
+        for row in range(len(rows))
+        if any(contains(rows[row], text) for text in texts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [
+        (("--source", "wiki"), None),
+        (("--document", "page-4"), 4),
+        (("--document", "page-1"), 1),  # not page-10 and page-11
+        (("--document", "wiki/pages.jsonl#7"), 7),
+    ],
+)
+def test_the_rows_and_steps_of_a_source_or_a_document_are_exactly_those_with_its_marks(
+    corpus: Path, tmp_path: Path, option: tuple[str, str], number: int | None
+) -> None:
+    """The independent truth is the marks that only these documents have, read in all rows and all batches."""
+    run = write_run(corpus, tmp_path / "run")
+    marks = MARKS if number is None else MARKS[number]
+    tokens = [[make_vocabulary().ids[mark]] for mark in marks]
+
+    found = find(str(corpus), str(run), *option)
+
+    rows = {(row["shard"], row["row"]) for row in found["rows"]}
+    assert rows == rows_with(corpus, tokens)
+    assert len(rows) >= 3
+    steps = steps_with(corpus, tokens)
+    assert {use["step"] for row in found["rows"] for use in row["uses"]} == steps
+    assert found["steps"] == {
+        "read": len({step for step in steps if step < 20} - {3}),
+        "to_come": len({step for step in steps if step >= 20}),
+        "skipped": len(steps & {3}),
+    }
+    if number is not None:
+        documents = [document for row in found["rows"] for document in row["documents"]]
+        assert {document["document"] for document in documents} == {f"page-{number}"}
+        assert {document["place"] for document in documents} == {f"wiki/pages.jsonl#{number}"}
+
+
+def test_a_row_with_a_text_is_shown_with_its_documents(corpus: Path) -> None:
+    found = find(str(corpus), " ".join([MARKS[3]] * 10))
+
+    assert found["rows"]
+    for row in found["rows"]:
+        assert "page-3" in [document["document"] for document in row["documents"]]
+
+
+def run_find(*arguments: object) -> Any:
+    """Return the result of `corpus find` with text output."""
+    return CliRunner().invoke(app, ["find", *map(str, arguments)])
+
+
+def test_a_run_folder_may_stand_for_its_corpus(corpus: Path, tmp_path: Path) -> None:
+    run = write_run(corpus, tmp_path / "run")
+
+    assert find(str(run), "--document", "page-4") == find(str(corpus), str(run), "--document", "page-4")
+    result = run_find(run, "--document", "page-4")
+    assert "of the 60 steps of the run" in result.stdout
+    assert "pages.jsonl" not in result.stdout  # its id is shown
+    assert "page-4" in result.stdout
+
+
+def test_a_source_that_does_not_exist_is_answered_with_those_that_do(corpus: Path) -> None:
+    result = run_find(corpus, "--source", "books")
+    assert result.exit_code == 0
+    assert "no row of" in result.stdout
+    assert f"the sources are {corpus.parent}/in, {corpus.parent}/in/wiki" in result.stdout
+    assert "no row of" in run_find(corpus, "--document", "page").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source", "a", "--document", "b"], "give one of the two"),
+        ([], "nothing to find; give CORPUS"),
+        (["only a text"], "CORPUS is missing; give CORPUS"),
+        (["corpus", "run", "some", "text"], "some: one argument too many"),
+    ],
+)
+def test_arguments_that_make_no_search_are_refused(arguments: list[str], message: str) -> None:
+    result = run_find(*arguments)
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_a_corpus_without_side_files_is_searched_by_text_only(corpus: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
+    (copy / "origins.json").unlink()
+
+    result = run_find(copy, "--source", "wiki")
+
+    assert isinstance(result.exception, UserError)
+    assert "has no side files" in str(result.exception)
+    assert "corpus.origins=true" in str(result.exception)
+    [row, *_] = find(str(copy), PLANTED)["rows"]
+    assert row["documents"] is None
+
+
+def test_a_source_of_a_later_phase_is_found_in_its_corpus_with_the_steps_of_the_phase(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """The run reads another corpus from step 40 on, whose documents consist of marks that the first one lacks."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "notes.txt").write_text("\n\n".join([" ".join(["#"] * 500)] * 30))
+    request = BuildRequest(
+        inputs=find_inputs([tmp_path / "late"]),
+        vocabulary=make_vocabulary(),
+        output=str(tmp_path / "second"),
+        seq_len=64,
+        seed=3,
+        corpus=CorpusConfig(shard_size_mb=0.02),
+    )
+    manifest = build_corpus(request).manifest
+    run = write_run(corpus, tmp_path / "run")
+    config = json.loads((run / "config.yaml").read_text())
+    config["data"]["phases"] = [{"corpus": request.output, "from_step": 40}]
+    (run / "config.yaml").write_text(json.dumps(config))
+
+    found = find(str(run), "--source", "late")
+
+    assert len(found["rows"]) == manifest.num_rows
+    assert all(row["shard"].startswith("phase-1/") for row in found["rows"])
+    assert all(row["documents"][0]["place"].startswith("notes.txt#") for row in found["rows"])
+    assert {use["step"] for row in found["rows"] for use in row["uses"]} == set(range(40, 60))
+    early = find(str(run), "--source", "wiki")
+    assert early["rows"]
+    assert all(use["step"] < 40 for row in early["rows"] for use in row["uses"])
+    result = run_find(corpus, run, "--source", "late")
+    assert "leave CORPUS out to search all of them" in str(result.exception)

@@ -1,0 +1,237 @@
+"""The ways to make tokens of text that `corpus_builder.py` compares, on the files of one folder.
+
+The folder has the documents as parquet files in `inputs/`, `vocab.txt`, and the same vocabulary as `tokenizer.json`
+for the libraries. Every way shuffles the documents, except `tokenizers`, which only encodes lines in memory:
+
+    ours        build_corpus: over all documents
+    datatrove   DocumentTokenizer: within the output file of each task
+    datasets    Dataset.shuffle: over all documents, by an index through which `map` reads
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+import tokenizers
+from rich.console import Console
+
+from electra_dist.config import Config
+from electra_dist.corpus.build_console import BuildConsole
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.text_decoding import decode
+from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
+from electra_dist.tokenizer import MAX_WORD_CHARS, VOCAB_FILE, Vocabulary
+
+LINES_A_CALL = 2048  # Lines that tokenizers gets in one batch.
+NUM_FILES = 8  # Files into which the documents are divided, so that several workers have some.
+_SAMPLE_S = 0.05  # Time between two readings of the memory.
+_OPTIONS = {"batched": True, "load_from_cache_file": False}
+
+
+class Text:
+    """The documents of a benchmark in a folder, and their vocabulary."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        """Open a folder that `Text.write` has written.
+
+        Args:
+            folder: The folder.
+            config: Settings of the corpus.
+        """
+        self.folder = folder
+        self.config = config
+        self.vocabulary = Vocabulary.read(folder / VOCAB_FILE)
+
+    @classmethod
+    def write(cls, folder: Path, config: Config, documents: Sequence[str], vocabulary: Vocabulary) -> Text:
+        """Write documents and a vocabulary into a folder, and open it.
+
+        A line ends with a line feed in every document, so that all ways cut words at the same places.
+        """
+        (folder / "inputs").mkdir(parents=True)
+        for number in range(NUM_FILES):
+            texts = ["\n".join(document.splitlines()) for document in documents[number::NUM_FILES]]
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "inputs" / f"{number}.parquet")
+        (folder / VOCAB_FILE).write_text(vocabulary.text, encoding="utf-8")
+        encoder(vocabulary, config.corpus.lowercase).save(str(folder / "tokenizer.json"))
+        return cls(folder, config)
+
+    @cached_property
+    def files(self) -> list[InputFile]:
+        """Return the files of the documents."""
+        return find_inputs([self.folder / "inputs"])
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Return the lines of all documents."""
+        texts = (decode(document) for document in DocumentStream(self.files))
+        return list(itertools.chain.from_iterable(text.splitlines() for text in texts))
+
+    def request(self, output: Path, num_workers: int) -> BuildRequest:
+        """Return the build of these documents."""
+        return BuildRequest(
+            inputs=self.files,
+            vocabulary=self.vocabulary,
+            output=str(output),
+            seq_len=self.config.data.seq_len,
+            seed=self.config.seed,
+            corpus=self.config.corpus,
+            num_workers=num_workers,
+        )
+
+    def fresh_folder(self, name: str) -> Path:
+        """Return a folder for the output of a way, without what an earlier round has written."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+
+def encoder(vocabulary: Vocabulary, lowercase: bool) -> tokenizers.Tokenizer:
+    """Return the library's WordPiece tokenizer with our vocabulary and BERT's normalisation and word splitting."""
+    model = tokenizers.models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def build(text: Text, num_workers: int) -> int:
+    """Build a corpus with our builder and return the number of its text tokens, including the held-out ones."""
+    with open(os.devnull, "w") as null_device:
+        console = BuildConsole(Console(file=null_device))
+        built = build_corpus(text.request(text.fresh_folder("corpus"), num_workers), console)
+    return sum(manifest.totals["text_tokens"] for manifest in (built.manifest, built.heldout) if manifest)
+
+
+def encode(text: Text, num_threads: int) -> int:
+    """Tokenise all lines with the library's batch call and return the number of tokens.
+
+    Args:
+        text: Documents.
+        num_threads: 1, or any larger number to let the library use threads, whose number it chooses itself.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
+    tokenizer = encoder(text.vocabulary, text.config.corpus.lowercase)
+    num_tokens = 0
+    for start in range(0, len(text.lines), LINES_A_CALL):
+        encodings = tokenizer.encode_batch_fast(text.lines[start : start + LINES_A_CALL], add_special_tokens=False)
+        num_tokens += sum(len(encoding.ids) for encoding in encodings)
+    return num_tokens
+
+
+def tokenise_by_datatrove(text: Text, num_workers: int) -> int:
+    """Tokenise all documents with datatrove's DocumentTokenizer and return the number of tokens in its files."""
+    from datatrove.executor.local import LocalPipelineExecutor
+    from datatrove.pipeline.readers import ParquetReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = text.fresh_folder("datatrove")
+    tokenizer = str(text.folder / "tokenizer.json")
+    steps = [
+        ParquetReader(str(text.folder / "inputs")),
+        DocumentTokenizer(str(folder / "tokens"), tokenizer, seed=1, shuffle_documents=True),
+    ]
+    with _quiet_stderr():
+        LocalPipelineExecutor(steps, num_workers, num_workers, logging_dir=str(folder / "logs")).run()
+    id_bytes = 2 if text.vocabulary.size <= 1 << 16 else 4
+    return sum(path.stat().st_size for path in (folder / "tokens").glob("*.ds")) // id_bytes
+
+
+def tokenise_by_datasets(text: Text, num_workers: int) -> int:
+    """Tokenise all documents with Hugging Face datasets and group the tokens into rows; return the number of tokens.
+
+    The two calls of `map` are those of transformers' example run_mlm, with the faster call of the library.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets
+
+    datasets.disable_progress_bars()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    seq_len = text.config.data.seq_len
+    tokenizer = tokenizers.Tokenizer.from_file(str(text.folder / "tokenizer.json"))
+
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(batch["text"])]}
+
+    def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        ids = list(itertools.chain.from_iterable(batch["ids"]))
+        return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
+
+    paths = [str(file.path) for file in text.files]
+    documents = datasets.Dataset.from_parquet(paths, cache_dir=str(text.fresh_folder("datasets")))
+    rows = documents.shuffle(seed=1).map(tokenise, remove_columns=["text"], num_proc=num_workers, **_OPTIONS)
+    rows = rows.map(group, num_proc=num_workers, **_OPTIONS)
+    return int(pyarrow.compute.sum(pyarrow.compute.list_value_length(rows.data.column("ids"))).as_py())
+
+
+WAYS: dict[str, Callable[[Text, int], int]] = {
+    "ours": build,
+    "tokenizers": encode,
+    "datatrove": tokenise_by_datatrove,
+    "datasets": tokenise_by_datasets,
+}
+
+
+def peak_memory(name: str, text: Text, num_workers: int) -> int:
+    """Return the largest memory of a way in bytes, of a process of its own and all that it starts.
+
+    A page that several processes share is counted in parts (PSS). Short peaks between two readings are missed.
+    """
+    code = f"from builder_parts.ways import run_alone; run_alone({name!r}, {str(text.folder)!r}, {num_workers})"
+    (text.folder / "config.json").write_text(text.config.model_dump_json())
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", code]
+    peak = 0
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            peak = max(peak, _memory_of(root))
+            time.sleep(_SAMPLE_S)
+    if process.returncode:
+        sys.exit(f"{name} with {num_workers} workers ended with {process.returncode} in a process of its own")
+    return peak
+
+
+def run_alone(name: str, folder: str, num_workers: int) -> None:
+    """Run one way once; `peak_memory` calls this in a process of its own."""
+    config = Config.model_validate_json((Path(folder) / "config.json").read_text())
+    WAYS[name](Text(Path(folder), config), num_workers)
+
+
+def _memory_of(root: psutil.Process) -> int:
+    """Return the bytes of memory of a process and of all processes below it."""
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
+                total += process.memory_full_info().pss
+    return total
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what this process and its children write to stderr: datatrove's messages."""
+    saved = os.dup(2)
+    with open(os.devnull, "w") as null_device:
+        os.dup2(null_device.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)

@@ -1,0 +1,138 @@
+"""Write and read the side files of a corpus, which say from which documents each row was made.
+
+Guarantee: the side files follow from the inputs and the parameters of the build, like the shards, and need no other
+part of the build. origins.json lists them with their digests and names the fingerprint of the corpus; the corpus
+itself does not depend on them. A side file is used only if its bytes have the digest and the fingerprint is that of
+the corpus.
+
+How: a parquet file for each shard (`origin_table.py`), in the folder origins/ beside the shards.
+
+Limits: corpora without origins.json (indexed, of earlier versions, or built with `corpus.origins: false`) have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+import pyarrow
+from pydantic import Field, ValidationError
+
+from electra_dist.config import Section
+from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
+from electra_dist.data.corpus_manifest import CorpusManifest, Sha256
+from electra_dist.errors import ManifestMismatch
+from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+
+ORIGINS_KEY = "origins.json"
+ORIGINS_FOLDER = "origins/"
+_NEXT_STEP = "restore it, or delete origins.json, which no run needs"
+
+
+class OriginFile(Section):
+    """Entry of the side file of one shard."""
+
+    shard: str = Field(description="name of the shard")
+    name: str = Field(description="key of the side file, relative to corpus.json")
+    examples: Annotated[int, Field(ge=0)] = Field(description="lines of its table")
+    bytes: Annotated[int, Field(ge=0)] = Field(description="size of the file")
+    sha256: Sha256 = Field(description="SHA-256 of the file in hexadecimal")
+
+
+class OriginsManifest(Section):
+    """Content of origins.json."""
+
+    format: Literal[1] = Field(default=1, description="version of the file's format")
+    corpus: Sha256 = Field(description="fingerprint of the corpus")
+    files: tuple[OriginFile, ...] = Field(description="the side files, in the order of the shards")
+
+
+def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
+    """Write the side file of a shard, and return its entry.
+
+    Args:
+        store: the training or the held-out corpus.
+        shard: name of the shard, such as shard-000007.tar.
+        table: documents of its rows, which count from 0.
+    """
+    name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
+    data = table_to_bytes(table)
+    store.write(name, data)
+    return OriginFile(
+        shard=shard, name=name, examples=len(table), bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
+    """Write origins.json.
+
+    Args:
+        store: the training or the held-out corpus; the side files must have been written.
+        manifest: manifest of this corpus.
+        files: entries of all side files, in the order of the shards.
+    """
+    origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
+    store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
+
+
+class Origins:
+    """Reader of the side files of a corpus."""
+
+    def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
+        """Prepare to read; use `open_origins`.
+
+        Args:
+            store: store of the corpus.
+            entries: name of a shard -> entry of its side file.
+        """
+        self._store = store
+        self._entries = entries
+
+    @property
+    def files(self) -> list[OriginFile]:
+        """Return the entries of all side files, in the order of the shards."""
+        return list(self._entries.values())
+
+    def table(self, shard: str) -> pyarrow.Table:
+        """Return the table of a shard, with the columns of `origin_table.SCHEMA`.
+
+        Raises:
+            StoreMissing: the side file is missing.
+            ManifestMismatch: its bytes are not those that origins.json lists.
+        """
+        entry = self._entries[shard]
+        data = self._store.read(entry.name, must_exist=True)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ManifestMismatch(
+                f"{self._store.url}/{entry.name}: damaged: its SHA-256 is not that of {ORIGINS_KEY}; {_NEXT_STEP}"
+            )
+        try:
+            return table_from_bytes(data)
+        except ValueError as error:
+            raise ManifestMismatch(f"{self._store.url}/{entry.name}: no side file ({error}); {_NEXT_STEP}") from None
+
+
+def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
+    """Return the side files of a corpus; None if it has none.
+
+    Args:
+        store: store of the corpus.
+        manifest: its manifest.
+
+    Raises:
+        ManifestMismatch: origins.json is damaged, or belongs to another corpus.
+    """
+    if not store.exists(ORIGINS_KEY):
+        return None
+    url = f"{store.url}/{ORIGINS_KEY}"
+    try:
+        origins = OriginsManifest.model_validate(parse_json(store.read(ORIGINS_KEY)))
+    except (DamagedJson, ValidationError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else str(error)
+        raise ManifestMismatch(f"{url}: damaged ({reason}); {_NEXT_STEP}") from None
+    entries = {file.shard: file for file in origins.files}
+    if origins.corpus != manifest.fingerprint or entries.keys() != {shard.name for shard in manifest.shards}:
+        raise ManifestMismatch(f"{url}: belongs to another corpus (fingerprint {origins.corpus}); {_NEXT_STEP}")
+    return Origins(store, entries)

@@ -1,0 +1,205 @@
+"""Find the rows of a corpus that contain a text, documents of a source, or one document.
+
+Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
+texts, `corpus/origins/document_search.py` for sources and documents).
+
+Cost: a text: one pass over all shards. A source or a document: one pass over the side files. Memory: 16 bytes for each
+row that is found, and Python objects for each row whose documents are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from electra_dist.analysis.corpus_rows import rows_of_shards
+from electra_dist.analysis.text_search import rows_with_tokens
+from electra_dist.corpus.origins.document_search import (
+    Mask,
+    RowDocument,
+    documents_of_rows,
+    lines_of_document,
+    lines_of_source,
+    rows_of_lines,
+    sources_of_table,
+)
+from electra_dist.corpus.origins.origin_files import Origins, open_origins
+from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, read_manifest
+from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
+from electra_dist.errors import UserError
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+
+Progress = Callable[[Iterable[int]], Iterable[int]]  # wraps the indices of the shards, for a progress bar
+
+
+class Query(NamedTuple):
+    """What is searched for: one of a text, a source and a document."""
+
+    text: str | None = None
+    source: str | None = None
+    document: str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether a text is searched for, not a source or a document."""
+        return self.text is not None
+
+
+class FoundRows(NamedTuple):
+    """All rows that a search has found, in the order of the corpus."""
+
+    shards: NDArray[np.int64]  # index of the shard of each row in the manifest
+    rows: NDArray[np.int64]  # number of each row within its shard
+    num_tokens: NDArray[np.int64] | None = None  # consecutive tokens of the text in each row, at most
+
+
+class Hit(NamedTuple):
+    """A row that contains what was searched for."""
+
+    shard: int  # index of its shard in the manifest
+    row: int  # number within the shard
+    num_tokens: int | None  # consecutive tokens of the text in the row, at most; None without a text
+    documents: list[RowDocument] | None  # those searched for, or with a text all of the row; None without side files
+
+
+class RowSearch:
+    """Search of a corpus, or of all corpora of a run, for a query. Shards are numbered over all corpora."""
+
+    def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
+        """Open the side files, if the corpus has them; no shard is read yet.
+
+        Args:
+            query: what is searched for.
+            corpora: the corpora; a corpus without a run is the only one.
+            progress: wraps the indices of the shards in each pass.
+
+        Raises:
+            ManifestMismatch: origins.json is damaged, or belongs to another corpus.
+        """
+        self._query = query
+        self._corpora = corpora
+        self._store = corpora.store
+        self._manifest = corpora.manifest
+        self._origins = [open_origins(phase.store, phase.manifest) for phase in corpora.phases]
+        num_shards = [len(phase.manifest.shards) for phase in corpora.phases]
+        self._first_shards = np.cumsum([0, *num_shards[:-1]])  # number of the first shard of each corpus
+        self._progress = progress
+
+    @property
+    def has_side_files(self) -> bool:
+        """Return whether all corpora have side files, without which sources and documents cannot be searched for."""
+        return None not in self._origins
+
+    def rows_with_text(self, tokens: list[int], least: int) -> FoundRows:
+        """Return the rows that contain at least `least` consecutive tokens of a text."""
+        special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
+        blocks = rows_of_shards(self._store, self._manifest, self._progress(range(len(self._manifest.shards))))
+        found = np.array(list(rows_with_tokens(blocks, tokens, special_ids, least)), np.int64).reshape(-1, 3)
+        return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
+
+    def rows_with_documents(self) -> FoundRows:
+        """Return the rows with documents of the source, or with the document, by the side files.
+
+        Raises:
+            UserError: the corpus has no side files.
+        """
+        if not self.has_side_files:
+            without = self._corpora.phases[self._origins.index(None)]
+            raise UserError(
+                f"{without.store.url}: has no side files (origins.json), by which --source and --document search; "
+                "build the corpus again with corpus.origins=true into another folder, or search for a TEXT"
+            )
+        shards = [np.empty(0, np.int64)]
+        rows = [np.empty(0, np.int64)]
+        for shard in self._progress(range(len(self._manifest.shards))):
+            table = self._table(shard)
+            rows_of_shard = rows_of_lines(table, self._lines(table))
+            shards.append(np.full(len(rows_of_shard), shard))
+            rows.append(rows_of_shard)
+        return FoundRows(shards=np.concatenate(shards), rows=np.concatenate(rows))
+
+    def hits(self, found: FoundRows, num_listed: int) -> list[Hit]:
+        """Return the first rows that were found, with their documents if the corpus has side files.
+
+        With a source or a document, these are the documents that were searched for.
+        """
+        hits: list[Hit] = []
+        shards = found.shards[:num_listed]
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard).tolist()
+            rows = found.rows[places]
+            documents: dict[int, list[RowDocument]] | None = None
+            if self._origins_of_shard(shard) is not None:
+                table = self._table(shard)
+                documents = documents_of_rows(table, rows, None if self._query.is_text else self._lines(table))
+            for place, row in zip(places, rows.tolist(), strict=True):
+                num_tokens = None if found.num_tokens is None else int(found.num_tokens[place])
+                hits.append(Hit(shard, row, num_tokens, None if documents is None else documents.get(row, [])))
+        return hits
+
+    def sources(self) -> list[str]:
+        """Return the names of all sources in the side files, sorted."""
+        names: set[str] = set()
+        for shard in self._progress(range(len(self._manifest.shards))):
+            names |= sources_of_table(self._table(shard))
+        return sorted(names)
+
+    def _lines(self, table: pyarrow.Table) -> Mask:
+        """Return which lines of a side file belong to the source or the document."""
+        if self._query.source is not None:
+            return lines_of_source(table, self._query.source)
+        assert self._query.document is not None
+        return lines_of_document(table, self._query.document)
+
+    def _table(self, shard: int) -> pyarrow.Table:
+        """Return the side file of a shard, by its index in the manifest."""
+        origins = self._origins_of_shard(shard)
+        assert origins is not None
+        phase = self._phase_of_shard(shard)
+        manifest = self._corpora.phases[phase].manifest
+        return origins.table(manifest.shards[shard - int(self._first_shards[phase])].name)
+
+    def _origins_of_shard(self, shard: int) -> Origins | None:
+        """Return the side files of the corpus of a shard; None if it has none."""
+        return self._origins[self._phase_of_shard(shard)]
+
+    def _phase_of_shard(self, shard: int) -> int:
+        """Return the number of the phase whose corpus a shard belongs to."""
+        return int(np.searchsorted(self._first_shards, shard, side="right")) - 1
+
+
+def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
+    """Return how many rows of the held-out corpus have the source or the document; 0 without side files.
+
+    Args:
+        query: the source or the document.
+        location: folder or s3:// prefix of the training corpus.
+        endpoint_url: S3 endpoint; None for AWS.
+    """
+    store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
+    if not store.exists(MANIFEST_KEY):
+        return 0
+    phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
+    search = RowSearch(query, RunCorpora(phases=(phase,)))
+    return len(search.rows_with_documents().rows) if search.has_side_files else 0
+
+
+def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
+    """Return the ids of a text in the vocabulary of a corpus, line by line as the builder tokenizes.
+
+    Raises:
+        UserError: the text has no token.
+    """
+    name = manifest.tokenizer.vocab_file
+    vocabulary = Vocabulary(store.read(name).decode(), f"{store.url}/{name}")
+    tokenizer = WordPieceTokenizer(vocabulary, manifest.tokenizer.lowercase)
+    tokens = [token for line in tokenizer.encode(text.splitlines()) for token in line]
+    if not tokens:
+        raise UserError("TEXT: has no token; give at least one word")
+    return tokens

@@ -1,0 +1,97 @@
+"""Compute the steps of a run that use the rows that a search has found.
+
+How: the order of a run's rows is a function of its config, and can be inverted (`data/row_positions.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_dist.config import Config
+from electra_dist.corpus_search.row_search import FoundRows
+from electra_dist.data.phases.run_corpora import RunCorpora
+from electra_dist.run.metrics_summary import newest_metrics
+
+_BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
+
+
+class RowUse(NamedTuple):
+    """A use of a row by a run."""
+
+    epoch: int
+    step: int  # number of the step, from 0
+    is_skipped: bool  # the step is one of those that make no update
+    is_done: bool  # the run has passed the step
+
+
+class StepsOfRows:
+    """Steps of a run that use any of the rows that were found, gathered from the uses of each row."""
+
+    def __init__(self) -> None:
+        """Start without uses."""
+        self._read: set[int] = set()
+        self._to_come: set[int] = set()
+        self._skipped: set[int] = set()
+
+    def add(self, uses: Sequence[RowUse]) -> None:
+        """Add the uses of one row."""
+        for use in uses:
+            if use.is_skipped:
+                self._skipped.add(use.step)
+            elif use.is_done:
+                self._read.add(use.step)
+            else:
+                self._to_come.add(use.step)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many steps have read one of the rows (read), will (to_come), or are skipped (skipped)."""
+        return {"read": len(self._read), "to_come": len(self._to_come), "skipped": len(self._skipped)}
+
+
+def uses_of_found_rows(
+    found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
+) -> tuple[list[list[RowUse]], dict[str, int]]:
+    """Return the uses of the listed rows, and the counts of the steps that use any row.
+
+    The rows are taken in blocks, so that millions of rows need little memory.
+    """
+    listed: list[list[RowUse]] = []
+    steps = StepsOfRows()
+    for start in range(0, len(found.rows), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        uses = steps_of_rows(found.shards[block], found.rows[block], corpora, config, run)
+        for uses_of_row in uses:
+            steps.add(uses_of_row)
+        listed += uses[: max(0, num_listed - start)]
+    return listed, steps.counts()
+
+
+def steps_of_rows(
+    shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
+) -> list[list[RowUse]]:
+    """Return for each row the steps of the run that use it, in order, up to the last step of the run.
+
+    Args:
+        shards: index of each row's shard in the manifest.
+        rows: number of each row within its shard.
+        corpora: the corpora of the run, in which the rows were found.
+        config: config of the run.
+        run: the run folder, whose records say how far the run is and which steps it skips.
+    """
+    from electra_dist.data.row_positions import uses_of_rows
+    from electra_dist.train.skip_list_file import SkipList
+
+    global_batch = config.train.global_batch
+    order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
+    skipped = SkipList(run, config.train.skip_steps).steps
+    steps_done = max((record["step"] for record in newest_metrics(run).values()), default=0)
+    uses_of_run = []
+    for positions in uses_of_rows(order, shards, rows, config.train.num_steps * global_batch):
+        steps = [(use.epoch, use.position // global_batch) for use in positions]
+        uses_of_run.append([RowUse(epoch, step, step in skipped, step < steps_done) for epoch, step in steps])
+    return uses_of_run

@@ -1,0 +1,126 @@
+"""Show the rows of a corpus that a search has found, and the steps of a run that use them: as text or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from electra_dist.corpus.origins.document_search import RowDocument
+from electra_dist.corpus.report.report_tables import plural
+from electra_dist.corpus_search.row_search import Hit, Query
+from electra_dist.corpus_search.row_uses import RowUse
+from electra_dist.data.corpus_manifest import CorpusManifest
+
+MAX_SHOWN = 50  # rows that the table lists
+_MAX_DOCUMENTS = 3  # documents of a row that the table lists
+
+
+class SearchResult(NamedTuple):
+    """What a search has found: counts over all rows, and the rows that are listed."""
+
+    manifest: CorpusManifest
+    query: Query  # what was searched for
+    num_rows: int  # rows that were found
+    num_shards: int  # shards with such a row
+    hits: list[Hit]  # the rows that are listed: all, or the first ones
+    num_tokens: int | None = None  # of the text; None for a source or a document
+    heldout_rows: int = 0  # rows of the held-out corpus with the source or document
+    sources: Sequence[str] = ()  # all sources of the corpus, if no row of the given one was found
+    uses: list[list[RowUse]] | None = None  # for each listed row the steps of a run that use it; None without a run
+    step_counts: dict[str, int] | None = None  # `StepsOfRows.counts` of all rows; None without a run
+    num_steps: int = 0  # steps of the whole run
+
+    @property
+    def sought(self) -> str:
+        """Return what was searched for, for people."""
+        if self.query.source is not None:
+            return f"the source {self.query.source}"
+        if self.query.document is not None:
+            return f"the document {self.query.document}"
+        return f"the text ({self.num_tokens} tokens)"
+
+
+def json_tree(result: SearchResult) -> dict[str, Any]:
+    """Return the result as a JSON object; `uses` of a row and `steps` are null without a run."""
+    rows = []
+    for place, hit in enumerate(result.hits):
+        rows.append(
+            {
+                "shard": result.manifest.shards[hit.shard].name,
+                "row": hit.row,
+                "tokens": hit.num_tokens,
+                "documents": None if hit.documents is None else [document._asdict() for document in hit.documents],
+                "uses": None if result.uses is None else [use._asdict() for use in result.uses[place]],
+            }
+        )
+    return {
+        "corpus": result.manifest.fingerprint,
+        "tokens": result.num_tokens,
+        "heldout_rows": result.heldout_rows,
+        "steps": result.step_counts,
+        "rows": rows,
+    }
+
+
+def print_result(result: SearchResult, out: Console) -> None:
+    """Print the rows, and the steps that use them if there is a run."""
+    all_rows = result.manifest.num_rows
+    if not result.num_rows:
+        out.print(f"no row of {all_rows:,} contains {result.sought}")
+        if result.sources:
+            out.print(f"the sources are {', '.join(result.sources)}")
+    else:
+        out.print(_hit_table(result))
+        if result.num_rows > len(result.hits):
+            out.print(f"and {result.num_rows - len(result.hits):,} more rows; --json lists all")
+        shards = plural(result.num_shards, "shard")
+        out.print(f"{result.num_rows:,} of {all_rows:,} rows, in {shards}, contain {result.sought}")
+    if result.num_rows and result.step_counts is not None:
+        counts = result.step_counts
+        out.print(
+            f"of the {result.num_steps:,} steps of the run, {counts['read']:,} have read one of them, "
+            f"{counts['to_come']:,} will, and {counts['skipped']:,} are skipped"
+        )
+    if result.heldout_rows:
+        rows = plural(result.heldout_rows, "row")
+        out.print(f"{rows} of the held-out corpus contain {result.sought}; no step trains on them")
+
+
+def _hit_table(result: SearchResult) -> Table:
+    """Return the table of the rows that are listed."""
+    table = Table("shard", "row")
+    if result.num_tokens is not None:
+        table.add_column("tokens of the text")
+    has_documents = result.hits[0].documents is not None
+    if has_documents:
+        table.add_column("documents", overflow="fold")
+    if result.uses is not None:
+        table.add_column("steps that use the row")
+    for place, hit in enumerate(result.hits):
+        cells = [result.manifest.shards[hit.shard].name, str(hit.row)]
+        if result.num_tokens is not None:
+            cells.append(f"{hit.num_tokens} of {result.num_tokens}")
+        if has_documents:
+            cells.append(_documents_text(hit.documents or []))
+        if result.uses is not None:
+            cells.append("; ".join(_use_text(use) for use in result.uses[place]) or "none")
+        table.add_row(*cells)
+    return table
+
+
+def _documents_text(documents: list[RowDocument]) -> str:
+    """Return the documents of a row for people, such as "texts/wiki: a.jsonl#17", each once."""
+    names = list(dict.fromkeys(f"{document.source}: {document.document}" for document in documents))
+    shown = "; ".join(names[:_MAX_DOCUMENTS])
+    return shown if len(names) <= _MAX_DOCUMENTS else f"{shown}; and {len(names) - _MAX_DOCUMENTS} more"
+
+
+def _use_text(use: RowUse) -> str:
+    """Return a use of a row for people, such as "12 (epoch 0, read)"."""
+    state = "read" if use.is_done else "to come"
+    if use.is_skipped:
+        state = "skipped"
+    return f"{use.step} (epoch {use.epoch}, {state})"

@@ -1,0 +1,114 @@
+"""Compute which row is at each position of a run whose corpus changes at given steps.
+
+Guarantee: as in `row_order.py`, the row at a position depends on the position, the seed, the window length, the rows
+per shard of each corpus and the positions at which the phases begin, and on nothing else. Within a phase, the
+sequence is that of a `RowOrder` of its corpus from position 0 on: the phase begins at the start of an epoch, and each
+row occurs once in each of its whole epochs.
+
+How: a position is looked up in the list of the phases, and its offset in the phase in that phase's `RowOrder`. Shards
+and rows of all corpora are numbered one after another in the order of the phases, so a row id names one row of one
+corpus, and receipts cover the corpora.
+
+Cost: one binary search per position more than a `RowOrder`.
+
+Limits: a phase ends in the middle of an epoch of its corpus, unless its length is a multiple of one; the remaining
+rows of that epoch are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWindow
+
+
+class PhasedOrder:
+    """Infinite sequence of the rows of a run with several phases, which maps each position to a shard and a row in it.
+
+    It is used like a `RowOrder`, whose numbers of shards and of rows go on from corpus to corpus. Thread-safe.
+    """
+
+    def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
+        """Store the phases and number their shards and rows.
+
+        Args:
+            orders: Sequence of each phase's corpus.
+            first_positions: Position of the run at which each phase begins, ascending; the first is 0.
+        """
+        assert first_positions[0] == 0
+        assert list(first_positions) == sorted(set(first_positions))
+        end_positions = [*first_positions[1:], None]
+        self._phases: tuple[OrderPhase, ...] = ()
+        first_shard = 0
+        first_row_id = 0
+        for order, first_position, end_position in zip(orders, first_positions, end_positions, strict=True):
+            self._phases += (OrderPhase(order, first_position, end_position, first_shard, first_row_id),)
+            first_shard += order.num_shards
+            first_row_id += order.rows_per_epoch
+        self._first_positions = np.array(first_positions)
+        rows_per_shard = np.concatenate([order.rows_per_shard for order in orders])
+        self._shard_start = np.concatenate([[0], np.cumsum(rows_per_shard)])  # id of the first row of each shard
+
+    @property
+    def phases(self) -> tuple[OrderPhase, ...]:
+        """Return the phases with their positions, in ascending order."""
+        return self._phases
+
+    def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
+
+        Epochs are counted from 0 within each phase; shards are numbered over all corpora.
+
+        Args:
+            positions: [P] int64 positions in the sequence, each >= 0, in any order.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
+        epochs = np.empty_like(positions)
+        shards = np.empty_like(positions)
+        rows = np.empty_like(positions)
+        for number in np.unique(phase_of_position):
+            phase = self._phases[number]
+            in_phase = phase_of_position == number
+            located = phase.order.locate(positions[in_phase] - phase.first_position)
+            epochs[in_phase], shards_of_corpus, rows[in_phase] = located
+            shards[in_phase] = phase.first_shard + shards_of_corpus
+        return epochs, shards, rows
+
+    def row_ids(self, shards: Integers, rows: Integers) -> Integers:
+        """Return the id of each row, [P] int64, unique among the rows of all corpora.
+
+        Ids number the rows of the first phase's corpus as a `RowOrder` does, then those of the next phase's corpus.
+
+        Args:
+            shards: [P] number of each row's shard over all corpora.
+            rows: [P] number of each row within its shard.
+        """
+        return self._shard_start[shards] + rows
+
+    def window_at(self, position: int) -> ShardWindow:
+        """Return the window that contains a position, with the shards that must be on the node to read it.
+
+        The last window of a phase ends with the phase. Its shards are still all those whose rows were shuffled
+        together, because any of its positions may need any of them.
+        """
+        number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
+        phase = self._phases[number]
+        window = phase.order.window_at(position - phase.first_position)
+        end_position = phase.first_position + window.end_position
+        if phase.end_position is not None:
+            end_position = min(end_position, phase.end_position)
+        return ShardWindow(
+            first_position=phase.first_position + window.first_position,
+            end_position=end_position,
+            shards=phase.first_shard + window.shards,
+        )
+
+
+def phase_lengths(phases: Sequence[OrderPhase], num_positions: int) -> list[int]:
+    """Return how many of the first `num_positions` positions of a run belong to each of its phases."""
+    ends = [num_positions if phase.end_position is None else phase.end_position for phase in phases]
+    firsts = [phase.first_position for phase in phases]
+    return [max(0, min(end, num_positions) - first) for first, end in zip(firsts, ends, strict=True)]

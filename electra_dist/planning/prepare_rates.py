@@ -1,0 +1,96 @@
+"""Measure what each stage of a preparation (`corpus prepare`) costs on this machine, for `electra-dist corpus plan`.
+
+How: the steps of datatrove run in this process on a sample. The filters run on the files of the sample, then the
+deduplication on all of its documents, also on those that the filters drop: the sample of a plan is small, and a
+deduplication of a few documents would be all fixed cost. A plan therefore counts a deduplication for all text that the
+filters keep.
+
+Limits: the memory that the search for duplicates needs is not measured; datatrove keeps the hashes of a range at a
+time. Searches grow a little faster than the text (they sort), which is not extrapolated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from electra_dist.corpus.inputs.find_inputs import InputFile
+from electra_dist.corpus.prepare.prepare_config import (
+    DeduplicationSection,
+    ExecutorSection,
+    PrepareConfig,
+    SourceSection,
+)
+from electra_dist.planning.corpus_rates import PrepareRate
+from electra_dist.store.json_file import read_json_object
+
+
+def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
+    """Return the cost of each stage of a preparation, measured on local files.
+
+    Args:
+        config: the preparation; its sources, folders and executor are not used.
+        files: text of the sample, on a local disk.
+        text_field: JSON field or column that holds the text.
+
+    Raises:
+        UserError: a file that the filters need is missing, or a file of the sample cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="prepare-rates-") as name:
+        folder = Path(name)
+        filters = config.model_copy(update={"deduplication": DeduplicationSection()})
+        rates = _run_stages(filters, folder / "filters", files, text_field)
+        if any(part is not None for part in config.deduplication.__dict__.values()):
+            bare = {"filters": type(config.filters)(), "formatting": type(config.formatting)()}
+            duplicates = config.model_copy(update=bare)
+            rates += _run_stages(duplicates, folder / "duplicates", files, text_field)[1:]
+        return rates
+
+
+def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
+    """Run all stages of a preparation in this process, one after another; return the cost of each but the report."""
+    from datatrove.utils.logging import logger
+
+    from electra_dist.corpus.prepare.preparation import check
+    from electra_dist.corpus.prepare.source_plan import write_plan
+    from electra_dist.corpus.prepare.steps.document_files import RECORDS_DIR, record_of_task
+
+    logger.remove()  # datatrove's messages would appear on the console
+    sources = tuple(
+        SourceSection(name=f"file-{number}", path=file.location, text_field=text_field)
+        for number, file in enumerate(files)
+    )
+    places = {"output": str(folder / "output"), "work": str(folder / "work"), "sources": sources}
+    local = {**places, "executor": ExecutorSection(), "samples_per_filter": 0}
+    preparation = check(config.model_copy(update=local))
+    work = folder / "work"
+    work.mkdir(parents=True)
+    write_plan(preparation.plan, work)
+    rates = []
+    text_bytes = 1
+    for stage in preparation.stages[:-1]:
+        begin = _cpu_seconds()
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of datatrove
+            for task in range(stage.num_tasks):
+                data = None
+                for step in stage.steps:
+                    data = step.run(data, task, stage.num_tasks)
+                deque(data or (), maxlen=0)
+        cpu_s = _cpu_seconds() - begin
+        if stage is preparation.stages[0]:
+            record = read_json_object(work / stage.name / RECORDS_DIR / record_of_task(0), "plan again")
+            text_bytes = max(1, sum(record["characters_in"].values()))
+        rates.append(PrepareRate(stage=stage.name, cpu_s=cpu_s, text_bytes=text_bytes))
+    return rates
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended, such as extractors of HTML."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime

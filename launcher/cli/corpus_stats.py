@@ -1,0 +1,37 @@
+"""`electra-dist corpus stats`: one HTML page about a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from electra_dist.store.open_store import open_store
+from launcher.cli.console import open_console
+
+_DEFAULT_OUTPUT = Path("corpus_stats.html")
+
+
+def stats(
+    corpus: Annotated[str, typer.Argument(help="folder or s3:// prefix of a finished corpus")],
+    output: Annotated[Path, typer.Option(help="HTML file to write")] = _DEFAULT_OUTPUT,
+    endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
+) -> None:
+    """Write one HTML page about a corpus: sources, licences, lengths, padding, [UNK], what was left out, samples.
+
+    All shards are read once. The page needs no other file and no network. Exit codes: 0 written, 78 no corpus, or a
+    damaged one.
+    """
+    # It imports matplotlib and torch, which `electra-dist --help` does without.
+    from electra_dist.report.corpus_stats.stats_page import write_stats_page
+
+    def progress(shards: Iterable[int]) -> Iterable[int]:
+        return track(list(shards), "reading", console=Console(stderr=True), transient=True)
+
+    name = corpus.rstrip("/").rpartition("/")[2]
+    path = write_stats_page(open_store(corpus, endpoint_url), name, output, progress)
+    open_console(markup=False).print(str(path))

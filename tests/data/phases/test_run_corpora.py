@@ -1,0 +1,115 @@
+"""The corpora of a run with phases: what they are together, and which do not go together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.real_runs import synthetic_rows, write_corpus
+
+from electra_dist.config import DataConfig
+from electra_dist.config_sections.training import PhaseConfig
+from electra_dist.data.phases.run_corpora import open_run_corpora
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.errors import ManifestMismatch, StoreMissing
+
+
+def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
+    """Return the section `data` of a run on the corpus `a` of a folder, with later phases (name, first step)."""
+    later = tuple(PhaseConfig(corpus=str(folder / name), from_step=step) for name, step in phases)
+    return DataConfig(corpus=str(folder / "a"), phases=later)
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> Path:
+    """A folder with the corpora a, b and c of different rows."""
+    for seed, name in enumerate("abc"):
+        write_corpus(str(tmp_path / name), [9, 4], seed)
+    return tmp_path
+
+
+def change_manifest(corpus: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the content of a corpus.json."""
+    file = corpus / "corpus.json"
+    tree = json.loads(file.read_text())
+    change(tree)
+    file.write_text(json.dumps(tree))
+
+
+def test_a_run_without_phases_has_its_corpus_itself(corpora: Path) -> None:
+    opened = open_run_corpora(data_of(corpora))
+    assert opened.manifest is opened.phases[0].manifest
+    assert opened.store is opened.phases[0].store
+    assert opened.phase_fingerprints == ()
+    assert opened.sizes().keys() == {"rows", "tokens", "seq_len"}
+    assert opened.row_order(1, 2, 8).phases[0].end_position is None
+
+
+def test_every_step_border_and_corpus_changes_the_fingerprint(corpora: Path) -> None:
+    runs = [(("b", 5),), (("b", 6),), (("c", 5),), (("b", 5), ("c", 6)), (("c", 5), ("b", 6)), ()]
+    fingerprints = {open_run_corpora(data_of(corpora, *phases)).manifest.fingerprint for phases in runs}
+    assert len(fingerprints) == len(runs)
+    change_manifest(corpora / "b", lambda tree: tree["shards"].reverse())
+    assert open_run_corpora(data_of(corpora, ("b", 5))).manifest.fingerprint not in fingerprints
+
+
+def test_rows_of_all_corpora_are_read_through_one_cache_by_their_names(corpora: Path) -> None:
+    opened = open_run_corpora(data_of(corpora, ("b", 5), ("c", 7)))
+    manifest = opened.manifest
+    assert [manifest.row_name(row_id) for row_id in (0, 9, 13, 30)] == [
+        "shard-000000.tar row 0",
+        "shard-000001.tar row 0",
+        "phase-1/shard-000000.tar row 0",
+        "phase-2/shard-000000.tar row 4",
+    ]
+    assert opened.store.read("vocab.txt") == (corpora / "a" / "vocab.txt").read_bytes()
+    assert "phase-2/vocab.txt" in opened.store.list("phase-2/")
+    cache = ShardCache(opened.store, manifest, Path("unused"), fetch_threads=1)
+    rows = cache.read_rows(np.array([0, 3, 4]), np.array([8, 2, 0]))
+    cache.close()
+    assert (rows[0] == synthetic_rows(9, 0)[8]).all()
+    assert (rows[1] == synthetic_rows(4, 1001)[2]).all()
+    assert (rows[2] == synthetic_rows(9, 2000)[0]).all()
+
+
+def test_tokens_are_counted_in_all_corpora_if_all_have_counts(corpora: Path) -> None:
+    for name in "ab":
+        change_manifest(corpora / name, lambda tree: tree["totals"].update(token_counts=[1] * 300))
+    counts = open_run_corpora(data_of(corpora, ("b", 5))).manifest.totals["token_counts"]
+    assert counts == [2] * 300
+    assert open_run_corpora(data_of(corpora, ("c", 5))).manifest.totals == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["tokenizer"].update(sha256="0" * 64), "b has another tokenizer .* than data.corpus .*/a"),
+        (lambda tree: tree["tokenizer"].update(lowercase=False), "b has another tokenizer .*cased"),
+        (lambda tree: tree.update(seq_len=64), "b has another row length .64. than data.corpus .*/a .32."),
+        (lambda tree: tree.update(dtype="uint32"), "b has another type of token ids .uint32. than data.corpus"),
+    ],
+)
+def test_corpora_that_do_not_fit_are_refused(corpora: Path, change: Any, message: str) -> None:
+    change_manifest(corpora / "b", change)
+    with pytest.raises(ManifestMismatch, match=message):
+        open_run_corpora(data_of(corpora, ("b", 5)))
+
+
+def test_a_corpus_that_is_used_twice_or_is_missing_is_refused(corpora: Path) -> None:
+    (corpora / "copy").symlink_to(corpora / "a")
+    with pytest.raises(ManifestMismatch, match=r"a and .*copy are the same corpus"):
+        open_run_corpora(data_of(corpora, ("copy", 5)))
+    with pytest.raises(StoreMissing, match=r"no finished corpus; build it .*correct data\.phases\[0\]\.corpus"):
+        open_run_corpora(data_of(corpora, ("nothing", 5)))
+
+
+def test_a_shard_that_a_later_phase_needs_is_missed_at_the_start(corpora: Path) -> None:
+    opened = open_run_corpora(data_of(corpora, ("b", 5)))
+    opened.check_shards_of_later_phases()
+    (corpora / "b" / "shard-000001.tar").unlink()
+    with pytest.raises(StoreMissing, match=r"b/shard-000001.tar: missing, and 0 more of the 2 shards .*from step 5"):
+        opened.check_shards_of_later_phases()
