@@ -141,7 +141,7 @@ class _CorpusSizes(_Record):
     rows: Count
     tokens: Count
     seq_len: Count
-    phases: tuple[_PhaseSizes, ...] = ()
+    phases: list[_PhaseSizes] = []
 
 
 class _Environment(_Record):

@@ -139,6 +139,7 @@ def _criterion(root: Path) -> None:
 STATUS = _command("status {root}/run")
 STATUS_JSON = _command("status {root}/run --json")
 VERIFY = _command("verify {root}/run")
+VERIFY_BYTES = _command("verify --bytes {root}/run", 1)
 REPORT = _command("report {root}/run", 1)
 EXPORT = _command("export {root}/run --output {root}/exported", 1)
 LIST = _command("checkpoint list {root}/run")
@@ -165,6 +166,7 @@ TARGETS = (
     Target("run/config.yaml", "yaml", (STATUS, REPORT, JOB_END, LIST)),
     Target("compare.yaml", "yaml", (COMPARE,)),
     Target("corpus/corpus.json", "json", (INFO, START, VERIFY, LIBRARY)),
+    Target("second/corpus.json", "json", (START, VERIFY, LIBRARY)),
     Target("corpus/vocab.txt", "text", (START, INDEX)),
     Target("indexed/shard-000000.tar", "tar", (INDEX, Reader("shard", function=_shard))),
     *(
@@ -178,7 +180,7 @@ TARGETS = (
             ("spills/*", "text"),
         )
     ),
-    Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY)),
+    Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY, VERIFY_BYTES)),
     Target("run/environment.json", "json", (REPORT, EXPORT)),
     Target("run/metrics.jsonl", "jsonl", (STATUS, STATUS_JSON, VERIFY, REPORT, RESUME)),
     Target("run/samples.jsonl", "jsonl", (REPORT, RESUME)),
