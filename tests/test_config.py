@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from electra_dist.config import Config
+from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
+from electra_dist.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEMO = CONFIGS / "demo_cpu.yaml"
@@ -56,3 +60,30 @@ def test_identity_ignores_what_may_change_at_a_restart() -> None:
     same = load_config(DEMO, ["train.micro_batch=8", "engine.zero_stage=3", "log.every_steps=3", "run_dir=elsewhere"])
     other = load_config(DEMO, ["seed=43"])
     assert same.identity_sha256() == base.identity_sha256() != other.identity_sha256()
+
+
+def test_phases_of_the_data_belong_to_the_identity_only_if_there_are_any() -> None:
+    plain = load_config(DEMO)
+    phased = load_config(DEMO, ["data.phases=[{corpus: later, from_step: 9}]"])
+    moved = load_config(DEMO, ["data.phases=[{corpus: later, from_step: 10}]"])
+    assert set(plain.identity()["data"]) == {"seq_len", "shuffle_window_shards"}  # as in runs before there were phases
+    assert phased.identity()["data"]["phase_steps"] == [9]
+    assert len({config.identity_sha256() for config in (plain, phased, moved)}) == 3
+    assert plain.data.training_corpora() == [("data.corpus", 0, plain.data.corpus)]
+    assert phased.data.training_corpora()[1] == ("data.phases[0].corpus", 9, "later")
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ("[{corpus: a, from_step: 9}, {corpus: b, from_step: 9}]", "from_step 9 of b does not come after from_step 9"),
+        ("[{corpus: a, from_step: 9}, {corpus: a, from_step: 10}]", "two phases read the corpus a; name each"),
+        ("[{corpus: a, from_step: 0}]", r"data\.phases\.0\.from_step`: input should be greater than 0"),
+        ("[{corpus: a, from: 3}]", r"unknown key `data\.phases\.0\.from`; did you mean `data\.phases\.0\.from_step`"),
+        ("[{corpus: a, from_step: 999999999}]", "begins at step 999,999,999, which the run does not reach"),
+    ],
+)
+def test_phases_that_cannot_be_meant_are_refused_in_one_line(phases: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        check_new_run(load_config(DEMO, [f"data.phases={phases}"]))
+    assert "\n" not in str(refusal.value)

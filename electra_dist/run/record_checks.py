@@ -149,7 +149,7 @@ class _CorpusSizes(_Record):
     tokens: Count
     seq_len: Count
     sources: dict[str, _CorpusSource] = {}
-    phases: tuple[_PhaseSizes, ...] = ()
+    phases: list[_PhaseSizes] = []
 
 
 class _Environment(_Record):

@@ -215,11 +215,13 @@ def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> 
     lengths = phase_lengths(expected.order.phases, num_steps * expected.global_batch)
     if len(lengths) == 1:
         return _use_of_rows(lengths[0], corpora.manifest.num_rows)
-    return "; ".join(
-        f"{length:,} of {phase.url} from step {phase.from_step:,} on, {_use_of_rows(length, phase.manifest.num_rows)}"
+    uses = [
+        f"{length:,} rows of {phase.url} from step {phase.from_step:,} on "
+        f"({_use_of_rows(length, phase.manifest.num_rows)})"
         for phase, length in zip(corpora.phases, lengths, strict=True)
         if length
-    )
+    ]
+    return "; ".join(uses)
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:

@@ -189,6 +189,7 @@ RATES = _command("corpus plan {root}/run.yaml --rates {root}/rates.json", 1)
 STATUS = _command("status {root}/run")
 STATUS_JSON = _command("status {root}/run --json")
 VERIFY = _command("verify {root}/run")
+VERIFY_BYTES = _command("verify --bytes {root}/run", 1)
 REPORT = _command("report {root}/run", 1)
 EXPORT = _command("export {root}/run --output {root}/exported", 1)
 LIST = _command("checkpoint list {root}/run")
@@ -218,6 +219,7 @@ TARGETS = (
     Target("run/config.yaml", "yaml", (STATUS, REPORT, JOB_END, LIST)),
     Target("compare.yaml", "yaml", (COMPARE,)),
     Target("corpus/corpus.json", "json", (INFO, START, VERIFY, LIBRARY)),
+    Target("second/corpus.json", "json", (START, VERIFY, LIBRARY)),
     Target("corpus/vocab.txt", "text", (START, INDEX)),
     Target("corpus/origins.json", "json", (FIND,)),
     Target("corpus/origins/shard-000000.parquet", "text", (FIND,)),
@@ -235,7 +237,7 @@ TARGETS = (
             ("spills/*", "text"),
         )
     ),
-    Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY)),
+    Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY, VERIFY_BYTES)),
     Target("run/environment.json", "json", (REPORT, EXPORT)),
     Target("prepare/work/plan.json", "json", (PREPARATION,)),
     Target("prepare/out/prepare.json", "json", (PREPARATION,)),

@@ -1,4 +1,4 @@
-"""A folder with one good file of every kind that this project reads: a corpus, a finished run, its export, others."""
+"""A folder with one good file of every kind that this project reads: corpora, a finished run, its export, others."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from launcher.slurm.job import note
 from launcher.supervise.rendezvous import Rendezvous
 
 NUM_STEPS = 6
+SECOND_CORPUS_FROM_STEP = 3
 RESULT = Result(
     task="rte",
     seed=0,
@@ -72,11 +73,17 @@ SQUAD = {
 
 
 def make_specimen(root: Path) -> None:
-    """Write the folder: `corpus`, `run`, `export`, and smaller files of other parts. Takes a training run's time."""
+    """Write the folder: `corpus`, `second`, `run`, `export`, and smaller files. Takes the time of a training run."""
     write_corpus(str(root / "corpus"), [70, 33, 48])
     write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
     _write_side_files(open_store(str(root / "corpus")))
-    settings = {"train.num_steps": NUM_STEPS, "checkpoint.every_steps": 2, "log.eval_every_steps": 2}
+    write_corpus(str(root / "second"), [11, 19], seed=4)
+    settings = {
+        "train.num_steps": NUM_STEPS,
+        "checkpoint.every_steps": 2,
+        "log.eval_every_steps": 2,
+        "data.phases": [{"corpus": str(root / "second"), "from_step": SECOND_CORPUS_FROM_STEP}],
+    }
     config = write_tiny_config(root / "run.yaml", root / "run", str(root / "corpus"), **settings)
     done = subprocess.run(quick_command(config, 1), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

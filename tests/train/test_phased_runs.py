@@ -16,8 +16,14 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.config_file import load_config
+from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import UserError
+from electra_dist.pretrained.export_run import export_run
+from electra_dist.report.model_card import write_model_cards
+from electra_dist.report.report_page import describe_run
+from electra_dist.report.run_record import read_run
+from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import check_inputs
 from launcher.cli.main import app
 
@@ -120,8 +126,53 @@ def test_the_rows_of_each_step_are_those_of_its_corpus_and_verify_finds_a_change
 
     log = (uncut / "log.txt").read_text()
     assert f"phase of the data: from step {BORDER} on, rows come from {later_corpus}" in log
-    status = CliRunner().invoke(app, ["status", str(uncut)]).stdout
-    assert "phase 2 of 2" in status
+
+
+def test_a_text_of_the_later_corpus_is_found_in_the_steps_of_its_phase(uncut: Path, later_corpus: Path) -> None:
+    with ed.open_corpus(later_corpus, seed=7, shuffle_window_shards=2) as later:
+        wanted = int(later.row_ids(0, 16)[3])
+        first_example = later.batch(0, 16)[3].tolist()
+    words = first_example[1 : first_example.index(3)]  # between [CLS] and the first [SEP]
+    text = " ".join(f"w{token - 5}" for token in words)
+    with ed.open_corpus(uncut) as of_run:
+        num_rows_of_first = of_run.manifest.num_rows - 30
+        steps = [step for step in range(12) if num_rows_of_first + wanted in of_run.row_ids(step, 16).tolist()]
+
+    found = json.loads(CliRunner().invoke(app, ["corpus", "find", text, "--run", str(uncut), "--json"]).stdout)
+    place = {"shard": f"phase-1/shard-{wanted // 11:06d}.tar", "row": wanted if wanted < 11 else wanted - 11}
+    [row] = [row for row in found["rows"] if place.items() <= row.items()]
+    assert [use["step"] for use in row["uses"]] == steps
+    assert min(steps) >= BORDER
+    refused = CliRunner().invoke(app, ["corpus", "find", text, "--run", str(uncut), "--corpus", str(later_corpus)])
+    assert "leave --corpus out" in str(refused.exception)
+
+
+def test_plan_status_report_and_model_card_name_the_corpora(
+    uncut: Path, tiny_corpus: Path, later_corpus: Path, tmp_path: Path
+) -> None:
+    plan = CliRunner().invoke(app, ["plan", str(uncut / "config.yaml"), "--json"]).stdout
+    assert [(phase["corpus"], phase["steps"]) for phase in json.loads(plan)["phases"]] == [
+        (str(tiny_corpus), 6),
+        (str(later_corpus), 6),
+    ]
+    assert "phase 2 of 2" in CliRunner().invoke(app, ["status", str(uncut)]).stdout
+
+    manifests = [read_manifest(open_store(str(corpus))) for corpus in (tiny_corpus, later_corpus)]
+    tokens = [6 * 16 * manifest.num_tokens / manifest.num_rows for manifest in manifests]
+    assert step_records(uncut)[-1]["tokens_seen"] == round(sum(tokens))
+    rows = dict(describe_run(read_run(uncut)))
+    share = tokens[1] / sum(tokens)
+    assert f"3.20 epochs seen, {share:.1%} of the tokens seen" in rows[f"corpus from step {BORDER} on"]
+    [card, *_] = write_model_cards(uncut, export_run(uncut, tmp_path / "export"))
+    for manifest, token_share in zip(manifests, (1 - share, share)):
+        assert f"corpus with fingerprint `{manifest.fingerprint}`: {token_share:.1%} of the tokens" in card.read_text()
+
+
+def test_verify_bytes_reads_the_corpora_of_all_phases(uncut: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", "--bytes", str(uncut), "--json"])
+    counts = json.loads(result.stdout)["counts"]
+    assert result.exit_code == 0
+    assert (counts["corpus manifest"], counts["shard"]) == (3, 5 + 2 + 1)  # data.corpus, the later one, data.heldout
 
 
 def test_a_changed_phase_and_a_missing_corpus_are_refused_before_anything_is_written(

@@ -154,12 +154,11 @@ def test_every_window_of_the_rows_has_each_sources_weight_within_three_standard_
     request = build_request(
         folder, source_shares=shares, packing="none", single_segment_prob=0.999, shard_size_mb=0.02
     )
-    result = build_corpus(request)
+    build_corpus(request)
 
     sources = [
         next(word for word in weights if word in row) for row in _words_of_rows(Path(request.output), vocabulary)
     ]
-    assert len(result.manifest.shards) > 4
     window = 200
     num_windows = len(sources) // window
     assert num_windows >= 15
