@@ -21,7 +21,10 @@ from electra_dist.store.open_store import open_store
 
 COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
 WORDS = [f"word{number}" for number in range(300)]
-FOREIGN = [f"mot{number}" for number in range(300)]  # words of another language
+# Words without digits, which MinHash does not distinguish, in two languages.
+SYLLABLES = ["ba", "ce", "di", "fo", "gu", "la", "me", "ni", "ro", "su", "ta", "ve"]
+NATIVE = [f"{first}{second}n" for first in SYLLABLES for second in SYLLABLES]
+FOREIGN = [f"{first}{second}x" for first in SYLLABLES for second in SYLLABLES]
 BOILERPLATE = "We use cookies. Accept all cookies."
 NUM_PARTS = 4
 NUM_PLANTED = 3  # of each kind, in each file
@@ -46,7 +49,7 @@ def write_planted_texts(folder: Path) -> int:
     folder.mkdir()
     num_good = 0
     for number in range(6):
-        good = [[draw.choices(WORDS, k=20) for _ in range(10)] for _ in range(600)]
+        good = [[draw.choices(NATIVE, k=20) for _ in range(10)] for _ in range(120)]
         num_good += len(good)
         planted = [[draw.choices(FOREIGN, k=20) for _ in range(10)] for _ in range(NUM_PLANTED)]
         for original in good[:NUM_PLANTED]:
@@ -54,7 +57,7 @@ def write_planted_texts(folder: Path) -> int:
             changed[-1][-1] = "otherwise"
             planted.append(changed)
         documents = ["\n".join(" ".join(line) for line in document) for document in good + planted]
-        documents += [f"{BOILERPLATE} {' '.join(draw.choices(WORDS, k=80))}" for _ in range(NUM_PLANTED)]
+        documents += [f"{BOILERPLATE} {' '.join(draw.choices(NATIVE, k=80))}" for _ in range(NUM_PLANTED)]
         (folder / f"{number}.txt").write_text("\n\n".join(documents))
     return num_good
 
@@ -66,7 +69,7 @@ def prepare(folder: Path, texts: Path, executor: dict[str, object]) -> str:
         "output": str(folder / "out"),
         "work": str(folder / "work"),
         "sources": [{"name": "web", "path": str(texts)}],
-        "filters": {"gopher_quality": {"min_stop_words": 2, "stop_words": WORDS}, "drop_pattern": "cookies"},
+        "filters": {"gopher_quality": {"min_stop_words": 2, "stop_words": NATIVE}, "drop_pattern": "cookies"},
         "deduplication": {"minhash": {}},
         "executor": {"tasks": 4, **executor},
     }

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from electra_dist.corpus.vocabulary_sample import VocabularySample
+from electra_dist.errors import UserError
 from launcher.cli.corpus import app
 
 
@@ -54,6 +55,18 @@ def test_the_same_inputs_give_the_same_sample_and_another_seed_another_one(tmp_p
     first = list(take(tmp_path / "1", 50_000).texts())
     assert list(take(tmp_path / "2", 50_000).texts()) == first
     assert list(take(tmp_path / "3", 50_000, seed=2).texts()) != first
+
+
+def test_a_sample_that_is_cut_off_or_damaged_trains_no_vocabulary(tmp_path: Path) -> None:
+    sample = take(tmp_path / "sample", 50_000)
+    path = max((tmp_path / "sample").glob("*.zst"), key=lambda file: file.stat().st_size)
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], b"", content[:100] + bytes(50) + content[150:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"damaged, because .*; delete .*sample and run the command again"):
+            list(sample.texts())
+    path.write_bytes(content)
+    assert sum(len(text) for text in sample.texts()) == sample.num_bytes()
 
 
 def test_a_finished_sample_is_recognized_and_an_unfinished_or_foreign_one_is_not(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
     try:
         report = validate_json(REPORT, parse_json_object(store.read(REPORT_FILE)))
     except DamagedJson as error:
-        raise damaged_file(place, error, "delete it and run the same command again") from None
+        raise damaged_file(place, error, "delete it and run the same command again, or set another `output`") from None
     if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
         raise UserError(
             f"{place}: is the result of another preparation; set another `output`, or delete the files in this one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,12 @@ def test_another_result_in_the_output_is_refused(write: Write, tmp_path: Path):
     (tmp_path / "out").mkdir()
     for content in ("{}", "[]", "{", '{"config": {}}'):
         (tmp_path / "out" / "prepare.json").write_text(content)
-        assert "is the result of another preparation; set another `output`" in refusal(write())
+        message = refusal(write())
+        assert "damaged, because " in message and "or set another `output`" in message
+    counts = dict.fromkeys(("format", "documents_in", "documents_dropped", "documents_out"), 1)
+    other = {**counts, "sources": {}, "dropped": {}, "inputs_skipped": {}, "outputs": [], "config": {}}
+    (tmp_path / "out" / "prepare.json").write_text(json.dumps(other))
+    assert "is the result of another preparation; set another `output`" in refusal(write())
 
 
 def test_a_damaged_input_ends_the_preparation_with_one_line(write: Write, tmp_path: Path):
