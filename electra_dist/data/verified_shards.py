@@ -69,12 +69,12 @@ class ShardCache:
             manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
             directory: Cache folder on a disk of this node; unused if the corpus is in a local folder.
             fetch_threads: Number of shards that are fetched or verified at the same time.
-            limit_bytes: Size of `directory` above which the least recently used shards in it are deleted. With None
-                they are deleted only when the disk is nearly full.
+            limit_bytes: Size of `directory` above which shards in it are deleted, except a fixed part of the corpus.
+                With None they are deleted only when the disk is nearly full.
         """
         self.store = store
         self.manifest = manifest
-        self._node_cache = NodeCache(directory, limit_bytes)
+        self._node_cache = NodeCache(directory, limit_bytes, {entry.sha256 for entry in manifest.shards})
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
         # Checksums of a shard's rows, when it is on this node and verified.
         self._prepared: dict[int, Future[Checksums]] = {}
@@ -201,15 +201,18 @@ class ShardCache:
         """Begin to fetch and verify shards in the background, in the order given; returns at once.
 
         Shards that are open or already queued are skipped. If a fetch fails, `open` of that shard raises the error.
+        Until `keep_only` drops them, the shards are not deleted when the node's cache needs room.
 
         Args:
             shard_indices: Indices of the shards in the manifest.
         """
-        for index in map(int, shard_indices):
-            if index not in self._prepared:
-                future: Future[Checksums] = Future()
-                self._prepared[index] = future
-                self._queue.put((index, future))
+        new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
+        futures: list[Future[Checksums]] = [Future() for _ in new_indices]
+        self._prepared.update(zip(new_indices, futures, strict=True))
+        if new_indices:
+            self._protect_wanted()  # Before the downloads begin, which may delete other shards.
+        for item in zip(new_indices, futures, strict=True):
+            self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
         """Close all shards that are not in `shard_indices` and cancel their queued downloads.
@@ -226,6 +229,12 @@ class ShardCache:
             if index in self._shards:
                 shard = self._shards.pop(index)
                 shard.close()
+        self._protect_wanted()
+
+    def _protect_wanted(self) -> None:
+        """Keep the shards that are open or queued from being deleted when the node's cache needs room."""
+        shards = self.manifest.shards
+        self._node_cache.wanted = frozenset(shards[index].sha256 for index in self._prepared)
 
     def close(self) -> None:
         """Close all shards, stop the threads, and wait up to two seconds for them to end.
