@@ -31,6 +31,7 @@ from stat import S_ISREG
 
 from electra_dist.data.corpus_manifest import ShardEntry
 from electra_dist.data.shard_cache.eviction_order import eviction_order
+from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256, is_temporary, readable, writable
 from electra_dist.store.interface import Store
@@ -48,7 +49,13 @@ class NodeCache:
     equal shards of several corpora are stored once.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int | None = None, corpus: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int | None = None,
+        corpus: Collection[str] = (),
+        peers: PeerGroup | None = None,
+    ) -> None:
         """Remember the folder; nothing is read or created until the first fetch.
 
         Args:
@@ -57,12 +64,16 @@ class NodeCache:
                 disk is nearly full.
             corpus: SHA-256 of every shard of the caller's corpus, in hexadecimal. If room is short, a fixed part of
                 them stays, and shards that are not among them are deleted first.
+            peers: Other nodes of the run, which are asked for a shard before the store is; with them, the part that
+                stays begins with the shards that this node owns. None: there are none, or they share no shards.
         """
         self.refetches = 0  # shards fetched again because their bytes were wrong
         # SHA-256 of the shards that the caller has open or will open soon. Another set replaces it, so that the threads
         # that fetch may read it.
         self.wanted: frozenset[str] = frozenset()
         self._corpus = frozenset(corpus)
+        self._peers = peers
+        self._preferred = peers.owned(sorted(self._corpus)) if peers is not None else frozenset()
         self._directory = directory
         self._limit_bytes = limit_bytes
 
@@ -70,13 +81,23 @@ class NodeCache:
         """Return the path that a shard has in the folder, `<sha256>.tar`; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
-    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
+    def holds(self, entry: ShardEntry) -> bool:
+        """Return whether a file of the shard's name and size is in the folder; its digest is not verified again."""
+        return _is_good(self.path(entry), entry, verify=False)
+
+    def bytes_on_disk(self) -> int:
+        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes."""
+        paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
+        return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
+
+    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
         """Fetch a shard into the folder unless it is already there; wait if another process is fetching it.
 
         Args:
             store: Store of the corpus.
             entry: The shard's entry in the manifest.
             verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
+            ask_peers: Whether the shard may come from another node, if there are peers.
 
         Raises:
             StoreAway: The disk is full, or all retries failed (StoreExhausted).
@@ -97,12 +118,13 @@ class NodeCache:
                 self.refetches += 1
             for leftover in self._directory.glob(f"*{entry.sha256}.*"):
                 leftover.unlink(missing_ok=True)
-            self._fetch(store, entry)
+            self._fetch(store, entry, ask_peers=ask_peers)
 
-    def _fetch(self, store: Store, entry: ShardEntry) -> None:
+    def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
         """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
 
-        The caller must hold the shard's lock, so that no other process writes the same files.
+        The caller must hold the shard's lock, so that no other process writes the same files. Other nodes are asked at
+        most once; wrong bytes of theirs are replaced by those of the store.
 
         Raises:
             StoreAway: The disk is full, or all retries of a download failed (StoreExhausted).
@@ -110,10 +132,14 @@ class NodeCache:
             ManifestMismatch: The SHA-256 was wrong `_FETCHES` times.
         """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
+        peers = self._peers if ask_peers else None
         for _ in range(_FETCHES):
             try:
                 self._reserve(unverified, entry.bytes)
-                store.fetch(entry.name, unverified, must_exist=True)
+                has_come = peers is not None and peers.fetch(entry, unverified)
+                peers = None
+                if not has_come:
+                    store.fetch(entry.name, unverified, must_exist=True)
                 if file_sha256(unverified) == entry.sha256:
                     unverified.replace(self.path(entry))
                     return
@@ -176,7 +202,9 @@ class NodeCache:
     def _eviction_order(self, wanted: Collection[str]) -> list[Path]:
         """Return the cached shards that are not wanted, in the order in which to delete them."""
         paths = self._directory.glob(f"*{_SHARD_SUFFIX}")
-        return eviction_order(paths, corpus=self._corpus, wanted=wanted, last_used=_last_used)
+        return eviction_order(
+            paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
+        )
 
     def _free_bytes(self) -> int:
         """Return the bytes that are free on the disk of the folder."""
@@ -192,7 +220,7 @@ class NodeCache:
         if self._limit_bytes is None:
             return excess_on_disk
         # A download is counted by its reservation, so its temporary file does not count.
-        stats = [_stat(path) for path in self._directory.iterdir() if not is_temporary(path.name)]
+        stats = [_stat(path) for path in _files(self._directory) if not is_temporary(path.name)]
         used_bytes = sum(stat.st_size for stat in stats if stat is not None and S_ISREG(stat.st_mode))
         excess_in_folder = used_bytes + needed_bytes - self._limit_bytes
         return max(excess_on_disk, excess_in_folder)
@@ -225,6 +253,14 @@ class NodeCache:
             yield
         finally:
             os.close(descriptor)  # This also releases the lock.
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files and folders in a cache folder; none if it does not exist yet."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _stat(path: Path) -> os.stat_result | None:
