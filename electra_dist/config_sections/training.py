@@ -46,6 +46,12 @@ class DataConfig(Section):
         description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
         "and fetch each shard only once.",
     )
+    share_shards: bool | None = Field(
+        default=None,
+        description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is fetched "
+        "from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's network. "
+        "Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or more.",
+    )
     endpoint_url: str | None = Field(
         default=None,
         description="URL of an S3-compatible service for the s3:// URLs of this section, for example "

@@ -43,7 +43,7 @@ from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 from electra_dist.train.loss_guard import Guard, first_to_skip
-from electra_dist.train.node_cache import node_cache_folder
+from electra_dist.train.node_cache import node_cache_folder, open_shared_cache
 from electra_dist.train.reporting.reporter import Ending, Reporter
 from electra_dist.train.reporting.time_accounting import Clock
 from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
@@ -528,7 +528,7 @@ class Trainer:
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
-        """Return the loader of this rank's rows from the restored step on, without the skipped steps.
+        """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
 
         Args:
             stack: closes the loader's cache; the caller closes the loader itself.
@@ -538,7 +538,7 @@ class Trainer:
         rows_per_shard = [shard.rows for shard in corpus.manifest.shards]
         order = RowOrder(rows_per_shard, config.seed, config.data.shuffle_window_shards)
         return RowLoader(
-            cache=self._open_cache(corpus, stack),
+            cache=open_shared_cache(config, corpus, stack),
             order=order,
             global_batch=config.train.global_batch,
             rank=dist.get_rank(),
