@@ -4,7 +4,8 @@ A part of `shard_cache.py`.
 
 How: a process serves the corpus over HTTP and lets only so many bytes a second through, for all nodes together. The
 nodes are forked from the script; each reads its rank's batches and sleeps for the length of a step after each of them.
-They report to the script through a queue.
+Each reports to the script through a pipe of its own, because a lock that processes share would be lost with a killed
+one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import contextlib
 import http.client
 import http.server
 import multiprocessing
-import queue
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from electra_dist.store.local_store import LocalStore
 
 _FORK = multiprocessing.get_context("fork")
 _CHUNK = 16 << 10  # bytes that the link lets through at a time
-_LONGEST_S = 600.0  # for which a report of a node is waited for
+_LONGEST_S = 180.0  # for which a report of a node is waited for
 _SEED = 42
 _TOKEN = "benchmark"
 _BATCHES_PER_WINDOW = 12
@@ -114,16 +117,17 @@ class _Link:
         time.sleep(max(0.0, free_at - time.monotonic()))
 
 
-def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Any) -> None:
+def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connection) -> None:
     """Serve the files of a folder through the link, for ever; the body of the store's process.
 
     Args:
         folder: Folder of the corpus.
         bytes_per_s: Rate of the link.
-        num_sent: Shared counter of the bytes sent.
-        port: Queue that receives the number of the port.
+        num_sent: Shared counter of the bytes sent, which this process alone changes.
+        port: Receives the number of the port.
     """
     link = _Link(bytes_per_s)
+    counting = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         """Answer to one request for a file."""
@@ -134,18 +138,19 @@ def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Any) ->
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            for first in range(0, len(data), _CHUNK):
-                chunk = data[first : first + _CHUNK]
-                link.pass_through(len(chunk))
-                self.wfile.write(chunk)
-                with num_sent.get_lock():
-                    num_sent.value += len(chunk)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of a node that was killed
+                for first in range(0, len(data), _CHUNK):
+                    chunk = data[first : first + _CHUNK]
+                    link.pass_through(len(chunk))
+                    self.wfile.write(chunk)
+                    with counting:
+                        num_sent.value += len(chunk)
 
         def log_message(self, format: str, *arguments: object) -> None:
             """Print nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    port.put(server.server_address[1])
+    port.send(server.server_address[1])
     server.serve_forever()
 
 
@@ -157,8 +162,8 @@ def _run_node(
     limit_bytes: int | None,
     num_epochs: int,
     is_sharing: bool,
-    reports: Any,
-    addresses_of_all: Any,
+    is_killed: bool,
+    script: Connection,
     num_sent: Any,
 ) -> None:
     """Read the batches of one node and report; the body of a node's process.
@@ -171,15 +176,15 @@ def _run_node(
         limit_bytes: Limit of the cache; None for none.
         num_epochs: Epochs to read.
         is_sharing: Whether the nodes pass shards to one another.
-        reports: Queue of the reports: (number of the node, what it reports, value).
-        addresses_of_all: Queue from which this node takes the addresses of all nodes, when all are ready.
+        is_killed: Whether the node kills itself when the first epoch is half over.
+        script: Receives the reports (kind, value), and sends the addresses of all nodes when all are ready.
         num_sent: Shared counter of the bytes that have left the store.
     """
     manifest = read_manifest(LocalStore(Path(store.url)))
     order = RowOrder([entry.rows for entry in manifest.shards], _SEED, cluster.window_shards)
     server = ShardServer("127.0.0.1", _TOKEN)
-    reports.put((node, "address", server.address))
-    addresses = [Address(*address) for address in addresses_of_all.get(timeout=_LONGEST_S)]
+    script.send(("address", server.address))
+    addresses = [Address(*address) for address in script.recv()]
     peers = PeerGroup(addresses, node, _TOKEN) if is_sharing else None
     begin = time.monotonic()
     cache = ShardCache(store, manifest, folder, fetch_threads=4, limit_bytes=limit_bytes, peers=peers)
@@ -188,21 +193,23 @@ def _run_node(
     loader = RowLoader(cache, order, batch, node, cluster.num_nodes, start_step=0)
     row0 = node * (batch // cluster.num_nodes)
     first_batch_s = 0.0
+    first_wait_s = 0.0
     for step in range(num_epochs * cluster.steps_per_epoch):
         row_ids = loader.next().row_ids
         if step == 0:
             first_batch_s = time.monotonic() - begin
+            first_wait_s = loader.wait_s
         _, shards, rows = order.locate(step * batch + row0 + np.arange(batch // cluster.num_nodes))
         if not np.array_equal(row_ids, order.row_ids(shards, rows)):
-            reports.put((node, "error", f"step {step} has other rows than the order gives it"))
+            script.send(("error", f"step {step} has other rows than the order gives it"))
             return
         if (step + 1) % cluster.steps_per_epoch == 0:
-            reports.put((node, "epoch", num_sent.value))
-        elif step == cluster.steps_per_epoch // 2:
-            reports.put((node, "middle", step))
+            script.send(("epoch", num_sent.value))
+        if is_killed and step == cluster.steps_per_epoch // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(cluster.step_s)
     run_s = time.monotonic() - begin - first_batch_s
-    reports.put((node, "end", (first_batch_s, (loader.wait_s - first_batch_s) / run_s)))
+    script.send(("end", (first_batch_s, (loader.wait_s - first_wait_s) / run_s)))
     time.sleep(_LONGEST_S)  # The others may still ask this node for shards; the script ends it.
 
 
@@ -239,19 +246,21 @@ def measure_nodes(
     corpus_bytes = sum(entry.bytes for entry in read_manifest(LocalStore(corpus)).shards)
     epoch_s = cluster.steps_per_epoch * cluster.step_s
     bytes_per_s = link_share * cluster.num_nodes * corpus_bytes / epoch_s
-    num_sent = _FORK.Value("q", 0)
-    reports = _FORK.Queue()
-    port = _FORK.Queue()
-    processes = [_start(_serve_corpus, corpus, bytes_per_s, num_sent, port)]
+    num_sent = _FORK.RawValue("q", 0)
+    port, port_of_store = _FORK.Pipe(duplex=False)
+    processes = [_start(_serve_corpus, corpus, bytes_per_s, num_sent, port_of_store)]
+    nodes: list[Connection] = []
     try:
-        store = LinkedStore(corpus, port.get(timeout=_LONGEST_S))
+        store = LinkedStore(corpus, port.recv())
         limit_bytes = None if cache_share is None else round(cache_share * corpus_bytes)
-        starts = [_FORK.Queue() for _ in range(cluster.num_nodes)]
-        for node, start in enumerate(starts):
-            arguments = (node, cluster, store, folder / f"node-{node}", limit_bytes, num_epochs, is_sharing)
-            processes.append(_start(_run_node, *arguments, reports, start, num_sent))
-        victim = processes[-1] if kills_one else None
-        reported = _follow(cluster.num_nodes, starts, reports, victim)
+        for node in range(cluster.num_nodes):
+            is_killed = kills_one and node == cluster.num_nodes - 1
+            ours, theirs = _FORK.Pipe()
+            arguments = (node, cluster, store, folder / f"node-{node}", limit_bytes, num_epochs, is_sharing, is_killed)
+            processes.append(_start(_run_node, *arguments, theirs, num_sent))
+            theirs.close()  # Otherwise the end of the node's process would not close the pipe.
+            nodes.append(ours)
+        reported = _follow(nodes, num_killed=1 if kills_one else 0)
     finally:
         for process in processes:
             process.kill()
@@ -276,37 +285,39 @@ def _start(function: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
-def _follow(num_nodes: int, starts: list[Any], reports: Any, victim: Any) -> dict[str, dict[int, Any]]:
-    """Start the nodes when all listen, and collect their reports until all have ended, except a killed one.
+def _follow(nodes: list[Connection], num_killed: int) -> dict[str, dict[int, Any]]:
+    """Start the nodes when all listen, and collect their reports until all have ended.
 
     Args:
-        num_nodes: Number of the nodes.
-        starts: Queue of each node, which gives it the addresses of all nodes.
-        reports: Queue of the reports of all nodes.
-        victim: Process of the last node, which is killed when it has read half of the first epoch; None for none.
+        nodes: Pipe to each node.
+        num_killed: Number of the nodes that are killed and do not come to their end.
 
     Returns:
-        By kind of report and number of the node: `end`, the last value, and `epoch`, the list of the values; without
-        those of a killed node.
+        By kind of report and number of the node: `end`, its value, and `epoch`, the list of the values; without those
+        of a killed node.
     """
-    reported: dict[str, dict[int, Any]] = {"address": {}, "epoch": {}, "middle": {}, "end": {}}
-    num_ends = num_nodes if victim is None else num_nodes - 1
-    while len(reported["end"]) < num_ends:
-        try:
-            node, kind, value = reports.get(timeout=_LONGEST_S)
-        except queue.Empty:
-            raise SystemExit(f"no node has reported for {_LONGEST_S:.0f} s; see the errors above") from None
-        if kind == "error":
-            raise SystemExit(f"node {node}: {value}; correct the loader or the cache")
-        if kind == "epoch":
-            reported["epoch"].setdefault(node, []).append(value)
-        else:
-            reported[kind][node] = value
-        if kind == "address" and len(reported["address"]) == num_nodes:
-            addresses = [reported["address"][number] for number in range(num_nodes)]
-            for start in starts:
-                start.put(addresses)
-        if victim is not None and kind == "middle" and node == num_nodes - 1:
-            victim.kill()
-            reported["epoch"].pop(node, None)
+    reported: dict[str, dict[int, Any]] = {"address": {}, "epoch": {}, "end": {}}
+    living = dict(enumerate(nodes))
+    while len(reported["end"]) < len(nodes) - num_killed:
+        ready = wait(list(living.values()), timeout=_LONGEST_S)
+        if not ready:
+            raise SystemExit(f"no node has reported for {_LONGEST_S:.0f} s; see the errors above")
+        for node in [number for number, connection in living.items() if connection in ready]:
+            try:
+                kind, value = living[node].recv()
+            except EOFError:
+                del living[node]
+                if len(living) < len(nodes) - num_killed:
+                    raise SystemExit(f"node {node} has ended; see the error above") from None
+                continue
+            if kind == "error":
+                raise SystemExit(f"node {node}: {value}; correct the loader or the cache")
+            if kind == "epoch":
+                reported["epoch"].setdefault(node, []).append(value)
+            else:
+                reported[kind][node] = value
+            if kind == "address" and len(reported["address"]) == len(nodes):
+                addresses = [reported["address"][number] for number in range(len(nodes))]
+                for connection in nodes:
+                    connection.send(addresses)
     return reported
