@@ -11,8 +11,9 @@ It measures two things:
    steps of a fixed length. The need is the rate at which nodes that share no shards must fetch to wait for nothing
    while the first epoch lasts: eight times the corpus in the time of its steps. With links of 100, 75 and 50 % of the
    need it measures the seconds to the first batch of the slowest node, the share of time that the nodes wait, and the
-   bytes that leave the store, for nodes that fetch everything themselves and for nodes that pass shards to one another.
-   In one more run a node is killed in the middle of the epoch, in another one every cache holds half of the corpus.
+   bytes that leave the store, for nodes that fetch everything themselves ("alone") and for nodes that pass shards to
+   one another ("sharing"). In one more run a node is killed in the middle of the epoch, in another one every cache
+   holds half of the corpus.
 
 Guarantee: every batch is compared with the rows that the order of rows gives for it; the script ends with an error if
 one differs. The bytes are counted where they leave the store.

@@ -48,9 +48,9 @@ class DataConfig(Section):
     )
     share_shards: bool | None = Field(
         default=None,
-        description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is fetched "
-        "from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's network. "
-        "Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or more.",
+        description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is "
+        "fetched from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's "
+        "network. Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or more.",
     )
     endpoint_url: str | None = Field(
         default=None,

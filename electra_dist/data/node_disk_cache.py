@@ -68,8 +68,8 @@ class NodeCache:
                 stays begins with the shards that this node owns. None: there are none, or they share no shards.
         """
         self.refetches = 0  # shards fetched again because their bytes were wrong
-        # SHA-256 of the shards that the caller has open or will open soon. Another set replaces it, so that the threads
-        # that fetch may read it.
+        # SHA-256 of the shards that the caller has open or will open soon. Another set replaces it, so that the
+        # threads that fetch may read it.
         self.wanted: frozenset[str] = frozenset()
         self._corpus = frozenset(corpus)
         self._peers = peers
@@ -173,7 +173,7 @@ class NodeCache:
                 reservation.truncate(needed_bytes)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and on its disk.
+        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk.
 
         A shard that a process has open is not deleted, and a wanted one only if the disk is full otherwise. If the
         folder would exceed its limit although all other shards are deleted, the call succeeds and the folder becomes
@@ -195,8 +195,8 @@ class NodeCache:
             if self._free_bytes() >= needed_bytes:
                 return
         raise StoreAway(
-            f"{self._directory}: disk full: {self._free_bytes()} bytes free, {needed_bytes} needed for the next shard, "
-            "nothing left to evict; free space there, or set data.cache_dir to a larger disk"
+            f"{self._directory}: disk full: {self._free_bytes()} bytes free, {needed_bytes} needed for the next "
+            "shard, nothing left to evict; free space there, or set data.cache_dir to a larger disk"
         )
 
     def _eviction_order(self, wanted: Collection[str]) -> list[Path]:

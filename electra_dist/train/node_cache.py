@@ -1,7 +1,7 @@
 """Open the cache of this node for a run, shared with the other nodes where that pays, and describe it in the log.
 
-Without `data.share_shards`, the nodes share shards from 8 nodes on. With fewer, S3 serves the nodes side by side, and a
-port that listens on each of them is not worth it; with more, the link to S3 carries each shard 8 times and more.
+Without `data.share_shards`, the nodes share shards from 8 nodes on. With fewer, S3 serves the nodes side by side, and
+a port that listens on each of them is not worth it; with more, each shard would leave S3 eight times and more.
 """
 
 from __future__ import annotations

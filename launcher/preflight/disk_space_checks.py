@@ -77,9 +77,7 @@ def _cache_folder(config: Config) -> Path:
     ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
     num_nodes_of_job = int(os.environ.get("SLURM_NNODES", "1"))
     has_several_nodes = world_size > ranks_on_node or num_nodes_of_job > 1
-    return choose_cache_folder(
-        config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes
-    ).path
+    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:

@@ -1,4 +1,10 @@
-"""Predict which share of a corpus a node fetches again in each epoch because its cache is too small. Pure functions."""
+"""Predict which share of a corpus a node fetches again in each epoch because its cache is too small.
+
+How: pure functions of the sizes of the cache, of the corpus and of the two windows that a node always holds.
+
+Limits: shards that are in use count as if all of them were outside the kept part in proportion to its share; the share
+of a single epoch differs by some shards (`benchmarks/shard_cache.py` measures it).
+"""
 
 from __future__ import annotations
 

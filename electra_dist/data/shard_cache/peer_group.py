@@ -13,8 +13,8 @@ fetching everything.
 
 Cost: one HTTP request a shard; a further one every two seconds while the owner is still fetching.
 
-Limits: plain HTTP with a token of the run: who can read the cluster's network can read the shards. The nodes must agree
-on the list of nodes, which they exchange at each start.
+Limits: plain HTTP with a token of the run: who can read the cluster's network can read the shards. The nodes must
+agree on the list of nodes, which they exchange at each start.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ class _ServedCache:
     def fetched_bytes(self) -> int:
         """Return about how many bytes of shards this node has fetched since the first call; it never decreases.
 
-        It is the growth of the folder, unfinished downloads included, without what was deleted between two looks at it.
+        It is the growth of the folder, unfinished downloads included. What is deleted between two looks at the folder
+        lowers its growth, but not below 0.
         """
         with self._lock:
             if time.monotonic() - self._counted_at > _SCAN_S:

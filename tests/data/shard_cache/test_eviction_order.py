@@ -36,9 +36,11 @@ def test_the_order_is_a_function_of_the_shards_alone() -> None:
     orders = []
     for seed in range(3):
         random.Random(seed).shuffle(names)
-        used = {name: random.Random(seed).random() for name in names}
+        used_at = dict(zip(names, range(len(names))))
         paths = [Path(f"{name}.tar") for name in names]
-        orders.append(eviction_order(paths, corpus=corpus, wanted=(), last_used=lambda path: used[path.stem]))
+        orders.append(
+            eviction_order(paths, corpus=corpus, wanted=(), last_used=lambda path, times=used_at: times[path.stem])
+        )
     assert orders[0] == orders[1] == orders[2]
     assert [path.stem for path in orders[0]] == sorted(corpus, reverse=True)
 
@@ -78,7 +80,9 @@ def test_a_cache_fetches_only_what_it_does_not_hold_again(
     order = RowOrder([ROWS] * NUM_SHARDS, seed=7, window_shards=WINDOW)
     steps_per_epoch = order.rows_per_epoch // BATCH
     num_fetched = [0]
-    with contextlib.closing(ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)) as cache:
+    with contextlib.closing(
+        ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)
+    ) as cache:
         loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
         for step in range(4 * steps_per_epoch):
             batch = loader.next()
