@@ -12,20 +12,22 @@ It measures two things:
    while the first epoch lasts: eight times the corpus in the time of its steps. With links of 100, 75 and 50 % of the
    need it measures the seconds to the first batch of the slowest node, the share of time that the nodes wait, and the
    bytes that leave the store, for nodes that fetch everything themselves ("alone") and for nodes that pass shards to
-   one another ("sharing"). In one more run a node is killed in the middle of the epoch, in another one every cache
-   holds half of the corpus.
+   one another ("sharing"). Nodes that share need an eighth of that rate; they are measured with 100, 75 and 50 % of
+   this eighth, too. In one more run a node is killed in the middle of the epoch, in another one every cache holds half
+   of the corpus.
 
 Guarantee: every batch is compared with the rows that the order of rows gives for it; the script ends with an error if
 one differs. The bytes are counted where they leave the store.
 
 Limits: the store is a local HTTP server with a limited rate, not S3. The nodes do not wait for one another at each
-step, and they share the processors of one machine.
+step, and they share the processors of one machine; its load average is in the record and in the table.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,6 +182,9 @@ def measure_links(folder: Path, cluster: Cluster) -> list[Json]:
         for is_sharing in (False, True):
             name = f"{'sharing' if is_sharing else 'alone'}, link {share:.0%} of the need"
             runs.append(measure_nodes(name, corpus, folder / name, cluster, share, is_sharing=is_sharing))
+    for share in (link_share / cluster.num_nodes for link_share in LINK_SHARES):
+        name = f"sharing, link {share:.1%} of the need"
+        runs.append(measure_nodes(name, corpus, folder / name, cluster, share, is_sharing=True))
     link = f"link {LINK_SHARES[-1]:.0%} of the need"
     name = f"sharing, {link}, a node killed in the middle of epoch 1"
     runs.append(measure_nodes(name, corpus, folder / name, cluster, LINK_SHARES[-1], is_sharing=True, kills_one=True))
@@ -206,10 +211,12 @@ def main(argv: Sequence[str] | None = None) -> Json:
         (folder / "links").mkdir()
         # The nodes are forked, so they come before the threads of the other measurement.
         runs = measure_links(folder / "links", cluster)
+        load, _, _ = os.getloadavg()
         sizes = measure_eviction(folder / "eviction", num_shards, window, epochs)
     lines = [report_eviction(sizes, f"{num_shards} shards, windows of {window}")]
-    lines += report_nodes(runs, f"{cluster.num_nodes} simulated nodes")
-    return finish("shard_cache", arguments, argv, lines, eviction=sizes, nodes=runs, cluster=cluster._asdict())
+    lines += report_nodes(runs, f"{cluster.num_nodes} simulated nodes on a machine with a load average of {load:.0f}")
+    cluster_sizes = cluster._asdict()
+    return finish("shard_cache", arguments, argv, lines, eviction=sizes, nodes=runs, cluster=cluster_sizes, load=load)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class DataConfig(Section):
         default=None,
         description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is "
         "fetched from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's "
-        "network. Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or more.",
+        "network. Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or "
+        "more.",
     )
     endpoint_url: str | None = Field(
         default=None,

@@ -44,6 +44,17 @@ def node_cache_folder(config: Config) -> CacheFolder:
     )
 
 
+def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
+    """Return the folder in which this node caches the shards of a corpus.
+
+    A corpus that is read in place needs none: then it is that of a run on one node, which is neither created nor read.
+
+    Raises:
+        StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
+    """
+    return node_cache_folder(config).path if _is_fetched(corpus) else config.cache_folder
+
+
 def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
     """Return a new cache of a corpus's shards for this process; the nodes share shards if they are to. Collective.
 
@@ -52,12 +63,11 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
         corpus: the opened corpus.
         stack: closes the cache and the server by which this node passes shards on.
     """
-    folder = node_cache_folder(config).path
     server = None
     peers = None
     if _is_fetched(corpus) and _shares_shards(config):
         server, peers = _meet_peers(stack)
-    cache = corpus.open_cache(config.data, folder, peers)
+    cache = corpus.open_cache(config.data, shard_folder(config, corpus), peers)
     stack.callback(cache.close)
     if server is not None:
         server.serve(cache.node_cache, corpus.store, corpus.manifest, config.data.fetch_threads)

@@ -46,7 +46,7 @@ from electra_dist.train.health.error_relay import report_once, reported_exit_cod
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs
-from electra_dist.train.node_cache import describe_caches, node_cache_folder
+from electra_dist.train.node_cache import describe_caches, node_cache_folder, shard_folder
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
 from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
 from electra_dist.train.skip_list_file import SkipList
@@ -367,6 +367,6 @@ def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.n
         corpus,
         vocab_size=config.model.vocab_size,
         run_dir=Path(config.run_dir),
-        open_cache=lambda: corpus.open_cache(config.data, node_cache_folder(config).path),
+        open_cache=lambda: corpus.open_cache(config.data, shard_folder(config, corpus)),
         patience=patience,
     )

@@ -43,7 +43,7 @@ from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 from electra_dist.train.loss_guard import Guard, first_to_skip
-from electra_dist.train.node_cache import node_cache_folder, open_shared_cache
+from electra_dist.train.node_cache import open_shared_cache, shard_folder
 from electra_dist.train.reporting.reporter import Ending, Reporter
 from electra_dist.train.reporting.time_accounting import Clock
 from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
@@ -524,7 +524,7 @@ class Trainer:
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
         """Return a new cache of a corpus's shards for this process; it is closed when `stack` is closed."""
-        cache = corpus.open_cache(self.config.data, node_cache_folder(self.config).path)
+        cache = corpus.open_cache(self.config.data, shard_folder(self.config, corpus))
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:

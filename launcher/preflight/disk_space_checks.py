@@ -58,7 +58,8 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
         node: name of this node, for the findings.
     """
     needs_by_disk: dict[int, list[Need]] = {}
-    for need in needs(config, corpora, _cache_folder(config)):
+    cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
+    for need in needs(config, corpora, cache_folder):
         device_number = _existing(need.folder).stat().st_dev  # Folders on the same disk have the same number.
         needs_by_disk.setdefault(device_number, []).append(_remaining(need))
     return [_check_disk(disk_needs, node) for disk_needs in needs_by_disk.values()]

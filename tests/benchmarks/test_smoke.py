@@ -82,7 +82,7 @@ def test_a_small_cache_fetches_less_again_and_nodes_that_share_fetch_once(tmp_pa
         assert all(1 - size["cache"] - 0.05 <= share <= 1 - size["cache"] + 0.12 for share in size["ours"])
         assert min(size["least_recently_used"]) > max(size["ours"])
     store_shares = {run["name"]: run["store_share_by_epoch"][0] for run in record["nodes"]}
-    assert len(store_shares) == 8
+    assert len(store_shares) == 11
     for name, share in store_shares.items():
         if "alone" in name:
             assert share == pytest.approx(3, abs=0.01)  # three nodes
