@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
     arguments = parser(__doc__).parse_args(argv)
     if arguments.smoke:
         num_shards, window, epochs = 30, 1, 2
-        cluster = Cluster(num_nodes=3, num_shards=12, rows_per_shard=32, window_shards=3, step_s=0.01)
+        cluster = Cluster(num_nodes=3, num_shards=12, rows_per_shard=32, window_shards=3, step_s=0.003)
     else:
         num_shards, window, epochs = 240, 4, 4
         cluster = Cluster(num_nodes=NUM_NODES, num_shards=48, rows_per_shard=256, window_shards=6, step_s=0.1)
