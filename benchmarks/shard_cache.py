@@ -168,21 +168,22 @@ def _figures(run: Json) -> str:
     )
 
 
-def measure_links(folder: Path, cluster: Cluster) -> list[Json]:
+def measure_links(folder: Path, cluster: Cluster, link_shares: Sequence[float]) -> list[Json]:
     """Measure the nodes at all rates of the link, with and without sharing, and in the two runs with faults.
 
     Args:
         folder: Empty folder for the corpus and the caches.
         cluster: Sizes of the corpus and length of a step.
+        link_shares: Rates of the link as shares of the need.
     """
     corpus = folder / "corpus"
     write_corpus(str(corpus), cluster.num_shards, cluster.rows_per_shard, cluster.num_shards, seq_len=cluster.seq_len)
     runs = []
-    for share in LINK_SHARES:
+    for share in link_shares:
         for is_sharing in (False, True):
             name = f"{'sharing' if is_sharing else 'alone'}, link {share:.0%} of the need"
             runs.append(measure_nodes(name, corpus, folder / name, cluster, share, is_sharing=is_sharing))
-    for share in (link_share / cluster.num_nodes for link_share in LINK_SHARES):
+    for share in (link_share / cluster.num_nodes for link_share in link_shares):
         name = f"sharing, link {share:.1%} of the need"
         runs.append(measure_nodes(name, corpus, folder / name, cluster, share, is_sharing=True))
     link = f"link {LINK_SHARES[-1]:.0%} of the need"
@@ -200,7 +201,9 @@ def measure_links(folder: Path, cluster: Cluster) -> list[Json]:
 def main(argv: Sequence[str] | None = None) -> Json:
     """Run both measurements, print their tables and return the record; everything is written to a temporary folder."""
     arguments = parser(__doc__).parse_args(argv)
+    link_shares = LINK_SHARES
     if arguments.smoke:
+        link_shares = LINK_SHARES[-1:]
         num_shards, window, epochs = 30, 1, 2
         cluster = Cluster(num_nodes=3, num_shards=12, rows_per_shard=32, window_shards=3, step_s=0.003)
     else:
@@ -210,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         folder = Path(temporary)
         (folder / "links").mkdir()
         # The nodes are forked, so they come before the threads of the other measurement.
-        runs = measure_links(folder / "links", cluster)
+        runs = measure_links(folder / "links", cluster, link_shares)
         load, _, _ = os.getloadavg()
         sizes = measure_eviction(folder / "eviction", num_shards, window, epochs)
     lines = [report_eviction(sizes, f"{num_shards} shards, windows of {window}")]

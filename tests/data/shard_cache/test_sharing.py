@@ -62,8 +62,13 @@ def large(build_corpus: Callable[..., Any], tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def make_nodes(tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
-    """`make_nodes(corpus, 3)`: nodes that know one another; they are closed at the end."""
+def make_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Node]]]:
+    """`make_nodes(corpus, 3)`: nodes that know one another; they are closed at the end.
+
+    They wait so long for one another that no node of a busy machine counts as away.
+    """
+    for name in ("_CONNECT_S", "_READ_S", "_STALLED_S"):
+        monkeypatch.setattr(peer_group, name, 120.0)
     with contextlib.ExitStack() as stack:
 
         def make(corpus: Any, num_nodes: int, limit_bytes: int | None = None) -> list[Node]:
