@@ -36,6 +36,7 @@ PROGRESS_HEADER = "X-Bytes-Fetched"  # of an answer 202: bytes that the owner ha
 _CONNECT_S = 3.0  # seconds for which a peer may be silent when it is asked
 _READ_S = 10.0  # seconds for which a peer may be silent while it sends or fetches; longer than it holds a request
 _STALLED_S = 20.0  # seconds without progress after which an owner that is still fetching is given up
+_LONGEST_S = 300.0  # seconds after which an owner that has not delivered a shard is given up, in spite of progress
 _AWAY_S = 60.0  # seconds for which a peer that failed is not asked again
 _LEAST_BYTES_PER_S = 1e6  # a peer that sends more slowly is given up
 _PAUSE_S = 0.05  # seconds between two requests for a shard that the owner is still fetching
@@ -141,8 +142,9 @@ class PeerGroup:
             StoreError: The file cannot be written.
         """
         progress = -1
-        waits_since = time.monotonic()
-        while time.monotonic() - waits_since < _STALLED_S:
+        asked_at = time.monotonic()
+        waits_since = asked_at
+        while time.monotonic() < min(waits_since + _STALLED_S, asked_at + _LONGEST_S):
             connection = http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
             try:
                 answer = _request(connection, entry.sha256, self._token)

@@ -68,7 +68,7 @@ def make_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     They wait so long for one another that no node of a busy machine counts as away.
     """
     for name in ("_CONNECT_S", "_READ_S", "_STALLED_S"):
-        monkeypatch.setattr(peer_group, name, 120.0)
+        monkeypatch.setattr(peer_group, name, 60.0)
     with contextlib.ExitStack() as stack:
 
         def make(corpus: Any, num_nodes: int, limit_bytes: int | None = None) -> list[Node]:
