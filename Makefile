@@ -88,6 +88,7 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/head.py --save
 	$(BIN)/python benchmarks/loader.py --shards 3 --save
 	$(BIN)/python benchmarks/loader.py --checksums --shards 3 --rounds 41 --save
+	$(BIN)/python benchmarks/shard_cache.py --save
 	$(BIN)/python benchmarks/corpus_builder.py --save
 	$(BIN)/python benchmarks/side_files.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save

@@ -181,7 +181,11 @@ class Config(Section):
 
     @property
     def cache_folder(self) -> Path:
-        """Return the folder in which this node keeps shards fetched from S3 and compiled code."""
+        """Return the folder in which a process on a single node keeps shards fetched from S3 and compiled code.
+
+        The ranks of a run on several nodes use `data/shard_cache/cache_folder.py` instead: without data.cache_dir they
+        choose a folder outside the run folder, which all nodes share.
+        """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
     @property

@@ -61,17 +61,26 @@ class DataConfig(Section):
     cache_dir: LocalFolder | None = Field(
         default=None,
         description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
-        "local disk. Unset: cache/ in the run folder.",
+        "local disk. Unset: cache/ in the run folder; with several nodes, electra-dist-cache-UID in SLURM_TMPDIR, "
+        "TMPDIR or /tmp, the first that is a local disk. The start logs the folder and whether the corpus fits.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. The least recently used "
-        "shards are deleted to stay below it. Unset: the free space of the disk is the limit.",
+        description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A cache that is smaller "
+        "than the corpus keeps a fixed part of it and fetches the rest again in each epoch; two shuffle windows are "
+        "held in any case. Unset: the free space of the disk is the limit.",
     )
     fetch_threads: Positive = Field(
         default=8,
         description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
         "and fetch each shard only once.",
+    )
+    share_shards: bool | None = Field(
+        default=None,
+        description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is "
+        "fetched from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's "
+        "network. Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or "
+        "more.",
     )
     endpoint_url: str | None = Field(
         default=None,

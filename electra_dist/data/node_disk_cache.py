@@ -7,14 +7,16 @@ corpus that was built again never reads an old shard.
 
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
-times; after that the run ends with an error that names the object. Before a download, the least recently used shards
-are deleted (evicted) if the folder would exceed `limit_bytes` or the disk would fill up. A process that has a shard
-open holds a shared flock on it, which protects it from eviction.
+times; after that the run ends with an error that names the object. Before a download, shards are deleted (evicted) if
+the folder would exceed `limit_bytes` or the disk would fill up, so that a fixed part of the corpus stays
+(`shard_cache/eviction_order.py`). A process that has a shard open holds a shared flock on it, which protects it from
+eviction; so does `wanted`, for the shards that it will open next. A download reserves its bytes: it begins with a
+sparse file of the shard's size, which all processes count.
 
 Cost: one SHA-256 per fetch; with `limit_bytes` also one listing of the folder per fetch.
 
-Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use, the
-folder exceeds `limit_bytes`. The limit does not count bytes that other downloads are about to write.
+Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
+the folder exceeds `limit_bytes`: a node always holds the shards of two windows.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from stat import S_ISREG
 
 from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.shard_cache.eviction_order import eviction_order
+from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
-from electra_dist.store.atomic_files import file_sha256, readable, writable
+from electra_dist.store.atomic_files import file_sha256, is_temporary, readable, writable
 from electra_dist.store.interface import Store
 
 _FETCHES = 5  # Attempts to fetch a shard whose bytes do not have the right SHA-256.
@@ -44,15 +49,31 @@ class NodeCache:
     equal shards of several corpora are stored once.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int | None = None,
+        corpus: Collection[str] = (),
+        peers: PeerGroup | None = None,
+    ) -> None:
         """Remember the folder; nothing is read or created until the first fetch.
 
         Args:
             directory: Folder on a disk of this node; the first fetch creates it.
-            limit_bytes: Size of the folder above which the least recently used shards are deleted. With None they are
-                deleted only when the disk is nearly full.
+            limit_bytes: Size of the folder above which shards are deleted. With None they are deleted only when the
+                disk is nearly full.
+            corpus: SHA-256 of every shard of the caller's corpus, in hexadecimal. If room is short, a fixed part of
+                them stays, and shards that are not among them are deleted first.
+            peers: Other nodes of the run, which are asked for a shard before the store is; with them, the part that
+                stays begins with the shards that this node owns. None: there are none, or they share no shards.
         """
         self.refetches = 0  # shards fetched again because their bytes were wrong
+        # SHA-256 of the shards that the caller has open or will open soon. Another set replaces it, so that the
+        # threads that fetch may read it.
+        self.wanted: frozenset[str] = frozenset()
+        self._corpus = frozenset(corpus)
+        self._peers = peers
+        self._preferred = peers.owned(sorted(self._corpus)) if peers is not None else frozenset()
         self._directory = directory
         self._limit_bytes = limit_bytes
 
@@ -60,13 +81,23 @@ class NodeCache:
         """Return the path that a shard has in the folder, `<sha256>.tar`; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
-    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool) -> None:
+    def holds(self, entry: ShardEntry) -> bool:
+        """Return whether a file of the shard's name and size is in the folder; its digest is not verified again."""
+        return _is_good(self.path(entry), entry, verify=False)
+
+    def bytes_on_disk(self) -> int:
+        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes."""
+        paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
+        return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
+
+    def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
         """Fetch a shard into the folder unless it is already there; wait if another process is fetching it.
 
         Args:
             store: Store of the corpus.
             entry: The shard's entry in the manifest.
             verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
+            ask_peers: Whether the shard may come from another node, if there are peers.
 
         Raises:
             StoreAway: The disk is full, or all retries failed (StoreExhausted).
@@ -87,12 +118,13 @@ class NodeCache:
                 self.refetches += 1
             for leftover in self._directory.glob(f"*{entry.sha256}.*"):
                 leftover.unlink(missing_ok=True)
-            self._fetch(store, entry)
+            self._fetch(store, entry, ask_peers=ask_peers)
 
-    def _fetch(self, store: Store, entry: ShardEntry) -> None:
+    def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
         """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
 
-        The caller must hold the shard's lock, so that no other process writes the same files.
+        The caller must hold the shard's lock, so that no other process writes the same files. Other nodes are asked at
+        most once; wrong bytes of theirs are replaced by those of the store.
 
         Raises:
             StoreAway: The disk is full, or all retries of a download failed (StoreExhausted).
@@ -100,42 +132,83 @@ class NodeCache:
             ManifestMismatch: The SHA-256 was wrong `_FETCHES` times.
         """
         unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
+        peers = self._peers if ask_peers else None
         for _ in range(_FETCHES):
-            self._make_room(entry.bytes)
-            store.fetch(entry.name, unverified, must_exist=True)
-            if file_sha256(unverified) == entry.sha256:
-                unverified.replace(self.path(entry))
-                return
-            unverified.unlink()
+            try:
+                self._reserve(unverified, entry.bytes)
+                has_come = peers is not None and peers.fetch(entry, unverified)
+                peers = None
+                if not has_come:
+                    store.fetch(entry.name, unverified, must_exist=True)
+                if file_sha256(unverified) == entry.sha256:
+                    unverified.replace(self.path(entry))
+                    return
+            finally:
+                # A disk that has just become read-only refuses this, too; the error of the download is the one to
+                # report.
+                with contextlib.suppress(OSError):
+                    unverified.unlink(missing_ok=True)
             self.refetches += 1
         raise ManifestMismatch(
             f"{store.url}/{entry.name}: wrong bytes {_FETCHES} times in a row: their sha256 is not "
             f"{entry.sha256[:12]}..., which corpus.json lists; restore this shard or build the corpus again"
         )
 
-    def _make_room(self, needed_bytes: int) -> None:
-        """Delete the least recently used shards until `needed_bytes` more fit into the folder and on its disk.
+    def _reserve(self, unverified: Path, needed_bytes: int) -> None:
+        """Delete shards until one more fits into the folder and on its disk, and reserve its bytes in the folder.
 
-        A shard that a process has open is not deleted. If the folder would exceed its limit although all other shards
-        are deleted, the call succeeds and the folder becomes larger than the limit.
+        The reservation is a sparse file under the name that the finished download gets, so that the downloads of all
+        processes of the node are counted from their first byte on.
+
+        Args:
+            unverified: Path that the download will have before its digest is verified.
+            needed_bytes: Size of the shard in bytes.
+
+        Raises:
+            StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
+        """
+        with self._locked("eviction"):  # One process at a time, so that no more is deleted than necessary.
+            self._make_room(needed_bytes)
+            with writable(unverified), unverified.open("wb") as reservation:
+                reservation.truncate(needed_bytes)
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk.
+
+        A shard that a process has open is not deleted, and a wanted one only if the disk is full otherwise. If the
+        folder would exceed its limit although all other shards are deleted, the call succeeds and the folder becomes
+        larger than the limit. The caller holds the lock of the eviction.
 
         Raises:
             StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
         """
         if self._excess_bytes(needed_bytes) <= 0:
             return
-        with self._locked("eviction"):  # One process at a time, so that no more is deleted than necessary.
-            oldest_first = sorted(self._directory.glob(f"*{_SHARD_SUFFIX}"), key=_last_used)
-            for path in oldest_first:
-                if self._excess_bytes(needed_bytes) <= 0:
-                    return
-                _delete_unless_in_use(path)
-        free_bytes = shutil.disk_usage(self._directory).free
-        if free_bytes < needed_bytes:
-            raise StoreAway(
-                f"{self._directory}: disk full: {free_bytes} bytes free, {needed_bytes} needed for the next shard, "
-                "nothing left to evict; free space there, or set data.cache_dir to a larger disk"
-            )
+        for path in self._eviction_order(wanted=self.wanted):
+            _delete_unless_in_use(path)
+            if self._excess_bytes(needed_bytes) <= 0:
+                return
+        if self._free_bytes() >= needed_bytes:
+            return
+        for path in self._eviction_order(wanted=()):
+            _delete_unless_in_use(path)
+            if self._free_bytes() >= needed_bytes:
+                return
+        raise StoreAway(
+            f"{self._directory}: disk full: {self._free_bytes()} bytes free, {needed_bytes} needed for the next "
+            "shard, nothing left to evict; free space there, or set data.cache_dir to a larger disk"
+        )
+
+    def _eviction_order(self, wanted: Collection[str]) -> list[Path]:
+        """Return the cached shards that are not wanted, in the order in which to delete them."""
+        paths = self._directory.glob(f"*{_SHARD_SUFFIX}")
+        return eviction_order(
+            paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
+        )
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that are free on the disk of the folder."""
+        return shutil.disk_usage(self._directory).free
 
     def _excess_bytes(self, needed_bytes: int) -> int:
         """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none.
@@ -143,12 +216,12 @@ class NodeCache:
         After the write, at least `_SPARE_BYTES` must be free on the disk, and the folder must not be larger than
         `limit_bytes` (unless that is None).
         """
-        free_bytes = shutil.disk_usage(self._directory).free
-        excess_on_disk = needed_bytes + _SPARE_BYTES - free_bytes
+        excess_on_disk = needed_bytes + _SPARE_BYTES - self._free_bytes()
         if self._limit_bytes is None:
             return excess_on_disk
-        stats = [_stat(path) for path in self._directory.iterdir()]
-        used_bytes = sum(stat.st_size for stat in stats if stat is not None)
+        # A download is counted by its reservation, so its temporary file does not count.
+        stats = [_stat(path) for path in _files(self._directory) if not is_temporary(path.name)]
+        used_bytes = sum(stat.st_size for stat in stats if stat is not None and S_ISREG(stat.st_mode))
         excess_in_folder = used_bytes + needed_bytes - self._limit_bytes
         return max(excess_on_disk, excess_in_folder)
 
@@ -180,6 +253,14 @@ class NodeCache:
             yield
         finally:
             os.close(descriptor)  # This also releases the lock.
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files and folders in a cache folder; none if it does not exist yet."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -39,6 +39,7 @@ from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.row_checksums import Checksums
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
+from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
@@ -61,6 +62,7 @@ class ShardCache:
         directory: Path,
         fetch_threads: int = 8,
         limit_bytes: int | None = None,
+        peers: PeerGroup | None = None,
     ) -> None:
         """Start the background threads; no file is read until the first `open` or `prefetch`.
 
@@ -69,12 +71,15 @@ class ShardCache:
             manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
             directory: Cache folder on a disk of this node; unused if the corpus is in a local folder.
             fetch_threads: Number of shards that are fetched or verified at the same time.
-            limit_bytes: Size of `directory` above which the least recently used shards in it are deleted. With None
-                they are deleted only when the disk is nearly full.
+            limit_bytes: Size of `directory` above which shards in it are deleted, except a fixed part of the corpus.
+                With None they are deleted only when the disk is nearly full.
+            peers: Other nodes of the run, which are asked for a shard before the store is.
         """
         self.store = store
         self.manifest = manifest
-        self._node_cache = NodeCache(directory, limit_bytes)
+        self._peers = peers
+        digests = {entry.sha256 for entry in manifest.shards}
+        self._node_cache = NodeCache(directory, limit_bytes, digests, peers)
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
         # Checksums of a shard's rows, when it is on this node and verified.
         self._prepared: dict[int, Future[Checksums]] = {}
@@ -84,6 +89,11 @@ class ShardCache:
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def node_cache(self) -> NodeCache:
+        """Return the cache of this node in which the shards of a corpus on S3 are kept, to serve it to other nodes."""
+        return self._node_cache
 
     @property
     def refetches(self) -> int:
@@ -198,18 +208,27 @@ class ShardCache:
             self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background, in the order given; returns at once.
+        """Begin to fetch and verify shards in the background; returns at once.
+
+        They are queued in the order given, or, with peers, in the order of their owners.
 
         Shards that are open or already queued are skipped. If a fetch fails, `open` of that shard raises the error.
+        Until `keep_only` drops them, the shards are not deleted when the node's cache needs room.
 
         Args:
             shard_indices: Indices of the shards in the manifest.
         """
-        for index in map(int, shard_indices):
-            if index not in self._prepared:
-                future: Future[Checksums] = Future()
-                self._prepared[index] = future
-                self._queue.put((index, future))
+        new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
+        if self._peers is not None:
+            # Other nodes wait for the shards that this one owns, so these come first.
+            peers = self._peers
+            new_indices.sort(key=lambda index: peers.distance(self.manifest.shards[index].sha256))
+        futures: list[Future[Checksums]] = [Future() for _ in new_indices]
+        self._prepared.update(zip(new_indices, futures, strict=True))
+        if new_indices:
+            self._protect_wanted()  # Before the downloads begin, which may delete other shards.
+        for item in zip(new_indices, futures, strict=True):
+            self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
         """Close all shards that are not in `shard_indices` and cancel their queued downloads.
@@ -226,6 +245,12 @@ class ShardCache:
             if index in self._shards:
                 shard = self._shards.pop(index)
                 shard.close()
+        self._protect_wanted()
+
+    def _protect_wanted(self) -> None:
+        """Keep the shards that are open or queued from being deleted when the node's cache needs room."""
+        shards = self.manifest.shards
+        self._node_cache.wanted = frozenset(shards[index].sha256 for index in self._prepared)
 
     def close(self) -> None:
         """Close all shards, stop the threads, and wait up to two seconds for them to end.

@@ -17,6 +17,7 @@ from electra_dist.config import Config, DataConfig
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
+from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
 from electra_dist.engine.optimizer import check_optimizer, choose_implementation
@@ -37,17 +38,18 @@ class OpenCorpus:
     store: Store
     manifest: CorpusManifest
 
-    def open_cache(self, data: DataConfig, folder: Path) -> ShardCache:
+    def open_cache(self, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
         """Return a new cache of the corpus's shards for this process. The caller closes it.
 
         Args:
             data: gives the number of fetching threads and the size limit of the folder.
             folder: cache folder of this node, which its ranks share; unused for a corpus on a local disk.
+            peers: other nodes of the run, which are asked for a shard before the store is; None: none.
         """
         limit_bytes = None
         if data.cache_limit_gb is not None:
             limit_bytes = round(data.cache_limit_gb * 1e9)
-        return ShardCache(self.store, self.manifest, folder, data.fetch_threads, limit_bytes)
+        return ShardCache(self.store, self.manifest, folder, data.fetch_threads, limit_bytes, peers)
 
 
 @dataclass(frozen=True, kw_only=True)

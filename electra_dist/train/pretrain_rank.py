@@ -46,6 +46,7 @@ from electra_dist.train.health.error_relay import report_once, reported_exit_cod
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import RunInputs, check_inputs
+from electra_dist.train.node_cache import describe_caches, node_cache_folder, shard_folder
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
 from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
 from electra_dist.train.skip_list_file import SkipList
@@ -236,6 +237,7 @@ def _train(
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes += _build_notes(config, module)
+    notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))
     notes += [f"init_from: {note}" for note in source_notes]
@@ -288,7 +290,8 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
         digest = config.objective.generator_sha256
         notes.append(f"frozen generator: the weights of {config.train.init_generator_from}, sha256 {digest}")
     if config.engine.compile:
-        notes.append(f"layers are compiled at the first step; compiled code is kept in {config.cache_folder}")
+        folder = node_cache_folder(config).path
+        notes.append(f"layers are compiled at the first step; compiled code is kept in {folder}")
     return notes
 
 
@@ -346,7 +349,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         # The import takes seconds, which runs without compilation need not spend.
         from electra_dist.model.compile_layers import compile_layers
 
-        compile_layers(objective, config.cache_folder / "compiled")
+        compile_layers(objective, node_cache_folder(config).path / "compiled")
     if isinstance(objective, CorruptingObjective):
         objective.early_generator = config.engine.early_generator
         if objective.frozen_generator is not None:
@@ -364,6 +367,6 @@ def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.n
         corpus,
         vocab_size=config.model.vocab_size,
         run_dir=Path(config.run_dir),
-        open_cache=lambda: corpus.open_cache(config.data, config.cache_folder),
+        open_cache=lambda: corpus.open_cache(config.data, shard_folder(config, corpus)),
         patience=patience,
     )

@@ -42,6 +42,7 @@ from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 from electra_dist.train.loss_guard import Guard, first_to_skip
+from electra_dist.train.node_cache import open_shared_cache, shard_folder
 from electra_dist.train.reporting.reporter import Ending, Reporter
 from electra_dist.train.reporting.time_accounting import Clock
 from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
@@ -523,11 +524,11 @@ class Trainer:
 
     def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
         """Return a new cache of a corpus's shards for this process; it is closed when `stack` is closed."""
-        cache = corpus.open_cache(self.config.data, self.config.cache_folder)
+        cache = corpus.open_cache(self.config.data, shard_folder(self.config, corpus))
         return stack.enter_context(contextlib.closing(cache))
 
     def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
-        """Return the loader of this rank's rows from the restored step on, without the skipped steps.
+        """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
 
         Args:
             stack: closes the loader's cache; the caller closes the loader itself.
@@ -535,7 +536,7 @@ class Trainer:
         config = self.config
         corpus = self.inputs.corpus
         return RowLoader(
-            cache=self._open_cache(corpus, stack),
+            cache=open_shared_cache(config, corpus, stack),
             order=self.inputs.corpora.row_order(
                 config.seed, config.data.shuffle_window_shards, config.train.global_batch
             ),

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.shard_cache.cache_folder import choose_cache_folder
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from launcher.preflight.findings import Finding
@@ -57,13 +58,30 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
         node: name of this node, for the findings.
     """
     needs_by_disk: dict[int, list[Need]] = {}
-    for need in needs(config, corpora):
+    cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
+    for need in needs(config, corpora, cache_folder):
         device_number = _existing(need.folder).stat().st_dev  # Folders on the same disk have the same number.
         needs_by_disk.setdefault(device_number, []).append(_remaining(need))
     return [_check_disk(disk_needs, node) for disk_needs in needs_by_disk.values()]
 
 
-def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
+def _cache_folder(config: Config) -> Path:
+    """Return the folder in which this node will cache shards.
+
+    WORLD_SIZE of a launcher of ranks, or SLURM_NNODES of a Slurm job, says whether the run has several nodes; without
+    either, one node is assumed.
+
+    Raises:
+        StoreError: this node has no temporary directory that can be used.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_nodes_of_job = int(os.environ.get("SLURM_NNODES", "1"))
+    has_several_nodes = world_size > ranks_on_node or num_nodes_of_job > 1
+    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
+
+
+def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
     """Return how much a run will write to each local folder if all are empty: logs, checkpoints, cached shards. Pure.
 
     A checkpoint target on S3 needs local space for only one checkpoint, which lies in RUN/staging during its upload.
@@ -71,6 +89,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
     Args:
         config: the resolved config of the run.
         corpora: URL -> manifest of each corpus of the run.
+        cache_folder: folder in which this node caches shards; None: that of a run on a single node.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -81,7 +100,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
         next_step="choose a run_dir on a larger disk",
     )
     checkpoint_needs = [_checkpoint_need(config, url) for url in config.checkpoint_urls]
-    return [log_need, *checkpoint_needs, *_cache_needs(config, corpora)]
+    return [log_need, *checkpoint_needs, *_cache_needs(config, corpora, cache_folder or config.cache_folder)]
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
@@ -129,7 +148,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
     )
 
 
-def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[Need]:
+def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: Path) -> list[Need]:
     """Return how much space the local cache of shards needs, as a list of one; empty if no corpus is on S3.
 
     A shard is one file of a corpus; a shuffle window is the group of shards whose rows are shuffled together. The run
@@ -150,7 +169,7 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest]) -> list[
         limit_bytes = int(config.data.cache_limit_gb * 1e9)
     return [
         Need(
-            folder=config.cache_folder,
+            folder=folder,
             what="cached shards",
             now_bytes=min(two_windows_bytes, limit_bytes),
             whole_bytes=min(all_bytes, limit_bytes),

@@ -11,6 +11,7 @@ import long_runs
 import pytest
 import restart
 import scaling
+import shard_cache
 import side_files
 import step
 from builder_parts import ways
@@ -75,6 +76,22 @@ def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     assert [row["epochs"] for row in record["positions"]] == [0.0, 0.1, 0.5, 0.99, 1000.5]
     assert all(0 < row["order_peak_bytes"] < 10e6 for row in record["positions"])
     assert record["gets_per_million_rows"] == pytest.approx(1e6 / 1024)
+
+
+def test_a_small_cache_fetches_less_again_and_nodes_that_share_fetch_once(tmp_path: Path) -> None:
+    record = _run(shard_cache, tmp_path)
+    assert [size["cache"] for size in record["eviction"]] == [0.5, 0.75, 0.9]
+    for size in record["eviction"]:
+        # Beside the part that stays there must be room for two windows of one shard, and one that straddles them.
+        assert all(1 - size["cache"] - 0.05 <= share <= 1 - size["cache"] + 0.12 for share in size["ours"])
+        assert min(size["least_recently_used"]) > max(size["ours"])
+    store_shares = {run["name"]: run["store_share_by_epoch"][0] for run in record["nodes"]}
+    assert len(store_shares) == 5
+    alone = [share for name, share in store_shares.items() if "alone" in name]
+    sharing = [share for name, share in store_shares.items() if "sharing" in name]
+    assert alone == pytest.approx([3], abs=0.01)  # three nodes
+    # A busy machine makes peers look away; tests/data/shard_cache/test_sharing.py counts the fetches exactly.
+    assert all(1 <= share < 3 for share in sharing)
 
 
 def test_the_loader_reads_all_rows_with_and_without_checksums(tmp_path: Path) -> None:

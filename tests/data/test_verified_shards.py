@@ -20,36 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fault_server import FaultPlan, FaultProxy
+from support.remote_store import Remote
 
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
-from electra_dist.store.atomic_files import file_sha256, replacing
+from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
 
 FORK = multiprocessing.get_context("fork")
-
-
-class Remote(LocalStore):
-    """Store whose objects must be fetched, as on S3; `pause_s` seconds for each KiB make it slow."""
-
-    def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
-        super().__init__(folder)
-        self.pause_s = pause_s
-        self.fetched: list[str] = []
-
-    def local_path(self, key: str) -> None:  # type: ignore[override]
-        return None
-
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        self.fetched.append(key)
-        data = super().local_path(key).read_bytes()
-        with replacing(destination) as out:
-            for first in range(0, len(data), 1024):
-                out.write(data[first : first + 1024])
-                out.flush()
-                time.sleep(self.pause_s)
 
 
 @pytest.fixture
@@ -203,20 +183,39 @@ def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any,
         ShardCache(corpus.store, manifest, tmp_path).open(1)
 
 
-def test_limit_evicts_the_least_recently_used_shards(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """There is room for three shards, and the folder never exceeds the limit."""
+def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """There is room for three shards: two that stay, and one that is in use. The folder never exceeds the limit."""
     size = max(entry.bytes for entry in corpus.manifest.shards)
-    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=3 * size + 100)
-    for index in range(7):
+    limit_bytes = 3 * size + 100
+    digests = sorted(entry.sha256 for entry in corpus.manifest.shards)
+    kept = {f"{digest}.tar" for digest in digests[:2]}
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=limit_bytes)
+    for index in [0, 1, 2, 3, 4, 5, 6, 3, 5, 1, 0, 6, 2, 4]:
         shard = cache.open(index)
         assert len(shard.rows(np.array([0]))) == 1
         cache.keep_only([])
-        assert sum(path.stat().st_size for path in tmp_path.glob("*") if path.is_file()) <= 3 * size + 100
-        time.sleep(0.01)  # times of last use differ
-    names = [f"{entry.sha256}.tar" for entry in corpus.manifest.shards]
-    assert set(names[-2:]) <= files(tmp_path)
-    assert names[0] not in files(tmp_path)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*") if path.is_file()) <= limit_bytes
+    assert kept <= files(tmp_path)
+    names_of_kept = {entry.name for entry in corpus.manifest.shards if entry.sha256 in digests[:2]}
+    assert [remote.fetched.count(name) for name in names_of_kept] == [1, 1]
     cache.close()
+
+
+def test_shards_of_other_corpora_are_evicted_first(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """The least recently used one before the others, whatever their digests are."""
+    sizes = [entry.bytes for entry in corpus.manifest.shards]
+    others = [tmp_path / f"{number:064x}.tar" for number in (2, 0, 1)]
+    for age, path in enumerate(others):
+        path.write_bytes(b"x" * min(sizes))
+        os.utime(path, (age, age))
+    room = 2 * min(sizes) + sizes[0] + sizes[1]
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=room)
+    for index in (0, 1):
+        cache.open(index)
+        cache.keep_only([])
+    cache.close()
+    own = {f"{corpus.manifest.shards[index].sha256}.tar" for index in (0, 1)}
+    assert files(tmp_path) == own | {others[1].name, others[2].name}
 
 
 def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: Path) -> None:

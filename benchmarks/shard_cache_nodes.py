@@ -1,0 +1,323 @@
+"""Nodes of a run behind one link to the store, each a process with a cache folder of its own.
+
+A part of `shard_cache.py`.
+
+How: a process serves the corpus over HTTP and lets only so many bytes a second through, for all nodes together. The
+nodes are forked from the script; each reads its rank's batches and sleeps for the length of a step after each of them.
+Each reports to the script through a pipe of its own, because a lock that processes share would be lost with a killed
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from measure import Json
+
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.loader import RowLoader
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
+from electra_dist.data.shard_cache.shard_server import ShardServer
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.local_store import LocalStore
+
+_FORK = multiprocessing.get_context("fork")
+_CHUNK = 16 << 10  # bytes that the link lets through at a time
+_LONGEST_S = 180.0  # for which a report of a node is waited for
+_SEED = 42
+_TOKEN = "benchmark"
+_BATCHES_PER_WINDOW = 12
+
+
+class Cluster(NamedTuple):
+    """Sizes of the simulated run."""
+
+    num_nodes: int
+    num_shards: int
+    rows_per_shard: int
+    window_shards: int  # shards whose rows are shuffled together
+    step_s: float  # length of a step, in which a node sleeps
+    seq_len: int = 512
+
+    @property
+    def global_batch(self) -> int:
+        """Return the rows of a step, such that a window has `_BATCHES_PER_WINDOW` steps."""
+        rows = self.window_shards * self.rows_per_shard // _BATCHES_PER_WINDOW
+        return max(self.num_nodes, rows - rows % self.num_nodes)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the whole steps of an epoch."""
+        return self.num_shards * self.rows_per_shard // self.global_batch
+
+
+class CountingStore(LocalStore):
+    """Store of a local folder whose objects are fetched, as on S3, and counted."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the folder."""
+        super().__init__(folder)
+        self.num_fetched = 0
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        """Return None: the objects are not read in place."""
+        return None
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Copy an object and count it."""
+        self.num_fetched += 1
+        with replacing(destination) as out, super().local_path(key).open("rb") as stream:
+            shutil.copyfileobj(stream, out)
+
+
+class LinkedStore(CountingStore):
+    """Store whose objects are fetched through the link."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        """Open the store behind the server at `port` of this machine."""
+        super().__init__(folder)
+        self._port = port
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Fetch an object through the link."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONGEST_S)
+        with contextlib.closing(connection), replacing(destination) as out:
+            connection.request("GET", f"/{key}")
+            shutil.copyfileobj(connection.getresponse(), out)
+
+
+class _Link:
+    """Limit on the bytes per second that all connections together may send. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def pass_through(self, num_bytes: int) -> None:
+        """Wait until the link has carried `num_bytes` after all bytes that came before them."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+            free_at = self._free_at
+        time.sleep(max(0.0, free_at - time.monotonic()))
+
+
+def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connection) -> None:
+    """Serve the files of a folder through the link, for ever; the body of the store's process.
+
+    Args:
+        folder: Folder of the corpus.
+        bytes_per_s: Rate of the link.
+        num_sent: Shared counter of the bytes sent, which this process alone changes.
+        port: Receives the number of the port.
+    """
+    link = _Link(bytes_per_s)
+    counting = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        """Answer to one request for a file."""
+
+        def do_GET(self) -> None:
+            """Send the file at the pace of the link."""
+            data = (folder / self.path.lstrip("/")).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of a node that was killed
+                for first in range(0, len(data), _CHUNK):
+                    chunk = data[first : first + _CHUNK]
+                    link.pass_through(len(chunk))
+                    self.wfile.write(chunk)
+                    with counting:
+                        num_sent.value += len(chunk)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Print nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port.send(server.server_address[1])
+    server.serve_forever()
+
+
+def _run_node(
+    node: int,
+    cluster: Cluster,
+    store: LinkedStore,
+    folder: Path,
+    limit_bytes: int | None,
+    num_epochs: int,
+    is_sharing: bool,
+    is_killed: bool,
+    script: Connection,
+    num_sent: Any,
+) -> None:
+    """Read the batches of one node and report; the body of a node's process.
+
+    Args:
+        node: Number of the node, which has a single rank.
+        cluster: Sizes of the run.
+        store: Store of the corpus.
+        folder: Folder of the cache.
+        limit_bytes: Limit of the cache; None for none.
+        num_epochs: Epochs to read.
+        is_sharing: Whether the nodes pass shards to one another.
+        is_killed: Whether the node kills itself when the first epoch is half over.
+        script: Receives the reports (kind, value), and sends the addresses of all nodes when all are ready.
+        num_sent: Shared counter of the bytes that have left the store.
+    """
+    manifest = read_manifest(LocalStore(Path(store.url)))
+    order = RowOrder([entry.rows for entry in manifest.shards], _SEED, cluster.window_shards)
+    server = ShardServer("127.0.0.1", _TOKEN)
+    script.send(("address", server.address))
+    addresses = [Address(*address) for address in script.recv()]
+    peers = PeerGroup(addresses, node, _TOKEN) if is_sharing else None
+    begin = time.monotonic()
+    cache = ShardCache(store, manifest, folder, fetch_threads=4, limit_bytes=limit_bytes, peers=peers)
+    server.serve(cache.node_cache, store, manifest, fetch_threads=4)
+    batch = cluster.global_batch
+    loader = RowLoader(cache, order, batch, node, cluster.num_nodes, start_step=0)
+    row0 = node * (batch // cluster.num_nodes)
+    first_batch_s = 0.0
+    first_wait_s = 0.0
+    for step in range(num_epochs * cluster.steps_per_epoch):
+        row_ids = loader.next().row_ids
+        if step == 0:
+            first_batch_s = time.monotonic() - begin
+            first_wait_s = loader.wait_s
+        _, shards, rows = order.locate(step * batch + row0 + np.arange(batch // cluster.num_nodes))
+        if not np.array_equal(row_ids, order.row_ids(shards, rows)):
+            script.send(("error", f"step {step} has other rows than the order gives it"))
+            return
+        if (step + 1) % cluster.steps_per_epoch == 0:
+            script.send(("epoch", num_sent.value))
+        if is_killed and step == cluster.steps_per_epoch // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(cluster.step_s)
+    run_s = time.monotonic() - begin - first_batch_s
+    script.send(("end", (first_batch_s, (loader.wait_s - first_wait_s) / run_s)))
+    time.sleep(_LONGEST_S)  # The others may still ask this node for shards; the script ends it.
+
+
+def measure_nodes(
+    name: str,
+    corpus: Path,
+    folder: Path,
+    cluster: Cluster,
+    link_share: float,
+    *,
+    is_sharing: bool,
+    kills_one: bool = False,
+    cache_share: float | None = None,
+    num_epochs: int = 1,
+) -> Json:
+    """Run all nodes until they have read their epochs, and return what was measured.
+
+    Args:
+        name: Name of the run in the record.
+        corpus: Folder of the corpus.
+        folder: Folder for the caches of the nodes.
+        cluster: Sizes of the run.
+        link_share: Rate of the link as a share of the need of nodes that share nothing.
+        is_sharing: Whether the nodes pass shards to one another.
+        kills_one: Whether the last node is killed when the first epoch is half over.
+        cache_share: Size of each cache as a share of the corpus; None for no limit.
+        num_epochs: Epochs to read.
+
+    Returns:
+        A JSON object with `name`, `first_batch_s` of the slowest node, `waiting_share`, the mean share of the time
+        after the first batch in which a node waits for rows, and `store_share_by_epoch`, the bytes that the store has
+        sent while an epoch lasted, over those of the corpus.
+    """
+    corpus_bytes = sum(entry.bytes for entry in read_manifest(LocalStore(corpus)).shards)
+    epoch_s = cluster.steps_per_epoch * cluster.step_s
+    bytes_per_s = link_share * cluster.num_nodes * corpus_bytes / epoch_s
+    num_sent = _FORK.RawValue("q", 0)
+    port, port_of_store = _FORK.Pipe(duplex=False)
+    processes = [_start(_serve_corpus, corpus, bytes_per_s, num_sent, port_of_store)]
+    nodes: list[Connection] = []
+    try:
+        store = LinkedStore(corpus, port.recv())
+        limit_bytes = None if cache_share is None else round(cache_share * corpus_bytes)
+        for node in range(cluster.num_nodes):
+            is_killed = kills_one and node == cluster.num_nodes - 1
+            ours, theirs = _FORK.Pipe()
+            arguments = (node, cluster, store, folder / f"node-{node}", limit_bytes, num_epochs, is_sharing, is_killed)
+            processes.append(_start(_run_node, *arguments, theirs, num_sent))
+            theirs.close()  # Otherwise the end of the node's process would not close the pipe.
+            nodes.append(ours)
+        reported = _follow(nodes, num_killed=1 if kills_one else 0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    sent_bytes = [max(values) for values in zip(*reported["epoch"].values(), strict=True)]
+    sent_by_epoch = np.diff([0, *sent_bytes])
+    first_batches = [first_batch_s for first_batch_s, _ in reported["end"].values()]
+    waiting_shares = [share for _, share in reported["end"].values()]
+    return {
+        "name": name,
+        "link_bytes_per_s": bytes_per_s,
+        "first_batch_s": max(first_batches),
+        "waiting_share": float(np.mean(waiting_shares)),
+        "store_share_by_epoch": (sent_by_epoch / corpus_bytes).tolist(),
+    }
+
+
+def _start(function: Callable[..., None], *arguments: Any) -> Any:
+    """Start a forked process that calls a function, and return it."""
+    process = _FORK.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _follow(nodes: list[Connection], num_killed: int) -> dict[str, dict[int, Any]]:
+    """Start the nodes when all listen, and collect their reports until all have ended.
+
+    Args:
+        nodes: Pipe to each node.
+        num_killed: Number of the nodes that are killed and do not come to their end.
+
+    Returns:
+        By kind of report and number of the node: `end`, its value, and `epoch`, the list of the values; without those
+        of a killed node.
+    """
+    reported: dict[str, dict[int, Any]] = {"address": {}, "epoch": {}, "end": {}}
+    living = dict(enumerate(nodes))
+    while len(reported["end"]) < len(nodes) - num_killed:
+        ready = wait(list(living.values()), timeout=_LONGEST_S)
+        if not ready:
+            raise SystemExit(f"no node has reported for {_LONGEST_S:.0f} s; see the errors above")
+        for node in [number for number, connection in living.items() if connection in ready]:
+            try:
+                kind, value = living[node].recv()
+            except EOFError:
+                del living[node]
+                if len(living) < len(nodes) - num_killed:
+                    raise SystemExit(f"node {node} has ended; see the error above") from None
+                continue
+            if kind == "error":
+                raise SystemExit(f"node {node}: {value}; correct the loader or the cache")
+            if kind == "epoch":
+                reported["epoch"].setdefault(node, []).append(value)
+            else:
+                reported[kind][node] = value
+            if kind == "address" and len(reported["address"]) == len(nodes):
+                addresses = [reported["address"][number] for number in range(len(nodes))]
+                for connection in nodes:
+                    connection.send(addresses)
+    return reported

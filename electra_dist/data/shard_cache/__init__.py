@@ -1,0 +1,1 @@
+"""What a node's cache of shards keeps, and where it lies."""

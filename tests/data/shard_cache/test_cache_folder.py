@@ -1,0 +1,73 @@
+"""Where the cache of a node lies if the config does not name a folder, and what its room leads to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from electra_dist.data.shard_cache import cache_folder as module
+from electra_dist.data.shard_cache.cache_folder import choose_cache_folder
+from electra_dist.data.shard_cache.cache_room import CacheRoom, describe_room, refetched_share, windows_bytes
+from electra_dist.errors import StoreError
+
+NAME = f"electra-dist-cache-{os.getuid()}"
+
+
+def choose(tmp_path: Path, *, nodes: int, configured: str | None = None, **environment: Path) -> tuple[Path, str]:
+    variables = {name: str(path) for name, path in environment.items()}
+    in_run = tmp_path / "run" / "cache"
+    return choose_cache_folder(configured, in_run, has_several_nodes=nodes > 1, environment=variables)
+
+
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A list of mounts in which tmp_path/disk is a local disk, and the other folders of tmp_path are none."""
+    kinds = {"disk": "ext4", "shared": "nfs4", "memory": "tmpfs", "scratch": "lustre"}
+    for name in kinds:
+        (tmp_path / name).mkdir()
+    lines = [f"server:/x {tmp_path}/{name} {kind} rw 0 0\n" for name, kind in kinds.items()]
+    path = tmp_path / "mounts"
+    path.write_text("rootfs / ext4 rw 0 0\n" + "".join(lines))
+    monkeypatch.setattr(module, "_MOUNTS", path)
+    return path
+
+
+def test_one_node_keeps_the_folder_in_the_run_and_the_key_is_always_obeyed(tmp_path: Path, mounts: Path) -> None:
+    assert choose(tmp_path, nodes=1, TMPDIR=tmp_path / "disk") == (tmp_path / "run" / "cache", "run_dir")
+    for nodes in (1, 2):
+        assert choose(tmp_path, nodes=nodes, configured="/nvme/x") == (Path("/nvme/x"), "data.cache_dir")
+
+
+@pytest.mark.parametrize("other", ["shared", "memory", "scratch", "missing"])
+def test_several_nodes_use_the_first_local_temporary_directory(tmp_path: Path, mounts: Path, other: str) -> None:
+    disk = tmp_path / "disk"
+    assert choose(tmp_path, nodes=2, SLURM_TMPDIR=disk, TMPDIR=tmp_path) == (disk / NAME, "SLURM_TMPDIR")
+    assert choose(tmp_path, nodes=2, SLURM_TMPDIR=tmp_path / other, TMPDIR=disk) == (disk / NAME, "TMPDIR")
+    assert (disk / NAME).stat().st_mode & 0o777 == 0o700
+    assert choose(tmp_path, nodes=2, TMPDIR=disk)[0] == disk / NAME  # an existing folder is used again
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, mounts: Path) -> None:
+    """Compiled code is loaded from this folder, so that nobody else may have made it."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "disk" / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"belongs to another user or is a link; set data.cache_dir"):
+        choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
+
+
+def test_the_share_that_is_fetched_again() -> None:
+    assert windows_bytes([1, 9, 5, 7, 3], window_shards=2) == 9 + 7 + 5 + 3
+    for capacity, share in ((1000, 0.0), (2000, 0.0), (520, 0.5), (905, 95 / 960), (40, 1.0), (10, 1.0)):
+        assert refetched_share(CacheRoom(capacity, 1000, 40)) == pytest.approx(share)
+
+
+def test_the_log_names_the_room_and_the_next_step() -> None:
+    giga = 10**9
+    assert describe_room(CacheRoom(70 * giga, 66 * giga, 2 * giga)).endswith("66.0 GB: later epochs fetch nothing")
+    text = describe_room(CacheRoom(34 * giga, 66 * giga, 2 * giga))
+    assert "every epoch fetches 50% of it again, 33.0 GB a node; for less, raise data.cache_limit_gb" in text
+    small = describe_room(CacheRoom(1 * giga, 66 * giga, 2 * giga))
+    assert "two shuffle windows alone have 2.0 GB" in small
+    assert "lower data.shuffle_window_shards" in small

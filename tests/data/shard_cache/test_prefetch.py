@@ -1,0 +1,49 @@
+"""The shards of the next window are fetched while the steps of this one train, also across the end of an epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from support.remote_store import Remote
+
+from electra_dist.data.loader import RowLoader
+from electra_dist.data.row_order import RowOrder
+from electra_dist.data.verified_shards import ShardCache
+from electra_dist.store.open_store import open_store
+
+NUM_SHARDS = 12
+ROWS = 64  # of each shard
+WINDOW = 3
+BATCH = 16
+STEPS_PER_WINDOW = WINDOW * ROWS // BATCH
+LONGEST_S = 60.0
+
+
+def test_the_next_window_is_fetched_while_the_training_thread_does_not_ask(
+    build_corpus: Callable[..., Any], tmp_path: Path
+) -> None:
+    """After the first batch of each window of an epoch and of the next one's first window, nothing is asked for until
+    the next window is in the cache. The cache has room for two windows only, so that every window is fetched."""
+    corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS] * NUM_SHARDS)
+    remote = Remote(tmp_path / "corpus")
+    limit_bytes = 2 * WINDOW * corpus.manifest.shards[0].bytes
+    folder = tmp_path / "cache"
+    order = RowOrder([ROWS] * NUM_SHARDS, seed=2, window_shards=WINDOW)
+    with closing(ShardCache(remote, corpus.manifest, folder, fetch_threads=2, limit_bytes=limit_bytes)) as cache:
+        loader = RowLoader(cache, order, BATCH, rank=0, world_size=1, start_step=0)
+        for window in range(NUM_SHARDS // WINDOW + 1):
+            assert loader.next().step == window * STEPS_PER_WINDOW
+            next_position = (window + 1) * STEPS_PER_WINDOW * BATCH
+            names = {corpus.manifest.shards[shard].sha256 for shard in order.window_at(next_position).shards}
+            deadline = time.monotonic() + LONGEST_S
+            while not all((folder / f"{name}.tar").exists() for name in names):
+                assert time.monotonic() < deadline, "the next window is not fetched"
+                time.sleep(0.01)
+            for _ in range(STEPS_PER_WINDOW - 1):
+                loader.next()
+        loader.close()
+    assert len(remote.fetched) > NUM_SHARDS

@@ -1,0 +1,30 @@
+"""A store on the local disk whose objects must be fetched, as on S3."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from electra_dist.store.atomic_files import replacing
+from electra_dist.store.local_store import LocalStore
+
+
+class Remote(LocalStore):
+    """Store whose objects must be fetched, as on S3; `pause_s` seconds for each KiB make it slow."""
+
+    def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
+        super().__init__(folder)
+        self.pause_s = pause_s
+        self.fetched: list[str] = []
+
+    def local_path(self, key: str) -> None:  # type: ignore[override]
+        return None
+
+    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        self.fetched.append(key)
+        data = super().local_path(key).read_bytes()
+        with replacing(destination) as out:
+            for first in range(0, len(data), 1024):
+                out.write(data[first : first + 1024])
+                out.flush()
+                time.sleep(self.pause_s)
