@@ -49,8 +49,8 @@ class ModelConfig(Section):
     architecture: Literal["bert", "modern"] = Field(
         default="bert",
         description="Kind of both towers. bert: the paper's, with a table of positions and LayerNorm after each "
-        "sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, a gated feed-forward "
-        "network, local and global attention, and almost no biases.",
+        "sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, a gated "
+        "feed-forward network, local and global attention, and almost no biases.",
     )
     global_every: Positive = Field(
         default=3,
@@ -121,7 +121,8 @@ class ModelConfig(Section):
     )
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
         default=1e-12,
-        description="Epsilon that every LayerNorm adds to the variance. With architecture: modern the default is 1e-5.",
+        description="Epsilon that every LayerNorm adds to the variance. With architecture: modern the default is "
+        "1e-5.",
     )
     initializer_range: Annotated[float, Field(gt=0)] = Field(
         default=0.02,

@@ -44,9 +44,10 @@ class AttentionScopes:
     position_BS: torch.Tensor  # int64 positions within the example
 
 
-# Which keys a query sees: a bias [B, 1, S, S] for sdpa, blocks for flex, bounds of the examples for flash; or masks of
-# two kinds of layers.
-AttentionMask = torch.Tensor | BlockMask | ExampleBounds | AttentionScopes
+# Which keys a query of a layer sees: a bias [B, 1, S, S] for sdpa, blocks for flex, bounds of the examples for flash.
+LayerMask = torch.Tensor | BlockMask | ExampleBounds
+# The mask of all layers of a network, or one for each kind of layer.
+AttentionMask = LayerMask | AttentionScopes
 
 
 class AttentionChoice(NamedTuple):

@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, attend
+from electra_dist.model.attention import AttentionMask, LayerMask, attend
 from electra_dist.model.flash_attention import flash_context
 from electra_dist.model.layer.after_attention import Parameters, Settings, after_attention
 from electra_dist.model.layer.qkv_product import qkv_product
@@ -282,7 +282,7 @@ class SelfAttention(nn.Module):
         self.out = Linear(tower.hidden_size, tower.hidden_size, bias=bias)
 
     def forward(
-        self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm.
 
@@ -298,7 +298,7 @@ class SelfAttention(nn.Module):
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
-    def attend(self, qkv: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
         """Return the attention output before its projection, [T, H] contiguous.
 
         Args:
@@ -355,7 +355,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = DropoutAddNorm(width, model, site=1)
 
     def forward(
-        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the states after this layer, [T, H].
 
@@ -391,7 +391,7 @@ class EncoderLayer(nn.Module):
         return after_attention(context_TH, residual_TH, parameters, settings)
 
     def compose(
-        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the states after this layer, [T, H], by separate operations that autograd or the compiler combines.
 

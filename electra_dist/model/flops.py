@@ -178,8 +178,8 @@ def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
     """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any.
 
-    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row, in a local layer
-    to those in its window.
+    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row, or in a local
+    layer to those in its window.
     """
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0

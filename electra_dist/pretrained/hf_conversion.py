@@ -152,8 +152,8 @@ def export_towers(
 ) -> dict[str, Path]:
     """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
 
-    The generator's folder is missing if the state has no generator, or if no Hugging Face model corresponds to its
-    generator: a pair of causal towers (objective `electric`), or a tower of the architecture `modern` whose tables have
+    The generator's folder is missing if the state has no generator, or if no Hugging Face model corresponds to it:
+    to a pair of causal towers (objective `electric`), or to a tower of the architecture `modern` whose tables have
     another width.
 
     Args:
@@ -211,7 +211,9 @@ def export_discriminator(
 def export_generator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
-    """Write the generator with its tokenizer as a Hugging Face folder of an ElectraForMaskedLM or ModernBertForMaskedLM.
+    """Write the generator with its tokenizer as a Hugging Face folder.
+
+    The model class is ElectraForMaskedLM, with the architecture `modern` ModernBertForMaskedLM.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.

@@ -6,8 +6,8 @@ ModernBertForTokenClassification with one label, each with the same logits. `fro
 How: one table of (our name, Hugging Face's name). No parameter is split or joined, because both projects have one
 matrix for query, key and value. transformers is not imported.
 
-Limits: Hugging Face's classes have tables as wide as the layers, so a generator of another width than its tables has no
-counterpart. They drop elements in other places than this project, which matters only for fine-tuning with dropout.
+Limits: Hugging Face's classes have tables as wide as the layers, so a generator of another width than its tables has
+no counterpart. They drop elements in other places than this project, which matters only for training with dropout.
 """
 
 from __future__ import annotations

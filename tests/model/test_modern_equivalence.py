@@ -20,6 +20,7 @@ from electra_dist.model.flops import token_flops
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.row_layout import derive
+from electra_dist.planning.activation_memory import activation_bytes_per_row
 
 TOLERANCE = 1e-5
 MakeRows = Callable[..., torch.Tensor]
@@ -215,3 +216,33 @@ def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_dee
         assert outer == pytest.approx(inner / 4, rel=0.1)  # sqrt(2 x 8 layers)
     assert (parameters["discriminator.final_norm.weight"] == 1).all()
     assert not any(name.endswith("norm.bias") or "qkv.bias" in name for name in parameters)
+
+
+def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows) -> None:
+    width, inner = 64, 96
+    ids = make_rows([[(100, 0)], [(50, 30)]], seq_len=110)
+
+    def kept_bytes(layers: int) -> int:
+        towers = random_towers(modern_model(width=width, heads=4, layers=layers, generator_layers=1)).train()
+        masks = mask_of(towers, ids)
+        constants = [*towers.parameters(), masks.global_mask, masks.local_mask]
+        left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        embedded = torch.randn(*ids.shape, width, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            towers.discriminator(embedded, masks, DropoutKeys.off(ids))
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in left_out)
+
+    of_four_layers = (kept_bytes(7) - kept_bytes(3)) / ids.numel() / 4
+    statistics = 4 * (4 + 2 * 2)  # log-sum-exp of each head, mean and variance of two LayerNorms
+    assert of_four_layers == 4 * (8 * width + 4 * inner) + statistics
+    model = modern_model(width=width, heads=4, layers=7, generator_layers=1)
+    shorter = modern_model(width=width, heads=4, layers=3, generator_layers=1)
+    objective = ObjectiveConfig(generator="uniform")
+    planned = [activation_bytes_per_row(of, objective, 110, precision="fp32") for of in (model, shorter)]
+    assert (planned[0] - planned[1]) / 110 == 4 * of_four_layers

@@ -88,7 +88,7 @@ class ModernAttention(SelfAttention):
 
 
 class ModernLayer(nn.Module):
-    """Transformer layer: attention and gated feed-forward network, each with LayerNorm before and residual after it."""
+    """Transformer layer: attention and gated feed-forward network, each with a LayerNorm before it and a residual."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
         """Create the sub-layers.
