@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.architectures.attention_scopes import new_attention_mask
+from electra_dist.model.architectures.attention_scopes import attend_in_windows, new_attention_mask
 from electra_dist.model.architectures.rotary import rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionScopes
 from electra_dist.model.encoder import DropoutKeys
@@ -121,6 +121,28 @@ def test_blocks_of_flex_attention_are_the_same_windows(make_rows: MakeRows) -> N
     found = flex_attention(query, key, value, block_mask=mask_of(towers, ids, "flex").local_mask)
 
     assert (found - expected).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64, 71])
+def test_attention_by_blocks_has_the_values_and_gradients_of_attention_with_the_whole_bias(
+    num_tokens: int, make_rows: MakeRows
+) -> None:
+    towers = random_towers(modern_model(local_window=16))
+    bias = mask_of(towers, make_rows([[(12, 8)], [(num_tokens - 2, 0)]], seq_len=num_tokens)).local_mask.double()
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(2, 2, num_tokens, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(3)
+    ]
+    upstream = torch.randn(2, 2, num_tokens, 4, dtype=torch.float64, generator=generator)
+    whole = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=bias)
+    expected = torch.autograd.grad(whole, leaves, upstream)
+
+    found = attend_in_windows(*leaves, bias, reach=8)
+
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-13)
+    for gradient, expected_gradient in zip(torch.autograd.grad(found, leaves, upstream), expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
 
 
 def test_rotated_scores_depend_on_the_distance_of_the_positions_alone() -> None:

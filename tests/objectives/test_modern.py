@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config_file import load_config
+from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.engine.optimizers.adamw import ForeachAdamW
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.compile_layers import compile_layers
@@ -180,6 +181,21 @@ def test_losses_under_zero_are_those_of_plain_torch(stage: int, recompute: bool,
     engine.destroy()
 
     assert losses == pytest.approx(expected, abs=2e-5)
+
+
+def test_muon_takes_inner_values_and_gates_as_two_matrices() -> None:
+    objective = objective_of()
+    names = {id(parameter): name for name, parameter in objective.named_parameters()}
+    matrices = {
+        names[id(parameter)]: group["num_matrices"]
+        for group in parameter_groups(objective, 0.01, use_muon=True)
+        for parameter in group["params"]
+        if "num_matrices" in group
+    }
+    assert {name for name, number in matrices.items() if number == 2} == {
+        name for name in names.values() if name.endswith("gated_expand.weight")
+    }
+    assert matrices["towers.discriminator.layers.0.attention.qkv.weight"] == 3
 
 
 def test_an_older_run_keeps_its_identity_and_the_architectures_have_different_ones() -> None:

@@ -92,10 +92,19 @@ def test_auto_model_fill_mask_and_a_task_of_three_classes_work_on_the_folders(vo
     assert task.model.layers[1].mlp.Wi.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("sharing", ["embeddings", "none", "all"])
-def test_weights_exported_and_read_again_are_equal_bit_for_bit(sharing: str, vocab: Path) -> None:
-    layers = 4 if sharing == "all" else 2
-    model = modern_model(generator_layers=layers, sharing=sharing)
+NARROW = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="shared-tables"),
+        pytest.param({"sharing": "all", "generator_layers": 4}, id="shared-layers"),
+        pytest.param({"sharing": "none", "generator_embedding_size": 16, "generator": NARROW}, id="narrow-generator"),
+    ],
+)
+def test_weights_exported_and_read_again_are_equal_bit_for_bit(fields: dict[str, Any], vocab: Path) -> None:
+    model = modern_model(**fields)
     towers = random_towers(model)
     folder = exported(towers, vocab)
     again = build_towers(model, seed=1)
@@ -138,8 +147,7 @@ def test_a_model_without_a_head_is_read(tmp_path: Path) -> None:
 
 
 def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discriminator_is(vocab: Path) -> None:
-    generator = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "intermediate_size": 24}
-    towers = random_towers(modern_model(generator=generator))
+    towers = random_towers(modern_model(generator=NARROW))
 
     folder = exported(towers, vocab)
 

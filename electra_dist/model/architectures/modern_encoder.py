@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.model.architectures.attention_scopes import attend_in_windows
 from electra_dist.model.architectures.rotary import Rotation, rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionMask, AttentionScopes
 from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, LayerDropoutKeys, SelfAttention
@@ -39,6 +40,7 @@ class LayerScope(NamedTuple):
 
     mask: torch.Tensor | BlockMask
     rotation: Rotation
+    reach: int | None  # of a local layer: the largest distance in tokens of a query and a key
 
 
 class ModernDropoutKeys(NamedTuple):
@@ -84,7 +86,22 @@ class ModernAttention(SelfAttention):
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         turned = rotate_query_and_key(qkv_BS3ND, scope.rotation)
-        return self.out(self.attend(turned.view(qkv.shape), scope.mask, dropout_keys))
+        if not self._goes_by_blocks(scope, num_tokens=turned.shape[1]):
+            return self.out(self.attend(turned.view(qkv.shape), scope.mask, dropout_keys))
+        assert isinstance(scope.mask, torch.Tensor) and scope.reach is not None
+        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in turned.unbind(2))
+        context_BNSD = attend_in_windows(query, key, value, scope.mask, scope.reach)
+        return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
+
+    def _goes_by_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
+        """Return whether attention is computed by blocks of queries: in local layers with a bias and without dropout.
+
+        In rows of up to two windows the blocks would attend to as much as the whole row, so they are computed at once.
+        """
+        if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
+            return False
+        has_dropout = self.training and self.dropout > 0
+        return not has_dropout and num_tokens > 4 * scope.reach
 
 
 class ModernLayer(nn.Module):
@@ -171,8 +188,8 @@ class ModernEncoder(Encoder):
         position_BS = attention_mask.position_BS
         global_rotation = rotation_of(position_BS, self.head_width, model.global_rope_theta)
         local_rotation = rotation_of(position_BS, self.head_width, model.local_rope_theta)
-        global_scope = LayerScope(attention_mask.global_mask, global_rotation)
-        local_scope = LayerScope(attention_mask.local_mask, local_rotation)
+        global_scope = LayerScope(attention_mask.global_mask, global_rotation, reach=None)
+        local_scope = LayerScope(attention_mask.local_mask, local_rotation, reach=model.local_window // 2)
 
         inputs = []
         for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):
