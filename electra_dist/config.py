@@ -131,6 +131,8 @@ class Config(Section):
                 "engine.attention: flash does not support the one-directional attention of objective electric; set "
                 "engine.attention: auto or another objective.name"
             )
+        if self.model.architecture == "modern":
+            self._check_modern()
         if self.engine.attention == "flash" and self.train.precision == "fp32":
             raise ValueError(
                 "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
@@ -149,6 +151,23 @@ class Config(Section):
                 f"with objective.name: {self.objective.name}; set engine.early_generator: false"
             )
         return self
+
+    def _check_modern(self) -> None:
+        """Raise ValueError if a value of another section does not go with `model.architecture: modern`."""
+        if self.objective.name == "electric":
+            raise ValueError(
+                "objective.name: electric reads in one direction, which model.architecture: modern does not have; set "
+                "model.architecture: bert or another objective.name"
+            )
+        if self.engine.attention == "flash":
+            raise ValueError(
+                "engine.attention: flash has no windows of local layers, which model.architecture: modern needs; set "
+                "engine.attention: auto"
+            )
+        if self.engine.compile and self.model.hidden_dropout:
+            raise ValueError(
+                "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set one of them"
+            )
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
@@ -229,7 +248,7 @@ class Config(Section):
             data["phase_steps"] = [phase.from_step for phase in self.data.phases]
         identity = {
             "seed": tree["seed"],
-            "model": tree["model"],
+            "model": _model_identity(tree["model"]),
             "objective": objective,
             "optimizer": self._optimizer_identity(),
             "data": data,
@@ -263,6 +282,20 @@ class Config(Section):
 
 # Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.
 _NEW_DEFAULTS: dict[str, Any] = {"discriminator_mlm_weight": 0.0, "generator_sha256": None}
+
+
+# Keys of section `model` that only the architecture `modern` reads.
+MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_theta")
+
+
+def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
+    """Return section `model` as the identity has it: of the architecture `bert` without the keys of `modern`.
+
+    Runs of versions without these keys have the same identity.
+    """
+    if section["architecture"] != "bert":
+        return section
+    return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Limits: this module must not import torch, because commands on a login node chec
 
 from __future__ import annotations
 
-from electra_dist.config import Config
+from electra_dist.config import MODERN_KEYS, Config
 from electra_dist.errors import UserError
 
 _PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss of detection
@@ -65,7 +65,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     Returns:
         Dotted key -> why it has no effect, a phrase such as "objective.name: mlm has no generator".
     """
-    unused = _unused_by_objective(config) | _unused_by_generator(config)
+    unused = _unused_by_objective(config) | _unused_by_generator(config) | _unused_by_architecture(config)
     if not config.objective.draws_at_random:
         unused["objective.random_from"] = "objective.random_share is 0"
     if config.data.heldout is None:
@@ -101,6 +101,13 @@ def _unused_by_generator(config: Config) -> dict[str, str]:
     if generator == "uniform":
         unused["objective.temperature"] = "objective.generator: uniform draws every token equally often"
     return unused
+
+
+def _unused_by_architecture(config: Config) -> dict[str, str]:
+    """Return the keys of section `model` that the architecture does not use, each with the reason."""
+    if config.model.architecture == "modern":
+        return {"model.type_vocab_size": "model.architecture: modern has no token types"}
+    return dict.fromkeys([f"model.{key}" for key in MODERN_KEYS], "only model.architecture: modern uses it")
 
 
 def _is_changed(config: Config, key: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from electra_dist.schedule import (
 )
 
 _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
+# Values of ModernBERT for keys that a config with `architecture: modern` does not set.
+_MODERN_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
 
 
 class TowerConfig(Section):
@@ -27,7 +29,8 @@ class TowerConfig(Section):
     num_layers: Positive = Field(description="Number of transformer layers in the tower.")
     num_heads: Positive = Field(description="Number of attention heads in each layer; must divide hidden_size.")
     intermediate_size: Positive = Field(
-        description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size."
+        description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size. With "
+        "model.architecture: modern it is the width after the gate, for which ModernBERT uses 1.5 x hidden_size."
     )
 
     @model_validator(mode="after")
@@ -43,6 +46,31 @@ class TowerConfig(Section):
 class ModelConfig(Section):
     """Shapes of the two transformers ("towers"), the weights that they share, dropout and initialisation."""
 
+    architecture: Literal["bert", "modern"] = Field(
+        default="bert",
+        description="Kind of both towers. bert: the paper's, with a table of positions and LayerNorm after each "
+        "sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, a gated "
+        "feed-forward network, local and global attention, and almost no biases.",
+    )
+    global_every: Positive = Field(
+        default=3,
+        description="With architecture: modern, every how many layers one attends to its whole example, beginning "
+        "with the first layer; the others see a window. 1: all layers are global.",
+    )
+    local_window: Annotated[int, Field(ge=2)] = Field(
+        default=128,
+        description="With architecture: modern, the window of the local layers in tokens: a token sees half of it to "
+        "each side.",
+    )
+    global_rope_theta: Annotated[float, Field(gt=1)] = Field(
+        default=160000.0,
+        description="With architecture: modern, the base of the rotary wavelengths in global layers. ModernBERT uses "
+        "10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
+    )
+    local_rope_theta: Annotated[float, Field(gt=1)] = Field(
+        default=10000.0,
+        description="With architecture: modern, the base of the rotary wavelengths in local layers.",
+    )
     vocab_size: Positive = Field(
         default=30522,
         description="Number of WordPiece tokens; must equal the size of the vocabulary that the corpus was built "
@@ -56,7 +84,8 @@ class ModelConfig(Section):
     max_positions: Positive = Field(
         default=512,
         description="Number of positions that have an embedding, which is the longest row the model can read, in "
-        "tokens. Must be at least data.seq_len.",
+        "tokens. Must be at least data.seq_len. With architecture: modern there is no table, and exports name it as "
+        "the longest row.",
     )
     type_vocab_size: Positive = Field(
         default=2, description="Number of token types; the two types distinguish segment A from segment B."
@@ -83,20 +112,53 @@ class ModelConfig(Section):
     hidden_dropout: Probability = Field(
         default=0.1,
         description="Dropout probability on the embeddings and on the output of each attention and feed-forward "
-        "sub-layer.",
+        "sub-layer. With architecture: modern the default is 0.",
     )
     attention_dropout: Probability = Field(
         default=0.1,
         description="Dropout probability on the attention weights, after the softmax. Must be 0 for "
-        "engine.attention: flex.",
+        "engine.attention: flex. With architecture: modern the default is 0.",
     )
     layer_norm_eps: Annotated[float, Field(gt=0)] = Field(
-        default=1e-12, description="Epsilon that every LayerNorm adds to the variance."
+        default=1e-12,
+        description="Epsilon that every LayerNorm adds to the variance. With architecture: modern the default is "
+        "1e-5.",
     )
     initializer_range: Annotated[float, Field(gt=0)] = Field(
         default=0.02,
         description="Standard deviation of the truncated normal distribution from which weights are initialised.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults_of_architecture(cls, section: Any) -> Any:
+        """Return the section with ModernBERT's values for keys that are not set, if `architecture` is `modern`."""
+        if isinstance(section, dict) and section.get("architecture") == "modern":
+            return _MODERN_DEFAULTS | section
+        return section
+
+    @model_validator(mode="after")
+    def _is_modern_shape(self) -> ModelConfig:
+        """Raise ValueError if the shapes are none that the architecture `modern` has.
+
+        Rotary positions turn pairs of features, so a head needs an even width. The discriminator has no projection of
+        its embeddings, because Hugging Face's ModernBERT has none.
+        """
+        if self.architecture != "modern":
+            return self
+        if self.embedding_size != self.discriminator.hidden_size:
+            raise ValueError(
+                f"architecture `modern` needs embedding_size {self.embedding_size} to equal discriminator.hidden_size "
+                f"{self.discriminator.hidden_size}; set model.embedding_size: {self.discriminator.hidden_size}"
+            )
+        for tower in (self.discriminator, self.generator):
+            head_width = tower.hidden_size // tower.num_heads
+            if head_width % 2:
+                raise ValueError(
+                    f"architecture `modern` needs heads of an even width, but hidden_size {tower.hidden_size} with "
+                    f"num_heads {tower.num_heads} gives {head_width}; change num_heads"
+                )
+        return self
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
@@ -124,6 +186,16 @@ class ModelConfig(Section):
         It is generator_embedding_size where that is set, otherwise embedding_size.
         """
         return self.generator_embedding_size or self.embedding_size
+
+    def is_global(self, layer: int) -> bool:
+        """Return whether a layer (numbered from 0) attends to whole examples, and not to a window of them."""
+        return self.architecture == "bert" or layer % self.global_every == 0
+
+    def visible_keys(self, layer: int, seq_len: int) -> int:
+        """Return the largest number of tokens that a token in a row of `seq_len` tokens attends to in a layer."""
+        if self.is_global(layer):
+            return seq_len
+        return min(seq_len, 2 * (self.local_window // 2) + 1)
 
     @property
     def padded_vocab_size(self) -> int:

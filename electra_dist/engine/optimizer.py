@@ -93,7 +93,7 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices a parameter is to Muon: 3 for query, key and value, 0 for what AdamW updates.
+    """Return how many matrices a parameter is to Muon: 3 for query, key and value, 2 with a gate, 0 for AdamW's.
 
     Muon updates the matrices of the layers. Tables, projections of embeddings and heads are left to AdamW.
 
@@ -103,6 +103,8 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
     """
     if ".layers." not in name or parameter.dim() != 2:
         return 0
+    if name.endswith("gated_expand.weight"):
+        return 2
     return 3 if name.endswith("attention.qkv.weight") else 1
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
 
-# Which keys a query sees: a bias [B, 1, S, S] for sdpa, blocks for flex, bounds of the examples for flash.
-AttentionMask = torch.Tensor | BlockMask | ExampleBounds
+
+@dataclass(frozen=True, slots=True)
+class AttentionScopes:
+    """Attention masks of an architecture whose layers differ in what a token sees, with the tokens' positions."""
+
+    global_mask: torch.Tensor | BlockMask  # a token sees its whole example
+    local_mask: torch.Tensor | BlockMask  # a token sees a window of its example
+    position_BS: torch.Tensor  # int64 positions within the example
+
+
+# Which keys a query of a layer sees: a bias [B, 1, S, S] for sdpa, blocks for flex, bounds of the examples for flash.
+LayerMask = torch.Tensor | BlockMask | ExampleBounds
+# The mask of all layers of a network, or one for each kind of layer.
+AttentionMask = LayerMask | AttentionScopes
 
 
 class AttentionChoice(NamedTuple):

@@ -69,6 +69,10 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
         return AttentionChoice("sdpa", "FlashAttention and FlexAttention do not train on a CPU")
 
     candidates = ("flash",) if config.model.attention_dropout else ("flex", "flash")
+    if config.model.architecture == "modern":
+        if config.model.attention_dropout:
+            return AttentionChoice("sdpa", "model.architecture: modern has windows, and flex has no dropout")
+        candidates = ("flex",)  # FlashAttention is called without windows
     faults: list[str] = []
     for backend in candidates:
         fault = find_fault(backend, config, device)

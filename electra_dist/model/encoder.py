@@ -22,7 +22,8 @@ B * S tokens of all rows.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, attend
+from electra_dist.model.attention import AttentionMask, LayerMask, attend
 from electra_dist.model.flash_attention import flash_context
 from electra_dist.model.layer.after_attention import Parameters, Settings, after_attention
 from electra_dist.model.layer.qkv_product import qkv_product
@@ -185,38 +186,25 @@ class SmallEmbedding(nn.Embedding):
         return table_lookup(self.weight, input)
 
 
-class SharedEmbeddings(nn.Module):
-    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm.
+class Embeddings(nn.Module):
+    """Base class of a network's embeddings: sum of the entries of some tables, LayerNorm, dropout.
 
-    By default generator and discriminator read one instance, as in Google's code. With `model.sharing` "none" or
-    "gdes" the discriminator has an instance of its own.
+    A subclass creates the annotated submodules and the dropout probability, and implements `tables`.
     """
 
-    def __init__(self, model: ModelConfig, width: int | None = None) -> None:
-        """Create the three tables, the LayerNorm and the dropout.
-
-        Args:
-            model: sizes of the tables, eps and dropout.
-            width: width of the tables; None for `model.embedding_size`.
-        """
-        super().__init__()
-        if width is None:
-            width = model.embedding_size
-        self.word = nn.Embedding(model.padded_vocab_size, width)
-        self.position = SmallEmbedding(model.max_positions, width)
-        self.token_type = SmallEmbedding(model.type_vocab_size, width)
-        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
-        self.dropout = model.hidden_dropout
+    word: nn.Embedding
+    layer_norm: nn.LayerNorm
+    dropout: float
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the three tables' entries, [B, S, E], before LayerNorm and dropout.
+        """Return the sum of the tables' entries, [B, S, E], before LayerNorm and dropout.
 
         Args:
             ids_BS: int64 token ids.
             position_BS: int64 positions within the example, below `max_positions`.
             token_type_BS: int64 token types, 0 or 1.
         """
-        return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
+        raise NotImplementedError
 
     def forward(
         self,
@@ -250,22 +238,51 @@ class SharedEmbeddings(nn.Module):
         return keyed_dropout(normed, tower_keys.key_3, tower_keys.row_B, self.dropout, backend=tower_keys.backend)
 
 
+class SharedEmbeddings(Embeddings):
+    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm.
+
+    By default generator and discriminator read one instance, as in Google's code. With `model.sharing` "none" or
+    "gdes" the discriminator has an instance of its own.
+    """
+
+    def __init__(self, model: ModelConfig, width: int | None = None) -> None:
+        """Create the three tables, the LayerNorm and the dropout.
+
+        Args:
+            model: sizes of the tables, eps and dropout.
+            width: width of the tables; None for `model.embedding_size`.
+        """
+        super().__init__()
+        if width is None:
+            width = model.embedding_size
+        self.word = nn.Embedding(model.padded_vocab_size, width)
+        self.position = SmallEmbedding(model.max_positions, width)
+        self.token_type = SmallEmbedding(model.type_vocab_size, width)
+        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.dropout = model.hidden_dropout
+
+    def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the three tables' entries, [B, S, E]; the arguments are those of `Embeddings.tables`."""
+        return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention inside each example of a row."""
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig, bias: bool = True) -> None:
         """Create the two linear layers: one for query, key and value together, and one for the output.
 
-        `tower` gives the sizes, `model` the probability with which attention probabilities are dropped.
+        `tower` gives the sizes, `model` the probability with which attention probabilities are dropped. Without `bias`
+        the linear layers have none.
         """
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
-        self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size)
-        self.out = Linear(tower.hidden_size, tower.hidden_size)
+        self.qkv = Linear(tower.hidden_size, 3 * tower.hidden_size, bias=bias)
+        self.out = Linear(tower.hidden_size, tower.hidden_size, bias=bias)
 
     def forward(
-        self, hidden_BSH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm.
 
@@ -281,7 +298,7 @@ class SelfAttention(nn.Module):
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
 
-    def attend(self, qkv: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
         """Return the attention output before its projection, [T, H] contiguous.
 
         Args:
@@ -338,7 +355,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = DropoutAddNorm(width, model, site=1)
 
     def forward(
-        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the states after this layer, [T, H].
 
@@ -374,7 +391,7 @@ class EncoderLayer(nn.Module):
         return after_attention(context_TH, residual_TH, parameters, settings)
 
     def compose(
-        self, hidden_TH: torch.Tensor, attention_mask: AttentionMask, dropout_keys: LayerDropoutKeys
+        self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
         """Return the states after this layer, [T, H], by separate operations that autograd or the compiler combines.
 
@@ -392,7 +409,8 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """Transformer layers of one tower (generator or discriminator), without embeddings and head.
 
-    The layers are preceded by a projection if the embeddings have another width than the layers.
+    The layers are preceded by a projection if the embeddings have another width than the layers. A subclass for
+    another architecture overrides `new_layer`, `layer_inputs` and `finish`.
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
@@ -411,10 +429,27 @@ class Encoder(nn.Module):
         self.embeddings_project: nn.Linear | None = None
         if width != tower.hidden_size:
             self.embeddings_project = Linear(width, tower.hidden_size)
-        self.layers = nn.ModuleList(EncoderLayer(model, tower) for _ in range(tower.num_layers))
+        self.layers = nn.ModuleList(self.new_layer(model, tower, number) for number in range(tower.num_layers))
         # `engine.activation_checkpointing` sets this: only the layers' inputs are kept, and the backward pass
         # computes the other activations again.
         self.recompute = False
+
+    def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
+        """Return a new layer; `number` is its place in the tower, from 0, on which a BERT layer does not depend."""
+        return EncoderLayer(model, tower)
+
+    def layer_inputs(self, attention_mask: AttentionMask, dropout_keys: DropoutKeys) -> Iterable[tuple[Any, Any]]:
+        """Return what each layer gets beside the states: what its tokens see, and the keys of its dropout.
+
+        Args:
+            attention_mask: the argument of `forward`.
+            dropout_keys: keys of this tower.
+        """
+        return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
+
+    def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Return the tower's output for the states of its last layer: these states, which are normalised already."""
+        return hidden_TH
 
     def forward(
         self, embedded_BSE: torch.Tensor, attention_mask: AttentionMask, dropout_keys: DropoutKeys
@@ -436,9 +471,9 @@ class Encoder(nn.Module):
         shape_BSH = hidden.shape
         hidden = hidden.flatten(0, 1)
         recompute = self.recompute and torch.is_grad_enabled()
-        for layer, layer_keys in zip(self.layers, dropout_keys.of_layers(len(self.layers))):
+        for layer, layer_input in zip(self.layers, self.layer_inputs(attention_mask, dropout_keys)):
             if recompute:
-                hidden = checkpoint(layer, hidden, attention_mask, layer_keys, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, *layer_input, use_reentrant=False)
             else:
-                hidden = layer(hidden, attention_mask, layer_keys)
-        return hidden.view(shape_BSH)
+                hidden = layer(hidden, *layer_input)
+        return self.finish(hidden).view(shape_BSH)

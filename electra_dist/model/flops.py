@@ -1,7 +1,8 @@
 """Counts training FLOPs per token, and lists the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
 
 Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
-3 x forward in all. Attention is counted over the whole of `seq_len`. Vocabulary logits are counted where the objective
+3 x forward in all. Attention is counted over the whole of `seq_len`, in local layers (`model.architecture: modern`)
+over the window. Vocabulary logits are counted where the objective
 needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
 Of a scheduled `mask_prob`, its mean over the run counts at every step.
 Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
@@ -53,7 +54,7 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
         step: number of the step. It matters in two-stage training only, where the generator first trains alone, and
             then the discriminator trains while the generator is frozen. None means the second stage.
     """
-    tower_forward = _encoder(model.discriminator, model.embedding_size, seq_len)
+    tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
     generator_forward = _generator_forward(model, seq_len, objective)
@@ -154,7 +155,7 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
         return 0.0
     tower = model.generator
     width = model.generator_embedding_width
-    tower_flops = _encoder(tower, width, seq_len)
+    tower_flops = _encoder(model, tower, width, seq_len)
     if objective.name == "electric":
         # Two towers, one for each direction. The head reads the states of both, at every position.
         return 2 * tower_flops + _vocabulary_head(model, 2 * tower.hidden_size, width)
@@ -174,17 +175,20 @@ def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) 
     return dense + logits
 
 
-def _encoder(tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
+def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
     """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any.
 
-    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row.
+    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row, or in a local
+    layer to those in its window.
     """
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
-    scores_and_weighted_values = 2 * 2 * seq_len * hidden
-    feed_forward = 2 * 2 * hidden * tower.intermediate_size  # two matrices
-    return projection + tower.num_layers * (query_key_value_output + scores_and_weighted_values + feed_forward)
+    num_keys = sum(model.visible_keys(layer, seq_len) for layer in range(tower.num_layers))
+    scores_and_weighted_values = 2 * 2 * num_keys * hidden  # of all layers
+    num_matrices = 3 if model.architecture == "modern" else 2  # a gated network has one more
+    feed_forward = 2 * num_matrices * hidden * tower.intermediate_size
+    return projection + scores_and_weighted_values + tower.num_layers * (query_key_value_output + feed_forward)
 
 
 # Words that the device's name must contain -> dense TFLOP/s. The first match counts, so "h100 pcie" is before "h100".

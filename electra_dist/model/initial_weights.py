@@ -10,6 +10,7 @@ every rank and whatever other parameters the model has.
     layers of one unit             discriminator's last Dense(1); copy gate and baseline follow
     pad rows of a token table,     zero
     `gdes` difference tables
+    `architecture: modern`         in the layers' last products the deviation is divided by sqrt(2 x layers)
 
 Source: google-research/electra, model/modeling.py and pretrain/run_pretraining.py.
 Cost: one pass on the host, in fp32; 8 s of one core for ELECTRA-Large. `build_towers` skips torch's own
@@ -29,7 +30,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import SharedEmbeddings
+from electra_dist.model.encoder import Embeddings
 from electra_dist.model.towers import ElectraTowers
 
 # Last component of the names of modules with Glorot-uniform weights, such as "generator.embeddings_project" and
@@ -83,12 +84,30 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
         elif _is_glorot(module_name):
             parameter.copy_(_glorot_uniform(parameter.shape, generator))
         else:
-            parameter.copy_(_truncated_normal(parameter.shape, model.initializer_range, generator))
+            std = _standard_deviation(model, module_name)
+            parameter.copy_(_truncated_normal(parameter.shape, std, generator))
 
     # The table's rows beyond the vocabulary only pad it to a multiple of 128.
     for module in towers.modules():
-        if isinstance(module, SharedEmbeddings):
+        if isinstance(module, Embeddings):
             module.word.weight[model.vocab_size :] = 0.0
+
+
+def _standard_deviation(model: ModelConfig, module_name: str) -> float:
+    """Return the standard deviation of the initial weights of a module that is drawn from a normal distribution.
+
+    It is `initializer_range`. With `architecture: modern` the layers that write into the residual stream have this
+    divided by sqrt(2 x layers), as in ModernBERT, so that the stream does not grow with the depth.
+
+    Args:
+        model: the config's section `model`.
+        module_name: full name in the towers.
+    """
+    writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
+    if model.architecture == "bert" or not writes_to_residual:
+        return model.initializer_range
+    tower = model.generator if module_name.startswith("generator") else model.discriminator
+    return float(model.initializer_range / math.sqrt(2 * tower.num_layers))
 
 
 def _is_glorot(module_name: str) -> bool:

@@ -40,13 +40,13 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
     if objective.name in ("mlm", "replace_mlm", "all_tokens_mlm"):
         head = _token_head(model, hidden, width)
     else:
-        head = _dense(hidden, hidden) + _dense(hidden, 1)  # one logit per token: original or replaced
+        head = _detection_head(model)
     if objective.discriminator_mlm_weight:
         head += _token_head(model, hidden, width)
     if objective.name == "all_tokens_mlm":
         head += _dense(hidden, 1)  # gate between copying the input token and predicting
     return ParameterCounts(
-        discriminator=_embeddings(model, width) + _encoder(model.discriminator, width) + head,
+        discriminator=_embeddings(model, width) + _encoder(model, model.discriminator, width) + head,
         generator_only=_generator_only(model, objective),
     )
 
@@ -63,7 +63,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
     num_towers = 2 if objective.name == "electric" else 1  # Electric reads from the left and from the right
     count = _token_head(model, num_towers * tower.hidden_size, width)
     if model.sharing != "all":
-        count += num_towers * _encoder(tower, width)
+        count += num_towers * _encoder(model, tower, width)
     if model.sharing in ("none", "gdes"):
         count += _embeddings(model, width)
     if objective.name == "adversarial":
@@ -84,14 +84,18 @@ def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) 
         return 0
     width = model.generator_embedding_width
     head = _token_head(model, model.generator.hidden_size, width)
-    return _embeddings(model, width) + _encoder(model.generator, width) + head
+    return _embeddings(model, width) + _encoder(model, model.generator, width) + head
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of token, position and type tables of `width` features, with their LayerNorm."""
+    """Return the number of parameters of the tables of `width` features, with their LayerNorm.
+
+    Tokens, positions and types have tables; with the architecture `modern` only tokens have one.
+    """
+    if model.architecture == "modern":
+        return model.vocab_size * width + _layer_norm(model, width)
     table_rows = model.vocab_size + model.max_positions + model.type_vocab_size
-    layer_norm = 2 * width  # weight and bias
-    return table_rows * width + layer_norm
+    return table_rows * width + _layer_norm(model, width)
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
@@ -100,25 +104,45 @@ def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
     The output matrix is the token table, which is counted with the embeddings.
 
     Args:
-        model: gives the size of the vocabulary.
+        model: gives the architecture and the size of the vocabulary.
         hidden: width of the states that the head reads.
         width: width of the token table.
     """
-    layer_norm = 2 * width
-    return _dense(hidden, width) + layer_norm + model.vocab_size
+    return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
 
 
-def _encoder(tower: TowerConfig, embedding_size: int) -> int:
+def _detection_head(model: ModelConfig) -> int:
+    """Return the number of parameters of a head with one logit per token: original or replaced."""
+    hidden = model.discriminator.hidden_size
+    layer_norm = _layer_norm(model, hidden) if model.architecture == "modern" else 0
+    return _dense(hidden, hidden, has_bias=_has_biases(model)) + layer_norm + _dense(hidden, 1)
+
+
+def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
     """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
-    projection = _dense(embedding_size, hidden) if embedding_size != hidden else 0
-    attention = 4 * _dense(hidden, hidden)  # query, key, value and output
-    feed_forward = _dense(hidden, intermediate) + _dense(intermediate, hidden)
-    layer_norms = 2 * 2 * hidden  # two, each with weight and bias
-    return projection + tower.num_layers * (attention + feed_forward + layer_norms)
+    has_bias = _has_biases(model)
+    projection = _dense(embedding_size, hidden, has_bias) if embedding_size != hidden else 0
+    attention = 4 * _dense(hidden, hidden, has_bias)  # query, key, value and output
+    feed_forward = _dense(hidden, intermediate, has_bias) + _dense(intermediate, hidden, has_bias)
+    # Two a layer. With `modern` the first layer has one less, and another one follows the last layer.
+    layer_norms = 2 * tower.num_layers * _layer_norm(model, hidden)
+    if model.architecture == "modern":
+        feed_forward += _dense(hidden, intermediate, has_bias)  # the gate
+    return projection + layer_norms + tower.num_layers * (attention + feed_forward)
 
 
-def _dense(num_in: int, num_out: int) -> int:
-    """Return the number of parameters of a dense layer: a `num_in` x `num_out` weight and `num_out` biases."""
-    return num_in * num_out + num_out
+def _has_biases(model: ModelConfig) -> bool:
+    """Return whether the linear layers and LayerNorms of the towers have biases."""
+    return model.architecture == "bert"
+
+
+def _layer_norm(model: ModelConfig, width: int) -> int:
+    """Return the number of parameters of a LayerNorm: a weight and, if the architecture has them, a bias."""
+    return 2 * width if _has_biases(model) else width
+
+
+def _dense(num_in: int, num_out: int, has_bias: bool = True) -> int:
+    """Return the number of parameters of a dense layer: a `num_in` x `num_out` weight and `num_out` biases, if any."""
+    return num_in * num_out + (num_out if has_bias else 0)

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.architectures.choice import new_detection_head, new_embeddings, new_encoder, new_token_head
+from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 from electra_dist.model.row_layout import RowLayout
 
@@ -71,7 +72,7 @@ class ElectraTowers(nn.Module):
     discriminator_head: DiscriminatorHead
     token_head: GeneratorHead
     copy_gate: nn.Linear
-    discriminator_embeddings: SharedEmbeddings
+    discriminator_embeddings: Embeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
         """Create the submodules that the objective trains, with torch's own initial values.
@@ -90,9 +91,9 @@ class ElectraTowers(nn.Module):
         separate_embeddings = has_own_embeddings(model, objective)
         generator_width = model.generator_embedding_width if separate_embeddings else model.embedding_size
         self.is_difference = separate_embeddings and model.sharing == "gdes"
-        self.embeddings = SharedEmbeddings(model, generator_width)
+        self.embeddings = new_embeddings(model, generator_width)
         if separate_embeddings:
-            self.discriminator_embeddings = SharedEmbeddings(model)
+            self.discriminator_embeddings = new_embeddings(model, model.embedding_size)
         if has_generator(objective):
             self._add_generator(objective, generator_width)
         self._add_discriminator(objective)
@@ -113,12 +114,12 @@ class ElectraTowers(nn.Module):
         model = self.model
         hidden_size = model.generator.hidden_size
         if model.sharing != "all":
-            self.generator = Encoder(model, model.generator, embedding_width)
+            self.generator = new_encoder(model, model.generator, embedding_width)
         head_input_size = hidden_size
         if objective.name == "electric":
-            self.generator_reverse = Encoder(model, model.generator, embedding_width)
+            self.generator_reverse = new_encoder(model, model.generator, embedding_width)
             head_input_size = 2 * hidden_size  # the head reads the states of both towers
-        self.generator_head = GeneratorHead(model, head_input_size, embedding_width)
+        self.generator_head = new_token_head(model, head_input_size, embedding_width)
         if objective.name == "adversarial":
             self.baseline = nn.Linear(hidden_size, 1)
 
@@ -133,11 +134,11 @@ class ElectraTowers(nn.Module):
         """
         model = self.model
         hidden_size = model.discriminator.hidden_size
-        self.discriminator = Encoder(model, model.discriminator)
+        self.discriminator = new_encoder(model, model.discriminator, model.embedding_size)
         if objective.name not in PREDICTS_TOKENS:
-            self.discriminator_head = DiscriminatorHead(model)
+            self.discriminator_head = new_detection_head(model)
         if objective.name in PREDICTS_TOKENS or objective.discriminator_mlm_weight:
-            self.token_head = GeneratorHead(model, hidden_size, model.embedding_size)
+            self.token_head = new_token_head(model, hidden_size, model.embedding_size)
         if objective.name == "all_tokens_mlm":
             self.copy_gate = nn.Linear(hidden_size, 1)
 

@@ -27,7 +27,8 @@ from electra_kernels.mlm_head import MlmHeadOutput
 from torch import nn
 
 from electra_dist.config import ObjectiveConfig
-from electra_dist.model.attention import SDPA, AttentionMask, same_example
+from electra_dist.model.architectures.attention_scopes import new_attention_mask
+from electra_dist.model.attention import SDPA, AttentionMask
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
@@ -295,7 +296,7 @@ class Objective(nn.Module, ABC):
         """
         if self.attention.backend != "flash":
             parameter_dtype = self.towers.embeddings.word.weight.dtype
-            return same_example(layout, parameter_dtype, self.attention.backend)
+            return new_attention_mask(self.towers.model, layout, parameter_dtype, self.attention.backend)
         if step_input.bounds is None:
             raise ValueError(
                 "attention backend flash needs StepInput.bounds; make them from the ids on the host with "

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
-from electra_dist.model.pretraining_heads import GeneratorHead
+from electra_dist.model.architectures.choice import new_embeddings, new_encoder, new_token_head
+from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import RowLayout
 
 
@@ -41,9 +41,9 @@ class FrozenGenerator(nn.Module):
         width = model.generator_embedding_width
         # On the device "meta" torch's own initialisation costs nothing.
         with torch.device("meta"):
-            self.embeddings = SharedEmbeddings(model, width)
-            self.generator = Encoder(model, model.generator, width)
-            self.generator_head = GeneratorHead(model, model.generator.hidden_size, width)
+            self.embeddings = new_embeddings(model, width)
+            self.generator = new_encoder(model, model.generator, width)
+            self.generator_head = new_token_head(model, model.generator.hidden_size, width)
         self.requires_grad_(False)
         self.to_empty(device="cpu")
         for parameter in self.parameters():

@@ -80,10 +80,10 @@ def activation_bytes_per_row(
         early_generator: `engine.early_generator`: the generator's activations are freed before the discriminator runs.
     """
     value_bytes = 4 if precision == "fp32" else 2
-    discriminator = float(_network(model.discriminator, model.embedding_size, recompute) * value_bytes)
+    discriminator = float(_network(model, model.discriminator, model.embedding_size, recompute) * value_bytes)
     discriminator += _statistics(model.discriminator, recompute)
     discriminator += _large_head(model, objective, seq_len) * value_bytes
-    largest_gradients = _gradients_of_a_layer(model.discriminator, recompute) * value_bytes
+    largest_gradients = _gradients_of_a_layer(model, model.discriminator, recompute) * value_bytes
 
     # Electric's generator is two towers, one for each direction.
     num_generators = 2 if objective.name == "electric" else 1
@@ -91,10 +91,10 @@ def activation_bytes_per_row(
     generator_gradients = 0.0
     if objective.name != "mlm" and objective.generator == "trained":
         width = model.generator_embedding_width
-        generator = num_generators * _network(model.generator, width, recompute) * value_bytes
+        generator = num_generators * _network(model, model.generator, width, recompute) * value_bytes
         generator += num_generators * _statistics(model.generator, recompute)
         generator += _generator_head(model, objective, seq_len) * value_bytes
-        generator_gradients = _gradients_of_a_layer(model.generator, recompute) * value_bytes
+        generator_gradients = _gradients_of_a_layer(model, model.generator, recompute) * value_bytes
     if objective.generator_only_steps:
         # The generator trains alone first; later it is frozen and keeps nothing.
         early_generator = True
@@ -149,19 +149,20 @@ def micro_batch_limit(
     return MicroBatchLimit(max(divisors, default=0), fitting_rows, row_bytes, fixed_bytes)
 
 
-def _network(tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
+def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
     """Return the values per token that a tower and its embeddings keep for the backward pass.
 
     A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
     its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
-    2 x intermediate: the feed-forward network's inner values before and after GELU. With recomputation a layer keeps
-    its input only.
+    2 x intermediate: the feed-forward network's inner values before and after GELU. With the architecture `modern` it
+    keeps 4 x intermediate: inner values, gates, the inner values after GELU and their product with the gates. With
+    recomputation a layer keeps its input only.
 
     The embeddings keep embedding_width: the sum of the three tables' entries. The factors of their dropout are drawn
     again. If a projection to `hidden` follows, they keep its input too.
     """
     hidden = tower.hidden_size
-    per_layer = hidden if recompute else 8 * hidden + 2 * tower.intermediate_size
+    per_layer = hidden if recompute else 8 * hidden + _num_inner(model) * tower.intermediate_size
     embeddings = embedding_width
     if embedding_width != hidden:
         embeddings += embedding_width
@@ -179,7 +180,7 @@ def _statistics(tower: TowerConfig, recompute: bool) -> int:
     return tower.num_layers * 4 * (tower.num_heads + 2 * 2)
 
 
-def _gradients_of_a_layer(tower: TowerConfig, recompute: bool) -> int:
+def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
     """Return the values per token that the backward pass of one layer needs beside what was kept.
 
     The peak is in the second matrix product of the feed-forward network: the gradients of its output and of the
@@ -188,9 +189,16 @@ def _gradients_of_a_layer(tower: TowerConfig, recompute: bool) -> int:
     """
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
+    if model.architecture == "modern":
+        gradients += 2 * tower.intermediate_size  # of the inner values and of the gates
     if recompute:
-        return gradients + 7 * hidden + 2 * tower.intermediate_size
+        return gradients + 7 * hidden + _num_inner(model) * tower.intermediate_size
     return gradients
+
+
+def _num_inner(model: ModelConfig) -> int:
+    """Return how many values per token and feature of `intermediate_size` a feed-forward network keeps."""
+    return 4 if model.architecture == "modern" else 2
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:

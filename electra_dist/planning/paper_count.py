@@ -20,12 +20,15 @@ def run_flops_by_paper(config: Config) -> float | None:
 
     Returns:
         The FLOPs of `train.num_steps` steps of `train.global_batch` full rows. None for runs that the paper's method
-        does not cover: objectives other than `rtd` and `mlm`; and `rtd` with a frozen generator, with two-stage
-        training (`objective.generator_only_steps`) or with joint MLM (`objective.discriminator_mlm_weight`).
+        does not cover: `model.architecture: modern`; objectives other than `rtd` and `mlm`; and `rtd` with a frozen
+        generator, with two-stage training (`objective.generator_only_steps`) or with joint MLM
+        (`objective.discriminator_mlm_weight`).
     """
     model = config.model
     objective = config.objective
     is_plain_rtd = objective.name == "rtd" and objective.generator != "frozen"
+    if model.architecture == "modern":
+        return None
     has_more_parts = objective.generator_only_steps > 0 or objective.discriminator_mlm_weight > 0
     discriminator = _network(config, model.discriminator, model.embedding_size)
     if objective.name == "mlm":

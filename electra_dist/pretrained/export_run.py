@@ -13,6 +13,7 @@ from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, r
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.hf_conversion import export_towers
 from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
 from electra_dist.pretrained.run_weights import load_chosen_weights
@@ -68,6 +69,9 @@ def export_run(
             lowercase=tokenizer.lowercase,
             out_dir=output,
         )
+    has_generator = any(".generator_head." in f".{name}" for name in run.weights)
+    if run.config.model.architecture == "modern" and has_generator and "generator" not in folders:
+        print(f"no generator is exported: {hf_modernbert.find_obstacle(run.config.model)}", file=sys.stderr)
     for tower, folder in folders.items():
         record = PretrainingRecord(
             objective=run.config.objective.name,

@@ -1,4 +1,4 @@
-"""Convert weights to and from the names and files of Hugging Face's ELECTRA models.
+"""Convert weights to and from the names and files of Hugging Face's ELECTRA and ModernBERT models.
 
 Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
 load, with the same logits, whichever weights generator and discriminator share and whichever objective trained them.
@@ -7,7 +7,8 @@ table has no pad rows, which round its size up in this project.
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
 has one fused parameter for query, key and value; it is split and joined. transformers is not imported: config.json,
-model.safetensors and the tokenizer's files are written directly.
+model.safetensors and the tokenizer's files are written directly. Towers of the architecture `modern` have their table
+of names in `hf_modernbert.py`.
 
 Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
@@ -27,7 +28,9 @@ from safetensors.torch import save
 from tokenizers import BertWordPieceTokenizer
 
 from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
@@ -149,8 +152,9 @@ def export_towers(
 ) -> dict[str, Path]:
     """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
 
-    The generator's folder is missing if the state has no generator, or if its generator is a pair of causal towers
-    (objective `electric`), which no Hugging Face model corresponds to.
+    The generator's folder is missing if the state has no generator, or if no Hugging Face model corresponds to it:
+    to a pair of causal towers (objective `electric`), or to a tower of the architecture `modern` whose tables have
+    another width.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -169,7 +173,8 @@ def export_towers(
     modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
     has_generator = "generator_head" in modules
     is_causal_pair = "generator_reverse" in modules
-    if has_generator and not is_causal_pair:
+    has_class = model.architecture == "bert" or not hf_modernbert.find_obstacle(model)
+    if has_generator and has_class and not is_causal_pair:
         folders["generator"] = out_dir / "generator"
         export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
     return folders
@@ -181,7 +186,8 @@ def export_discriminator(
     """Write the discriminator with its tokenizer as a Hugging Face folder.
 
     The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
-    tokens instead of detecting replaced ones (objective `mlm`, for example).
+    tokens instead of detecting replaced ones (objective `mlm`, for example). With the architecture `modern` the two
+    classes are ModernBertForTokenClassification and ModernBertForMaskedLM.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -192,16 +198,22 @@ def export_discriminator(
         out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_discriminator(state, model)
-    predicts_tokens = _OUTPUT_BIAS in tensors
-    architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
-    config = _hf_config(model, "discriminator", special, architecture)
+    if model.architecture == "modern":
+        predicts_tokens = hf_modernbert.OUTPUT_BIAS in tensors
+        config = hf_modernbert.hf_config(model, "discriminator", special, predicts_tokens)
+    else:
+        predicts_tokens = _OUTPUT_BIAS in tensors
+        architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
+        config = _hf_config(model, "discriminator", special, architecture)
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
 def export_generator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
-    """Write the generator with its tokenizer as a Hugging Face folder of an ElectraForMaskedLM.
+    """Write the generator with its tokenizer as a Hugging Face folder.
+
+    The model class is ElectraForMaskedLM, with the architecture `modern` ModernBertForMaskedLM.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -212,7 +224,10 @@ def export_generator(
         out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_generator(state, model)
-    config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
+    if model.architecture == "modern":
+        config = hf_modernbert.hf_config(model, "generator", special, predicts_tokens=True)
+    else:
+        config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
 
 
@@ -316,11 +331,19 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
         model: section `model` of the config that they were trained with.
         tower: the tower to convert, with its embeddings and its head.
+
+    Raises:
+        UserError: no Hugging Face class has the generator (architecture `modern` only).
     """
     ours = standalone(state, model, tower)
     if "discriminator_head.dense.weight" in ours:
         # Joint MLM: Hugging Face's ElectraForPreTraining has no place for a second head.
         ours = {name: value for name, value in ours.items() if not name.startswith("token_head.")}
+    if model.architecture == "modern":
+        obstacle = hf_modernbert.find_obstacle(model) if tower == "generator" else ""
+        if obstacle:
+            raise UserError(f"the generator cannot be exported: {obstacle}")
+        return hf_modernbert.to_hf(ours, model, tower, _HEADS[tower])
     theirs = {}
     # The table of names covers every kind of head, and a state has only some of them.
     for our_name, their_name in _parameter_names(model, tower):
@@ -346,6 +369,8 @@ def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, t
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
     """
+    if model.architecture == "modern":
+        return hf_modernbert.from_hf(theirs, model, tower, _HEADS[tower])
     ours = {}
     for our_name, their_name in _parameter_names(model, tower):
         if their_name in theirs:
@@ -423,6 +448,12 @@ def _write(
         "do_lower_case": lowercase,
         "model_max_length": max_positions,
     }
+    if config["model_type"] == hf_modernbert.MODEL_TYPE:
+        # ModernBERT has no token types, so its models do not take them from a tokenizer.
+        tokenizer_config |= {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
     for name in _SPECIAL_TOKENS:
         tokenizer_config[f"{name}_token"] = f"[{name.upper()}]"  # "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)

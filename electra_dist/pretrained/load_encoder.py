@@ -90,8 +90,14 @@ class Pretrained:
             trained_length: tokens of a row in training; None if it is not known.
 
         Raises:
-            UserError: the vocabulary has another size than the model, or the model has no such tower.
+            UserError: the vocabulary has another size than the model, the model has no such tower, or its architecture
+                is `modern`.
         """
+        if model.architecture == "modern":
+            raise UserError(
+                f"{name}: this command does not read model.architecture: modern; export the run with electra-dist "
+                f"export and use the folder with Hugging Face's classes, such as ModernBertForSequenceClassification"
+            )
         _check_vocabulary(name, vocabulary, model)
         tower_state = _tower_state(state, model, tower)
         embedding_size = tower_state["embeddings.word.weight"].shape[1]  # the generator's tables may be narrower

@@ -5,7 +5,8 @@ source or is named in the notes, the lines of text that are returned for the run
 optimizer's moments, which no Hugging Face folder holds. A source of another shape or vocabulary size is refused, with
 the first difference in the message.
 
-How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, from `model.safetensors`, from
+How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, with `model.architecture: modern`
+those of ModernBertForTokenClassification, ModernBertForMaskedLM or ModernBertModel, from `model.safetensors`, from
 several such files with an index, or from `pytorch_model.bin` (without unpickling objects). Position tables longer than
 `max_positions` are cut. With `model.sharing: gdes` the discriminator reads the generator's table plus a trainable
 difference; the difference is set so that the sum equals the table of the source's discriminator.
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
@@ -112,6 +114,8 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
                 f"{where}: {key} is {source_size}, but the config's {tower} has {wanted_size}; set the model section "
                 f"to the checkpoint's shape, or name another checkpoint"
             )
+    if model.architecture == "modern":
+        return  # rotary positions have no table
     num_positions = given.get(_POSITIONS, 512)
     if num_positions < model.max_positions:
         raise UserError(
@@ -129,6 +133,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
         model: section `model` of the config.
         tower: "discriminator" or "generator".
     """
+    if model.architecture == "modern":
+        return hf_modernbert.shape_of_modern(model, tower)
     shape, width = tower_of(model, tower)
     return {
         "model_type": "electra",
@@ -146,8 +152,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
 
-    A model with a head has the prefix `electra.` before the names of its encoder. An ElectraModel that was saved
-    without a head gets this prefix, too. Tensors that are not of floating point are left out.
+    A model with a head has the prefix `electra.` before the names of its encoder, ModernBERT the prefix `model.`. A
+    model that was saved without a head gets this prefix, too. Tensors that are not of floating point are left out.
 
     Raises:
         UserError: the folder holds no weights.
@@ -162,8 +168,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"{folder}: holds neither model.safetensors nor pytorch_model.bin; copy the model's whole folder there"
         )
+    is_modern = any("tok_embeddings" in name for name in theirs)
     has_prefix = any(name.startswith("electra.") for name in theirs)
-    if not has_prefix:
+    if is_modern:
+        theirs = hf_modernbert.with_prefix(theirs)
+    elif not has_prefix:
         theirs = {f"electra.{name}": tensor for name, tensor in theirs.items()}
     return {name: tensor.float() for name, tensor in theirs.items() if tensor.is_floating_point()}
 
@@ -295,7 +304,10 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
-    check_shape(str(file), read_json_object(file, _COPY_AGAIN), model, tower)
+    settings = read_json_object(file, _COPY_AGAIN)
+    if settings.get("model_type") == hf_modernbert.MODEL_TYPE:
+        settings = hf_modernbert.comparable_settings(str(file), settings)
+    check_shape(str(file), settings, model, tower)
     weights = read_weights(folder)
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import yaml
 
+from electra_dist.config import ModelConfig
 from electra_dist.data.phases.phase_use import uses_of_phases
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
@@ -138,10 +139,10 @@ def model_card(
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
     sections = [
-        _front_matter(predicts_tokens, license_id),
+        _front_matter(predicts_tokens, license_id, export.config.model),
         f"# {run_name}: ELECTRA {tower}\n",
         _introduction(tower, export),
-        _how_to_load(predicts_tokens),
+        _how_to_load(predicts_tokens, export.config.model),
         _training(export, records, versions, phases),
         _data_sources(sources),
         evaluation,
@@ -153,13 +154,15 @@ def model_card(
 
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
-    """Return whether an exported tower is an ElectraForMaskedLM; otherwise it is an ElectraForPreTraining."""
+    """Return whether an exported tower predicts tokens; otherwise it detects replaced ones."""
     return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
 
 
-def _front_matter(predicts_tokens: bool, license_id: str) -> str:
+def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) -> str:
     """Return the card's metadata, a YAML block between two lines of dashes, as the hub reads it."""
     metadata: dict[str, object] = {"license": license_id, "library_name": "transformers", "tags": ["electra"]}
+    if model.architecture == "modern":
+        metadata["tags"] = ["electra", "modernbert"]
     if predicts_tokens:
         metadata["pipeline_tag"] = "fill-mask"
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n"
@@ -187,16 +190,23 @@ def _introduction(tower: str, export: Export) -> str:
     )
 
 
-def _how_to_load(predicts_tokens: bool) -> str:
+def _how_to_load(predicts_tokens: bool, model: ModelConfig) -> str:
     """Return the section with the three lines that load the model and its tokenizer."""
-    auto_class = "AutoModelForMaskedLM" if predicts_tokens else "AutoModelForPreTraining"
+    is_modern = model.architecture == "modern"
+    auto_class = "AutoModelForTokenClassification" if is_modern else "AutoModelForPreTraining"
+    if predicts_tokens:
+        auto_class = "AutoModelForMaskedLM"
+    fine_tuning = (
+        "For fine-tuning load it with `AutoModel`, or with a class such as `AutoModelForSequenceClassification`"
+    )
+    if is_modern and not predicts_tokens:
+        fine_tuning += " and `ignore_mismatched_sizes=True`, because the detection head has one label"
     return (
         "## Load it\n\n```python\n"
         f"from transformers import {auto_class}, AutoTokenizer\n"
         'tokenizer = AutoTokenizer.from_pretrained(".")  # this folder, or the name of a repository on the hub\n'
         f'model = {auto_class}.from_pretrained(".")\n'
-        "```\n\nFor fine-tuning load it with `AutoModel`, or with a class such as "
-        "`AutoModelForSequenceClassification`.\n"
+        f"```\n\n{fine_tuning}.\n"
     )
 
 

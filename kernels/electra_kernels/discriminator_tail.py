@@ -95,6 +95,25 @@ def rtd_loss(
     return _sums(loss_T, logits_T.detach(), label_T, mask_T)
 
 
+def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
+    """Compute the loss of replaced-token detection from logits of T tokens, for heads that end in another way.
+
+    It is differentiable in the logits, and written in plain PyTorch on every device.
+
+    Args:
+        logits_T: fp32 or fp64 logits of "was replaced".
+        label_T: bool or number: 1 where the token was replaced, 0 elsewhere.
+        mask_T: bool or number, the weight of each token in the loss; 0 on padding.
+
+    Returns:
+        Sums and logits in the dtype of `logits_T`; the counts are weighted by `mask_T`.
+    """
+    label_T = label_T.to(logits_T.dtype)
+    mask_T = mask_T.to(logits_T.dtype)
+    loss_T = F.binary_cross_entropy_with_logits(logits_T, label_T, reduction="none") * mask_T
+    return _sums(loss_T, logits_T.detach(), label_T, mask_T)
+
+
 def _import_passes(implementation: str) -> Any:
     """Import and return the module that implements the discriminator tail as "triton" or "cuda".
 

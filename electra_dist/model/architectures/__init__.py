@@ -1,0 +1,1 @@
+"""The architectures that the towers can have, behind one interface (`choice.py`)."""

@@ -1,0 +1,62 @@
+"""Defines the heads of the architecture `modern`: Dense, GELU and LayerNorm without biases, then the output.
+
+Guarantee: the same functions as the heads of Hugging Face's ModernBertForMaskedLM and ModernBertForTokenClassification
+on the same weights. The output of the first is the tied token table plus one bias per token, that of the second one
+unit with a bias. Losses are fp32 whatever the dtype of the parameters.
+
+Shapes: M masked slots, H hidden width, E embedding width, B rows, S tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from electra_kernels.discriminator_tail import RtdOutput, rtd_loss_of_logits
+from torch import nn
+
+from electra_dist.config import ModelConfig
+from electra_dist.model.matrix_products import Linear
+from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
+
+
+class ModernTokenHead(GeneratorHead):
+    """Head that predicts tokens; only the bias of the output distinguishes it from one without any bias."""
+
+    def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
+        """Create the dense layer, the LayerNorm and the output bias; the arguments are those of `GeneratorHead`."""
+        super().__init__(model, hidden_size, embedding_size)
+        self.dense = Linear(hidden_size, embedding_size, bias=False)
+        self.layer_norm = nn.LayerNorm(embedding_size, eps=model.layer_norm_eps, bias=False)
+
+
+class ModernDetectionHead(DiscriminatorHead):
+    """Replaced-token-detection head with a LayerNorm before its output unit."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Create the dense layer, the LayerNorm and the output unit in the width of the discriminator."""
+        super().__init__(model)
+        width = model.discriminator.hidden_size
+        self.dense = Linear(width, width, bias=False)
+        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
+
+    def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the logit of every token, [B, S] in fp32 (fp64 for fp64 states).
+
+        Args:
+            hidden_BSH: states of the discriminator.
+        """
+        logits_BS = self.out(self.layer_norm(F.gelu(self.dense(hidden_BSH)))).squeeze(-1)
+        return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
+
+    def forward(
+        self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
+    ) -> RtdOutput:
+        """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics.
+
+        Args:
+            hidden_BSH: states of the discriminator.
+            label_BS: bool, True for replaced tokens.
+            mask_BS: weight of each token in the loss, bool or float; 0 on pads.
+            backend: `kernels.backend` of the config, which has no effect, because no fused operation is used.
+        """
+        return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())

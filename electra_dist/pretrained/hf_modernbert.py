@@ -1,0 +1,243 @@
+"""Convert weights and shapes of the architecture `modern` to and from those of Hugging Face's ModernBERT.
+
+Guarantee: a tower that predicts tokens becomes a ModernBertForMaskedLM, and a discriminator a
+ModernBertForTokenClassification with one label, each with the same logits. `from_hf` inverts `to_hf` exactly.
+
+How: one table of (our name, Hugging Face's name). No parameter is split or joined, because both projects have one
+matrix for query, key and value. transformers is not imported.
+
+Limits: Hugging Face's classes have tables as wide as the layers, so a generator of another width than its tables has
+no counterpart. They drop elements in other places than this project, which matters only for training with dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from electra_dist.config import ModelConfig, TowerConfig
+from electra_dist.errors import UserError
+from electra_dist.model.row_layout import SpecialIds
+
+MODEL_TYPE = "modernbert"
+OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of a token head's output bias
+_TABLE = "embeddings.word.weight"
+_LAYER = {
+    "attention_norm": "attn_norm",
+    "attention.qkv": "attn.Wqkv",
+    "attention.out": "attn.Wo",
+    "feed_forward_norm": "mlp_norm",
+    "gated_expand": "mlp.Wi",
+    "contract": "mlp.Wo",
+}
+_TOKEN_HEAD = {"dense.weight": "head.dense.weight", "layer_norm.weight": "head.norm.weight", "bias": OUTPUT_BIAS}
+_DETECTION_HEAD = {
+    "dense.weight": "head.dense.weight",
+    "layer_norm.weight": "head.norm.weight",
+    "out.weight": "classifier.weight",
+    "out.bias": "classifier.bias",
+}
+# Settings of Hugging Face's config that change the function -> the one value that this project computes.
+_FIXED_SETTINGS = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_bias": False,
+    "classifier_bias": False,
+    "decoder_bias": True,
+    "hidden_activation": "gelu",
+    "classifier_activation": "gelu",
+}
+
+
+def find_obstacle(model: ModelConfig) -> str:
+    """Return why no Hugging Face class has the generator of the architecture `modern`, or "" if one has it."""
+    width = model.generator_embedding_width
+    hidden_size = model.generator.hidden_size
+    if width == hidden_size:
+        return ""
+    return (
+        f"the generator is {hidden_size} wide and its tables {width}, and Hugging Face's ModernBERT has one width; "
+        f"train with model.generator.hidden_size {width} and fewer layers to export the generator"
+    )
+
+
+def to_hf(
+    ours: Mapping[str, torch.Tensor], model: ModelConfig, tower: str, token_head: str
+) -> dict[str, torch.Tensor]:
+    """Return the weights of one tower under Hugging Face's names; no two tensors share memory.
+
+    Args:
+        ours: whole parameters of one tower with the embeddings that it reads, in fp32 on the host.
+        model: section `model` of the config that they were trained with.
+        tower: "generator" or "discriminator".
+        token_head: name of the tower's head that predicts tokens, "generator_head" or "token_head".
+    """
+    names = dict(_backbone_names(_shape(model, tower), tower))
+    if "discriminator_head.dense.weight" in ours and tower == "discriminator":
+        names |= {f"discriminator_head.{our_name}": name for our_name, name in _DETECTION_HEAD.items()}
+    elif f"{token_head}.bias" in ours:
+        names |= {f"{token_head}.{our_name}": name for our_name, name in _TOKEN_HEAD.items()}
+    theirs = {their_name: ours[our_name].clone() for our_name, their_name in names.items()}
+    theirs[names[_TABLE]] = ours[_TABLE][: model.vocab_size].clone()
+    return theirs
+
+
+def from_hf(
+    theirs: Mapping[str, torch.Tensor], model: ModelConfig, tower: str, token_head: str
+) -> dict[str, torch.Tensor]:
+    """Return Hugging Face weights under this project's names; rows of zeros pad the token table.
+
+    A head that is neither one for tokens nor one with a single label is left out.
+
+    Args:
+        theirs: state dict of a ModernBERT model.
+        model: section `model` of a config that gives the tower the same shape.
+        tower: "generator" or "discriminator".
+        token_head: name of the tower's head that predicts tokens.
+
+    Raises:
+        KeyError: a weight of the embeddings or the layers is missing.
+    """
+    names = dict(_backbone_names(_shape(model, tower), tower))
+    classifier = theirs.get("classifier.weight")
+    if OUTPUT_BIAS in theirs:
+        names |= {f"{token_head}.{our_name}": name for our_name, name in _TOKEN_HEAD.items()}
+    elif tower == "discriminator" and classifier is not None and len(classifier) == 1:
+        names |= {f"discriminator_head.{our_name}": name for our_name, name in _DETECTION_HEAD.items()}
+    ours = {our_name: theirs[their_name].clone() for our_name, their_name in names.items()}
+    num_pad_rows = model.padded_vocab_size - len(ours[_TABLE])
+    ours[_TABLE] = torch.nn.functional.pad(ours[_TABLE], (0, 0, 0, num_pad_rows))
+    return ours
+
+
+def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights under the names of a model with a head, which put `model.` before those of a ModernBertModel."""
+    is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
+    return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
+
+
+def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
+    """Return the sizes and scopes that weights must have to fit a tower, under Hugging Face's keys.
+
+    The bases of the rotary positions and the number of positions are not among them, because no weight depends on
+    them: a run may go on from another one with longer rows.
+
+    Args:
+        model: section `model` of the config.
+        tower: "discriminator" or "generator".
+    """
+    shape = _shape(model, tower)
+    width = model.generator_embedding_width if tower == "generator" else model.embedding_size
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": model.vocab_size,
+        "embedding_size": width,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
+        "global_attn_every_n_layers": model.global_every,
+        "local_attention": model.local_window,
+    }
+
+
+def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a ModernBERT's config.json under the keys of `shape_of_modern`.
+
+    Newer versions of transformers write a list of layer types in place of `global_attn_every_n_layers`.
+
+    Args:
+        where: path of the file, for messages.
+        settings: content of config.json.
+
+    Raises:
+        UserError: a setting makes another function of the model than this project's.
+    """
+    for key, wanted in _FIXED_SETTINGS.items():
+        found = settings.get(key, wanted)
+        if found != wanted:
+            raise UserError(f"{where}: {key} is {found}, but only {wanted} is supported; name another model")
+    for scope, rotary in (settings.get("rope_parameters") or {}).items():
+        if isinstance(rotary, dict) and rotary.get("rope_type", "default") != "default":
+            raise UserError(
+                f"{where}: rope_type of {scope} is {rotary['rope_type']}, but only default is supported; name another "
+                f"model"
+            )
+    result = {"local_attention": 128, "global_attn_every_n_layers": 3, **settings}
+    layer_types = settings.get("layer_types")
+    if layer_types is not None:
+        result["global_attn_every_n_layers"] = _period(where, layer_types)
+    result["embedding_size"] = settings.get("hidden_size")
+    return result
+
+
+def hf_config(model: ModelConfig, tower: str, special: SpecialIds, predicts_tokens: bool) -> dict[str, Any]:
+    """Return the content of a Hugging Face config.json for one tower.
+
+    Args:
+        model: gives widths, scopes, dropout and the size of the vocabulary.
+        tower: the tower that the config describes.
+        special: ids of the special tokens.
+        predicts_tokens: whether the tower's head predicts tokens, and not replaced ones.
+    """
+    shape = shape_of_modern(model, tower)
+    del shape["embedding_size"]
+    config = {
+        **shape,
+        **_FIXED_SETTINGS,
+        "architectures": ["ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"],
+        "max_position_embeddings": model.max_positions,
+        "global_rope_theta": model.global_rope_theta,
+        "local_rope_theta": model.local_rope_theta,
+        "norm_eps": model.layer_norm_eps,
+        "embedding_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "mlp_dropout": model.hidden_dropout,
+        "initializer_range": model.initializer_range,
+        "pad_token_id": special.pad,
+        "cls_token_id": special.cls,
+        "bos_token_id": special.cls,
+        "sep_token_id": special.sep,
+        "eos_token_id": special.sep,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    if not predicts_tokens:
+        config |= {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}
+    return config
+
+
+def _shape(model: ModelConfig, tower: str) -> TowerConfig:
+    """Return the number and the sizes of the layers of a tower."""
+    return model.generator if tower == "generator" else model.discriminator
+
+
+def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]:
+    """Yield (our name, Hugging Face's name) of every parameter of the embeddings and the layers of a tower."""
+    yield _TABLE, "model.embeddings.tok_embeddings.weight"
+    yield "embeddings.layer_norm.weight", "model.embeddings.norm.weight"
+    for layer in range(shape.num_layers):
+        for ours, theirs in _LAYER.items():
+            is_left_out = layer == 0 and ours == "attention_norm"
+            if not is_left_out:
+                yield f"{tower}.layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+    yield f"{tower}.final_norm.weight", "model.final_norm.weight"
+
+
+def _period(where: str, layer_types: list[str]) -> int:
+    """Return every how many layers one has global attention, the first one included.
+
+    Args:
+        where: path of config.json, for the message.
+        layer_types: "full_attention" or "sliding_attention" for each layer.
+
+    Raises:
+        UserError: the global layers are not evenly spaced, beginning with the first one.
+    """
+    for period in range(1, len(layer_types) + 1):
+        expected = ["sliding_attention" if layer % period else "full_attention" for layer in range(len(layer_types))]
+        if layer_types == expected:
+            return period
+    raise UserError(f"{where}: layer_types has no even spacing of global layers; name another model")

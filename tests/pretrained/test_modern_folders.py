@@ -1,0 +1,206 @@
+"""Towers of the architecture `modern` as Hugging Face folders: written, opened by stock classes, and read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.modern_models import (
+    SPECIAL,
+    VOCAB_SIZE,
+    hugging_face_config,
+    modern_model,
+    our_logits,
+    random_towers,
+)
+from transformers import (
+    AutoModel,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+    pipeline,
+)
+
+from electra_dist.config import ModelConfig
+from electra_dist.errors import UserError
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.row_layout import derive
+from electra_dist.model.towers import ElectraTowers
+from electra_dist.pretrained.hf_conversion import export_generator, export_towers
+from electra_dist.pretrained.load_encoder import load_pretrained as load_tower
+from electra_dist.pretrained.load_towers import load_pretrained
+
+
+@pytest.fixture
+def vocab(tmp_path: Path) -> Path:
+    """A vocab.txt of the special tokens and w0, w1, ..."""
+    file = tmp_path / "vocab.txt"
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCAB_SIZE - 5))]
+    file.write_text("\n".join(tokens) + "\n")
+    return file
+
+
+def exported(towers: ElectraTowers, vocab: Path) -> Path:
+    """The folder with the exports of both towers."""
+    folder = vocab.parent / "export"
+    export_towers(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder)
+    return folder
+
+
+def example_ids() -> torch.Tensor:
+    """Two rows of one example, the second one padded, longer than a window."""
+    ids = torch.randint(5, VOCAB_SIZE, (2, 70), generator=torch.Generator().manual_seed(2))
+    ids[:, 0] = SPECIAL.cls
+    ids[0, -1] = SPECIAL.sep
+    ids[1, 40] = SPECIAL.sep
+    ids[1, 41:] = SPECIAL.pad
+    return ids
+
+
+def test_stock_classes_open_the_folders_and_give_the_logits_of_the_towers(vocab: Path) -> None:
+    towers = random_towers(modern_model())
+    folder = exported(towers, vocab)
+    ids = example_ids()
+    real = derive(ids, SPECIAL).is_real_BS
+    ours = our_logits(towers, ids)
+    inputs = {"input_ids": ids, "attention_mask": real.long()}
+
+    for model_class, name, expected in (
+        (ModernBertForTokenClassification, "discriminator", ours.replaced[..., None]),
+        (ModernBertForMaskedLM, "generator", ours.tokens),
+    ):
+        model, report = model_class.from_pretrained(folder / name, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        with torch.no_grad():
+            assert (model.eval()(**inputs).logits - expected)[real].abs().max() <= 1e-5
+
+
+def test_auto_model_fill_mask_and_a_task_of_three_classes_work_on_the_folders(vocab: Path) -> None:
+    folder = exported(random_towers(modern_model()), vocab)
+
+    filled = pipeline("fill-mask", model=str(folder / "generator"))("w1 w2 [MASK] w5")
+    assert len(filled) == 5 and filled[0]["sequence"].startswith("w1 w2 ")
+    assert type(AutoModel.from_pretrained(folder / "discriminator")).__name__ == "ModernBertModel"
+    task = ModernBertForSequenceClassification.from_pretrained(
+        folder / "discriminator", num_labels=3, ignore_mismatched_sizes=True
+    )
+    loss = task(input_ids=example_ids(), labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    assert task.model.layers[1].mlp.Wi.weight.grad.abs().max() > 0
+
+
+NARROW = {"hidden_size": 16, "num_layers": 2, "num_heads": 1, "intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="shared-tables"),
+        pytest.param({"sharing": "all", "generator_layers": 4}, id="shared-layers"),
+        pytest.param({"sharing": "none", "generator_embedding_size": 16, "generator": NARROW}, id="narrow-generator"),
+    ],
+)
+def test_weights_exported_and_read_again_are_equal_bit_for_bit(fields: dict[str, Any], vocab: Path) -> None:
+    model = modern_model(**fields)
+    towers = random_towers(model)
+    folder = exported(towers, vocab)
+    again = build_towers(model, seed=1)
+
+    notes = load_pretrained(again, folder / "discriminator", folder / "generator")
+
+    expected = towers.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    assert notes == ["optimizer: a Hugging Face folder holds no moments; they start at zero"]
+
+
+def test_a_released_masked_language_model_becomes_discriminator_and_generator(tmp_path: Path) -> None:
+    """A folder as transformers writes it, with the names and settings of its own version."""
+    model = modern_model(layers=4, generator_layers=4)
+    torch.manual_seed(5)
+    theirs = ModernBertForMaskedLM(hugging_face_config(model, model.generator)).eval()
+    theirs.save_pretrained(tmp_path / "released")
+    towers = build_towers(model, seed=1).eval()
+
+    notes = load_pretrained(towers, tmp_path / "released", tmp_path / "released")
+
+    assert [note.partition(":")[0] for note in notes] == ["discriminator_head", "optimizer"]
+    ids = example_ids()
+    real = derive(ids, SPECIAL).is_real_BS
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=real.long()).logits
+    assert (our_logits(towers, ids).tokens - expected)[real].abs().max() <= 1e-5
+
+
+def test_a_model_without_a_head_is_read(tmp_path: Path) -> None:
+    model = modern_model()
+    theirs = AutoModel.from_config(hugging_face_config(model, model.discriminator))
+    theirs.save_pretrained(tmp_path / "bare")
+    towers = build_towers(model, seed=1)
+
+    load_pretrained(towers, tmp_path / "bare", None)
+
+    weight = towers.state_dict()["discriminator.layers.2.attention.qkv.weight"]
+    assert torch.equal(weight, theirs.state_dict()["layers.2.attn.Wqkv.weight"])
+
+
+def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discriminator_is(vocab: Path) -> None:
+    towers = random_towers(modern_model(generator=NARROW))
+
+    folder = exported(towers, vocab)
+
+    assert (folder / "discriminator" / "model.safetensors").exists()
+    assert not (folder / "generator").exists()
+    with pytest.raises(UserError, match="generator is 16 wide and its tables 32") as error:
+        export_generator(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder / "generator")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_bias": True}, "norm_bias is True, but only False is supported"),
+        ({"local_attention": 64}, "local_attention is 64, but the config's discriminator has 16"),
+        ({"global_attn_every_n_layers": 2}, "global_attn_every_n_layers is 2, but the config's discriminator has 3"),
+        ({"num_hidden_layers": 6}, "num_hidden_layers is 6"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no even spacing of global layers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type of full_attention is yarn"),
+        ({"model_type": "electra"}, "model_type is electra, but the config's discriminator has modernbert"),
+    ],
+)
+def test_a_folder_of_another_function_is_refused_in_one_line(
+    change: dict[str, Any], message: str, vocab: Path
+) -> None:
+    towers = random_towers(modern_model())
+    folder = exported(towers, vocab) / "discriminator"
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+
+    with pytest.raises(UserError, match=message) as error:
+        load_pretrained(build_towers(towers.model, seed=1), folder, None)
+    assert "\n" not in str(error.value)
+
+
+def test_incomplete_weights_are_refused(vocab: Path) -> None:
+    towers = random_towers(modern_model(layers=3))
+    folder = exported(towers, vocab) / "discriminator"
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 4}))
+
+    with pytest.raises(UserError, match=r"lack 'model\.layers\.3\.attn_norm\.weight'"):
+        load_pretrained(build_towers(modern_model(layers=4), seed=1), folder, None)
+
+
+def test_commands_that_read_electra_alone_refuse_the_folder_and_the_run(vocab: Path) -> None:
+    folder = exported(random_towers(modern_model()), vocab) / "discriminator"
+    with pytest.raises(UserError, match="not an ELECTRA model"):
+        load_tower(str(folder))
+
+
+def test_positions_beyond_those_of_the_folder_are_accepted_because_there_is_no_table(vocab: Path) -> None:
+    folder = exported(random_towers(modern_model(max_positions=64)), vocab)
+    longer: ModelConfig = modern_model(max_positions=4096, global_rope_theta=1e6)
+
+    assert load_pretrained(build_towers(longer, seed=1), folder / "discriminator", None)
