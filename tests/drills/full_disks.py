@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
@@ -61,10 +61,10 @@ STEP = 7  # while it is computed, storage goes away; it lies between two saves
 
 @dataclass
 class Drill:
-    """The folders of the drill, and the losses of the undisturbed run that all others must have."""
+    """The folders of the drill, and the losses of the undisturbed runs that all others must have."""
 
     folder: Path
-    reference: list[tuple]
+    references: dict[int, list[tuple]] = field(default_factory=dict)  # number of ranks -> losses
 
     def new_run(self, name: str, **settings: object) -> tuple[Path, Path]:
         """Return the config file and the run folder of a new run."""
@@ -72,7 +72,21 @@ class Drill:
         config = write_tiny_config(run_dir.with_suffix(".yaml"), run_dir, f"{self.folder}/corpus", **settings)
         return config, run_dir
 
-    def judge(self, name: str, run_dir: Path, end: Watched, code: int = 0, detail: str = "") -> DrillVerdict:
+    def reference(self, ranks: int) -> list[tuple]:
+        """Return the losses of an undisturbed run of so many ranks, which is made at the first call.
+
+        Another number of ranks adds up the same losses in another order, so their last bits differ.
+        """
+        if ranks not in self.references:
+            config, run_dir = self.new_run(f"undisturbed, ranks {ranks}")
+            end = watch(config, run_dir, {}, ranks=ranks)
+            assert end.code == 0, end.output[-3000:]
+            self.references[ranks] = read_losses(run_dir)
+        return self.references[ranks]
+
+    def judge(
+        self, name: str, run_dir: Path, end: Watched, code: int = 0, detail: str = "", ranks: int = 1
+    ) -> DrillVerdict:
         """Return the verdict on a run that must end with `code`, with equal losses and without a traceback.
 
         Args:
@@ -81,9 +95,11 @@ class Drill:
             end: how the run ended.
             code: exit code that it must have.
             detail: what the case has checked itself; a text that begins with "BAD" makes the verdict bad.
+            ranks: number of ranks of the run.
         """
         losses = read_losses(run_dir)
-        is_equal = losses == (self.reference if code == 0 else self.reference[: len(losses)])
+        reference = self.reference(ranks)
+        is_equal = losses == (reference if code == 0 else reference[: len(losses)])
         has_traceback = "Traceback" in end.output
         is_good = end.code == code and is_equal and not has_traceback and not detail.startswith("BAD")
         if not is_good:
@@ -93,15 +109,12 @@ class Drill:
         return DrillVerdict(name, is_good, f"exit {end.code}, {equality}{detail and '; ' + detail}{said}")
 
 
-def undisturbed(folder: Path) -> Drill:
+def begin_drill(folder: Path) -> Drill:
     """Write a corpus, run once without faults, and return the drill."""
     write_corpus(f"{folder}/corpus", [16] * 20)
     write_corpus(f"{folder}/corpus/heldout", [16] * 2, seed=3)
-    drill = Drill(folder, [])
-    config, run_dir = drill.new_run("undisturbed")
-    end = watch(config, run_dir, {})
-    assert end.code == 0, end.output[-3000:]
-    drill.reference = read_losses(run_dir)
+    drill = Drill(folder)
+    drill.reference(ranks=1)
     return drill
 
 
@@ -182,10 +195,10 @@ def away_for_too_long(name: str, place: str, ranks: int = 1) -> Callable[[Drill]
             end = watch(config, run_dir, faults, overrides=[PATIENCE], ranks=ranks)
             errors = [line for line in end.errors if "disk full" in line]
             event = storage_event(run_dir)
-            first = drill.judge(name, run_dir, end, code=75)
+            first = drill.judge(name, run_dir, end, code=75, ranks=ranks)
             free(disk)
             again = watch(config, run_dir, {"pause_s": PAUSE_S}, ranks=ranks)
-            second = drill.judge(name, run_dir, again)
+            second = drill.judge(name, run_dir, again, ranks=ranks)
             waited = "this one begins in" in again.output
             has_event = event is not None or place == ""  # a full run folder takes no event
             is_good = first.good and second.good and len(errors) == 1 and has_event
@@ -339,7 +352,7 @@ def main() -> int:
         names = [name for name in CASES if not args.only or any(word in name for word in args.only)]
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
-        drill = undisturbed(Path(folder))
+        drill = begin_drill(Path(folder))
         for name in names:
             begin = time.monotonic()
             verdicts.append(CASES[name](drill))
