@@ -241,11 +241,14 @@ def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_dee
 
 
 def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows) -> None:
+    """In rows of up to two windows; a local layer that goes by blocks on a CPU also keeps each block's output."""
     width, inner = 64, 96
     ids = make_rows([[(100, 0)], [(50, 30)]], seq_len=110)
 
     def kept_bytes(layers: int) -> int:
-        towers = random_towers(modern_model(width=width, heads=4, layers=layers, generator_layers=1)).train()
+        towers = random_towers(
+            modern_model(width=width, heads=4, layers=layers, generator_layers=1, local_window=64)
+        ).train()
         masks = mask_of(towers, ids)
         constants = [*towers.parameters(), masks.global_mask, masks.local_mask]
         left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
