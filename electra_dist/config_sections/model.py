@@ -191,11 +191,16 @@ class ModelConfig(Section):
         """Return whether a layer (numbered from 0) attends to whole examples, and not to a window of them."""
         return self.architecture == "bert" or layer % self.global_every == 0
 
-    def visible_keys(self, layer: int, seq_len: int) -> int:
-        """Return the largest number of tokens that a token in a row of `seq_len` tokens attends to in a layer."""
-        if self.is_global(layer):
-            return seq_len
-        return min(seq_len, 2 * (self.local_window // 2) + 1)
+    def visible_keys(self, num_layers: int, seq_len: int) -> int:
+        """Return the largest number of tokens that a token attends to, added up over the layers of a tower.
+
+        Args:
+            num_layers: number of layers of the tower.
+            seq_len: tokens in a row.
+        """
+        num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
+        window = min(seq_len, 2 * (self.local_window // 2) + 1)
+        return num_global * seq_len + (num_layers - num_global) * window
 
     @property
     def padded_vocab_size(self) -> int:

@@ -104,7 +104,9 @@ class RowSearch:
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows with documents of the source, or with the document, by the side files.
+        """Return the rows that hold the document searched for, or any document of the source searched for.
+
+        The side files of the corpus name the documents of each row.
 
         Raises:
             UserError: the corpus has no side files.

@@ -184,7 +184,7 @@ def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_le
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
-    num_keys = sum(model.visible_keys(layer, seq_len) for layer in range(tower.num_layers))
+    num_keys = model.visible_keys(tower.num_layers, seq_len)
     scores_and_weighted_values = 2 * 2 * num_keys * hidden  # of all layers
     num_matrices = 3 if model.architecture == "modern" else 2  # a gated network has one more
     feed_forward = 2 * num_matrices * hidden * tower.intermediate_size

@@ -319,7 +319,10 @@ class _Counts:
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Return the requests that read all records, write the manifests, and delete the records."""
+        """Return the number of requests of `corpus merge`.
+
+        It reads the records of all parts, writes the manifests, and deletes the records.
+        """
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
         kept = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2  # and order.json, notes.json

@@ -189,7 +189,13 @@ class LocalStore(Store):
         return num_deleted
 
     def _remove_empty(self, key_folder: str, prefix: str, doomed: Callable[[str], bool]) -> None:
-        """Remove a folder that a writer has created for a file that it never began; arguments as above."""
+        """Remove an empty folder, which a writer has created for a file and was killed before it began the file.
+
+        Args:
+            key_folder: The folder below that of the store.
+            prefix: Only a folder whose path begins with this string is removed.
+            doomed: Called with the folder and a slash; the folder is removed if it returns True.
+        """
         if key_folder.startswith(prefix) and doomed(f"{key_folder}/"):
             with contextlib.suppress(OSError):  # It has just received a file, or has gone.
                 (self._folder / key_folder).rmdir()

@@ -47,7 +47,7 @@ def node_cache_folder(config: Config) -> CacheFolder:
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
     """Return the folder in which this node caches the shards of a corpus.
 
-    A corpus that is read in place needs none: then it is that of a run on one node, which is neither created nor read.
+    For a corpus that is read in place, whose shards are not cached, the result is a path that nobody creates or reads.
 
     Raises:
         StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
@@ -90,14 +90,14 @@ def _is_first_on_node() -> bool:
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a server on each node, and exchange the addresses and a new token. Collective.
+    """Start a server on each node, and exchange the addresses and a new token. All ranks must call it.
 
     Args:
         stack: closes the server.
 
     Returns:
         The server, on the first rank of each node, and the nodes as this rank sees them. A node whose server cannot be
-        started takes no part: its ranks have no peers, and the others do not know it.
+        started fetches all its shards from the store: its ranks get no peers, and the other nodes do not know it.
     """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
@@ -109,11 +109,11 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
     first_ranks = [rank for rank, is_first in enumerate(gather(_is_first_on_node())) if is_first]
     # The ranks of a node are numbered one after another.
     first_rank_here = max(rank for rank in first_ranks if rank <= dist.get_rank())
-    serving_ranks = [rank for rank in first_ranks if address_of_rank[rank] is not None]
-    if first_rank_here not in serving_ranks:
+    address_of_serving_rank = {rank: address for rank in first_ranks if (address := address_of_rank[rank]) is not None}
+    if first_rank_here not in address_of_serving_rank:
         return None, None
-    addresses = [address for rank in serving_ranks if (address := address_of_rank[rank]) is not None]
-    return server, PeerGroup(addresses, serving_ranks.index(first_rank_here), token)
+    own_node = list(address_of_serving_rank).index(first_rank_here)
+    return server, PeerGroup(list(address_of_serving_rank.values()), own_node, token)
 
 
 def _own_address() -> str:

@@ -30,11 +30,14 @@ _POLL_S = 1.0  # between two looks at the requests to stop
 
 
 def record_lost_storage(run_dir: Path, why: str) -> None:
-    """Append the event `storage` to the ledger of a run, unless it is the last event; do nothing if that fails.
+    """Append the event `storage`, which records that storage stayed full or away, to the ledger of a run.
+
+    Nothing is appended if that is the last event already. Errors are ignored, because the ledger may be on the disk
+    that is away.
 
     Args:
         run_dir: folder of the run; without a run in it nothing is written.
-        why: the first failure, as one line.
+        why: the error with which the outage began, as one line.
     """
     with contextlib.suppress(UserError, OSError):
         if not is_run_folder(run_dir):
@@ -46,7 +49,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
         try:
             ledger.append("storage", events[-1]["step"] if events else 0, why=why)
         finally:
-            ledger.discard()
+            ledger.discard()  # closes the file, without another attempt to write an event that was refused
 
 
 def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:

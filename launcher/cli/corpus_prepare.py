@@ -63,20 +63,20 @@ def prepare(
 
 
 def _run(preparation: Preparation, out: Console) -> None:
-    """Run the preparation with a progress bar; end the process with 75 if the user interrupts it."""
+    """Run the preparation with a progress bar; end the process with 75 on Ctrl-C, and with 1 if a task was killed."""
     from electra_dist.corpus.prepare.executors import TaskKilled
     from electra_dist.corpus.prepare.preparation import run
     from launcher.cli.finetune import progress_bar
 
     try:
-        with progress_bar(out) as report:
-            run(preparation, report)
+        with progress_bar(out) as on_progress:
+            run(preparation, on_progress)
     except KeyboardInterrupt:
         out.print("interrupted; run the same command again to continue from this point")
         raise typer.Exit(EXIT_STOPPED) from None
     except TaskKilled as error:
         out.print(
-            f"{error}; if its memory was short, set fewer executor.workers; run the same command again to continue",
+            f"{error}; if it ran out of memory, lower executor.workers; run the same command again to continue",
             soft_wrap=True,
             markup=False,
         )

@@ -228,6 +228,13 @@ def test_flops_are_those_of_torchs_counter_and_local_layers_cost_no_more_in_long
     assert longer == 3 * 2 * (4 * 1000 * 32)
 
 
+def test_tokens_that_are_attended_to_are_added_up_over_the_layers_however_many_they_are() -> None:
+    model = modern_model(local_window=8)
+    counted = sum(40 if layer % model.global_every == 0 else 9 for layer in range(10))
+    assert model.visible_keys(10, 40) == counted
+    assert model.visible_keys(10**15, 40) > 9 * 10**15
+
+
 def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_deeper_towers() -> None:
     model = modern_model(width=64, layers=8)
     parameters = dict(build_towers(model, seed=3).named_parameters())

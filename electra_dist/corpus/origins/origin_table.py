@@ -50,10 +50,11 @@ class Origin(NamedTuple):
 
 
 def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.Table:
-    """Return the table of some examples.
+    """Return a table with one line for each example: where it begins, and which document it is of.
 
     Args:
-        places: int64 [examples, 3]: row, first id in the row, and index of the document, in the order of the rows.
+        places: int64 [examples, 3], sorted by row: row, position of the example's first token in the row, and index of
+            its document in `origins`.
         origins: the documents.
     """
     documents = [origins[index] for index in places[:, 2].tolist()]

@@ -231,7 +231,7 @@ class BuildRecords:
         """Record that the shards of a bucket are written. The caller must have written the shards before.
 
         Args:
-            bucket: the record; its `heldout_rows` must be the number of rows in `heldout_rows`.
+            bucket: the record, whose field `heldout_rows` is a number and must be `len(heldout_rows)`.
             heldout_rows: rows of its held-out documents, [rows, seq_len]; may be empty.
             heldout_origins: documents of these rows (`origin_table.py`); None if the build writes no side files.
         """

@@ -44,7 +44,7 @@ def eviction_order(
     """Return the shards of a cache folder that may be deleted, in the order in which to delete them.
 
     Shards of other corpora come first, the least recently used one before the others. Then come those of the corpus,
-    from the largest `keep_rank` down, without the wanted ones.
+    the one with the largest `keep_rank` (a key that is computed from its digest) first, and the preferred ones last.
 
     Args:
         paths: Files of the folder, each named `<sha256>.tar`.

@@ -124,12 +124,12 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the ids of each example: up to the next example of its row, or to the end of the row's tokens.
+    """Return the number of tokens of each example, which ends where the next one of its row begins, or with the row.
 
     Args:
         rows: [examples] row of each example, ascending.
-        starts: [examples] its first id in the row, ascending within a row.
-        num_tokens: [rows] ids of each row that are not [PAD].
+        starts: [examples] position of its first token in the row, ascending within a row.
+        num_tokens: [rows] tokens of each row, without [PAD].
     """
     ends = num_tokens[rows].astype(np.int64)
     has_next = rows[:-1] == rows[1:]
