@@ -4,8 +4,8 @@
 therefore end with the error of torch.distributed.
 
 How: rank 0 tries the port. If it is in use, it takes the next free one. Ranks of one node have the same parent
-process, the launcher, so rank 0 writes the port to a file in the temporary folder that is named after that process,
-and the other ranks read it there. The file is deleted when all ranks have met.
+process, the launcher, so rank 0 writes the port to a file in the temporary folder that is named after that process and
+the port that it named, and the other ranks read it there. The file is deleted when all ranks have met.
 
 Limits: only for the ranks of a single node that DeepSpeed's launcher started. With several nodes the launcher's port
 stays; the supervisor gives each of its starts another one. Another process may take the port between its trial and its
@@ -96,11 +96,13 @@ def is_free(port: int) -> bool:
 def _port_file() -> Path:
     """Return the path of the file through which rank 0 passes the port to the other ranks of this node.
 
-    The name has the id of the parent process, the launcher, which all ranks share, and the time at which it began. The
-    time distinguishes the launcher from an earlier process that had the same id.
+    The name has the id of the parent process, the launcher, which all ranks share, the time at which it began, and the
+    port that it named. The time distinguishes the launcher from an earlier process that had the same id, and the port
+    distinguishes two groups of ranks that one process has started.
     """
     parent = psutil.Process(os.getppid())
-    name = f"electra-dist-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"
+    port = os.environ.get("MASTER_PORT", "")
+    name = f"electra-dist-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}-{port}"
     return Path(tempfile.gettempdir()) / name
 
 

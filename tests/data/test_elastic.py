@@ -51,6 +51,7 @@ class FixedTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.model = SimpleNamespace(architecture="bert")
         self.embeddings = SimpleNamespace(word=SimpleNamespace(weight=LOGITS_VV))
         self.inputs: list[torch.Tensor] = []  # the generator's input, then the discriminator's
         self.slots = torch.empty(0)  # position, weight and sample of each slot, [B, 3 N]

@@ -45,7 +45,13 @@ def read_all(share_shards: bool | None) -> dict[str, object]:
     config = Config.model_validate(tree)
     store = Remote(FOLDER / "corpus")
     corpus = OpenCorpus(store=store, manifest=read_manifest(open_store(str(FOLDER / "corpus"))))
-    inputs = RunInputs(corpus=corpus, heldout=None, vocabulary=None, accept_new_numerics=False)  # type: ignore[arg-type]
+    inputs = RunInputs(  # the description of the caches uses nothing else
+        corpora=None,  # type: ignore[arg-type]
+        corpus=corpus,
+        heldout=None,
+        vocabulary=None,  # type: ignore[arg-type]
+        accept_new_numerics=False,
+    )
     notes = describe_caches(config, inputs)
     with contextlib.ExitStack() as stack:
         cache = open_shared_cache(config, corpus, stack)

@@ -144,7 +144,7 @@ def test_a_text_of_the_later_corpus_is_found_in_the_steps_of_its_phase(uncut: Pa
     assert [use["step"] for use in row["uses"]] == steps
     assert min(steps) >= BORDER
     refused = CliRunner().invoke(app, ["corpus", "find", text, "--run", str(uncut), "--corpus", str(later_corpus)])
-    assert "leave --corpus out" in str(refused.exception)
+    assert "leave CORPUS out" in str(refused.exception)
 
 
 def test_plan_status_report_and_model_card_name_the_corpora(
