@@ -73,7 +73,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     if path is None:
         path = run_dir / REPORT_FILE
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
     return path
 
 

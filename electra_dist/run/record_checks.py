@@ -214,6 +214,8 @@ def metrics_fault(record: Mapping[str, Any]) -> str:
     """Return what is wrong with a record of metrics.jsonl as one line; "" for a good record, which may lack fields."""
     if isinstance(record.get("kind"), str) and record["kind"] not in _MODEL_OF_METRIC:
         return _fault(record, _UnknownMetric)  # a newer version may have written it
+    if "context_auc" in record and "context_auc_se" not in record:  # both are written together
+        return "it lacks the field `context_auc_se`"
     return _fault_by_kind(record, "kind", _MODEL_OF_METRIC)
 
 

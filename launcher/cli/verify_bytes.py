@@ -176,7 +176,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
         return
     wrong: list[str] = []
     if fingerprint not in (None, manifest.fingerprint):
-        wrong.append(f"its fingerprint is {manifest.fingerprint}, but the run has trained on {fingerprint}")
+        wrong.append(f"its fingerprint is {manifest.fingerprint}, but the run has trained on {fingerprint!r}")
     yield Part(url=url, kind="corpus manifest", size_bytes=0, faults=lambda advance: wrong)
     yield Part(
         url=f"{store.url}/{manifest.tokenizer.vocab_file}",

@@ -83,3 +83,20 @@ def test_a_supervisor_announces_a_port_that_is_free_on_its_node(listener: socket
     turn_of_first_start = 2  # the first start of a job skips a number
     node_0 = Rendezvous(tmp_path, node=0, port=in_use - turn_of_first_start)
     assert node_0.start(lambda: False, 1) == in_use + 1
+
+
+def test_the_port_of_one_group_is_not_taken_for_that_of_another_with_the_same_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 of the second group waits for its own rank 0, while the file of the first group exists."""
+    monkeypatch.setattr(meeting_port.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(meeting_port, "_PATIENCE_S", 0.1)
+    ports = [free_port_from(21_000), free_port_from(22_000)]
+    group = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+    for name, value in {**group, "RANK": "0", "MASTER_PORT": str(ports[0])}.items():
+        monkeypatch.setenv(name, value)
+    with agreed_port():
+        for name, value in {"RANK": "1", "MASTER_PORT": str(ports[1])}.items():
+            monkeypatch.setenv(name, value)
+        with agreed_port():
+            assert os.environ["MASTER_PORT"] == str(ports[1])

@@ -34,11 +34,21 @@ def heartbeat(**fields: Any) -> bytes:
 
 
 SAMPLE_WITHOUT_FILES = json.dumps({"description": {"inputs": "0" * 64, "limit_bytes": 1000, "seed": 1}}).encode()
+EVALUATION_WITHOUT_ERROR = line(
+    kind="eval",
+    rows=4,
+    step=3,
+    **dict.fromkeys(("mlm_loss", "mlm_accuracy", "rtd_loss", "auc", "accuracy", "precision", "recall"), 0.5),
+    context_auc=0.5,
+)
 FOUND = [
     # file, reader, content of the file
     ("run/metrics.jsonl", "status", b'{"kind": "train", "step": %s}\n' % DEEP),
     ("run/metrics.jsonl", "status", line(kind="train", step="x", step_s=1.0)),
     ("run/metrics.jsonl", "status", line(step=3)),
+    ("run/metrics.jsonl", "report", EVALUATION_WITHOUT_ERROR),
+    ("run/metrics.jsonl", "status", EVALUATION_WITHOUT_ERROR),
+    ("run/environment.json", "report", b'{"\\ud800": 1}'),
     ("run/metrics.jsonl", "report", line(kind="train", step=3)),
     ("run/metrics.jsonl", "verify", line(kind="train", step=3, rows_seen=3, receipt="no number")),
     ("run/metrics.jsonl", "metrics at a resume", line(kind="train", step=None)),

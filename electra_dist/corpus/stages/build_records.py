@@ -35,6 +35,7 @@ from electra_dist.corpus.origins.origin_files import OriginFile
 from electra_dist.corpus.origins.origin_table import table_from_bytes, table_to_bytes
 from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.corpus.report.source_notes import SourceNotes
+from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
 from electra_dist.data.stored_arrays import parse_array
@@ -78,7 +79,9 @@ class CorpusOrder(Section):
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
     num_groups: int = Field(description="number of input groups")
-    num_buckets: int = Field(description="number of buckets, in each of which a worker makes shards")
+    num_buckets: int = Field(
+        ge=1, le=NUM_CELLS, description="number of buckets, in each of which a worker makes shards"
+    )
     shards_per_bucket: int = Field(description="shards among which the rows of a bucket are divided")
     epochs: dict[str, float] = Field(description="how often the documents of each source are used, on average")
     search: ReadCounts = Field(description="what the search for input files left out, for build.json")
