@@ -91,4 +91,4 @@ def test_sampled_kills_of_a_part_and_of_a_merge_change_no_byte(build: Build, pha
 def test_no_kill_of_a_part_or_of_a_merge_changes_a_byte(build: Build, phase: str) -> None:
     num_kills = check_kills(build, phase, lambda kills: kills)
     print(f"{phase}: {num_kills} kills, 0 differences")
-    assert num_kills > 50
+    assert num_kills > 2 * NUM_SAMPLED  # the sample is a fraction of them
