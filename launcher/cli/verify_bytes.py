@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -29,7 +28,7 @@ from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Or
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
-from electra_dist.errors import EXIT_USER_ERROR, TornCheckpoint, UserError
+from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
 from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.atomic_files import readable
@@ -60,7 +59,7 @@ class BadPart:
 
 
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
-    """Read all bytes of a run or a corpus, print every bad file, and end with exit code 78 if there is one.
+    """Read all bytes of a run or a corpus, and print every bad file.
 
     Of a run these are the corpora that its config names, its copies of the tokenizer and its checkpoints.
 
@@ -70,7 +69,7 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
         as_json: whether to print one JSON object.
 
     Raises:
-        UserError: `path` is neither a run nor a corpus.
+        UserError: `path` is neither a run nor a corpus, or something below it is bad.
     """
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
@@ -89,7 +88,10 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
         verdict = f"{len(bad):,} of them bad" if bad else "all good"
         out.print(f"{path}: read {numbers}; {size_bytes / 1e6:,.1f} MB in shards and checkpoints; {verdict}")
     if bad:
-        raise typer.Exit(EXIT_USER_ERROR)
+        raise UserError(
+            f"{path}: {len(bad):,} of {len(parts):,} files or checkpoints are bad; restore those that the output "
+            "names from a copy, or make them again, then repeat this command"
+        )
 
 
 def _read_all(parts: list[Part]) -> list[BadPart]:

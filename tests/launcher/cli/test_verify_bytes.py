@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from support.real_runs import write_corpus
 from typer.testing import CliRunner
 
-from electra_dist.errors import UserError
+from electra_dist.errors import EXIT_USER_ERROR, UserError
 from launcher.cli.main import app
 
 
-def verify(*arguments: str) -> tuple[int, str]:
-    """Return exit code and output of `electra-dist verify --bytes ARGUMENTS`."""
+def verify(*arguments: str) -> tuple[int, str, str]:
+    """Return exit code, output and error line of `electra-dist verify --bytes ARGUMENTS`."""
     result = CliRunner().invoke(app, ["verify", "--bytes", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
+    if isinstance(result.exception, UserError):
+        return EXIT_USER_ERROR, result.stdout, str(result.exception)
+    return result.exit_code, result.stdout, ""
 
 
 @pytest.fixture
@@ -38,11 +39,11 @@ def flip(path: Path) -> None:
 
 
 def test_a_good_corpus_is_counted_and_ends_with_0(corpus: Path) -> None:
-    code, output = verify(str(corpus))
+    code, output, _ = verify(str(corpus))
     assert code == 0
     assert "read 2 corpus manifests, 2 vocabulary files, 4 shards" in output
     assert output.rstrip().endswith("all good")
-    code, output = verify(str(corpus), "--json")
+    code, output, _ = verify(str(corpus), "--json")
     found = json.loads(output)
     assert (code, found["good"], found["bad"]) == (0, True, [])
     assert found["bytes"] == sum(path.stat().st_size for path in corpus.rglob("*.tar"))
@@ -53,13 +54,14 @@ def test_every_bad_file_is_named(corpus: Path) -> None:
     (corpus / "shard-000002.tar").unlink()
     os.truncate(corpus / "heldout" / "shard-000000.tar", 700)
     flip(corpus / "vocab.txt")
-    code, output = verify(str(corpus))
+    code, output, error = verify(str(corpus))
     bad = [line for line in output.splitlines() if line.startswith("BAD: ")]
     assert code == 78
     names = ("vocab.txt", "shard-000001.tar", "shard-000002.tar", "heldout/shard-000000.tar")
     assert [line.partition(": ")[2].partition(": ")[0] for line in bad] == [f"{corpus}/{name}" for name in names]
     assert "4 of them bad" in output
-    code, output = verify(str(corpus), "--json")
+    assert error.startswith(f"{corpus}: 4 of 8 files or checkpoints are bad; restore those")
+    code, output, _ = verify(str(corpus), "--json")
     found = json.loads(output)
     assert code == 78
     assert [part["url"] for part in found["bad"]] == [f"{corpus}/{name}" for name in names]
@@ -67,9 +69,10 @@ def test_every_bad_file_is_named(corpus: Path) -> None:
 
 def test_a_damaged_manifest_is_one_bad_file_and_another_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
     (corpus / "heldout" / "corpus.json").write_text("{")
-    code, output = verify(str(corpus))
+    code, output, _ = verify(str(corpus))
     assert code == 78
     assert f"BAD: {corpus}/heldout/corpus.json: " in output
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"neither a run .* nor a finished corpus"):
-        verify(str(tmp_path / "empty"))
+    code, _, error = verify(str(tmp_path / "empty"))
+    assert code == 78
+    assert re.search(r"neither a run .* nor a finished corpus", error)
