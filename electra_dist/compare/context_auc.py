@@ -17,16 +17,21 @@ CONTEXT_AUC_METRIC = "ROC-AUC"
 
 
 def read_context_auc(run_dir: Path, after: int, step: int) -> Measured | None:
-    """Return the context AUC of a run's last evaluation up to a step, or None if there is none.
+    """Return the context AUC of a run's last evaluation up to a step; None before the run has got to that step.
 
     Args:
         run_dir: folder of the run.
         after: evaluations after this step or earlier do not count; it is the checkpoint before the one in question.
         step: step of the checkpoint in question. The last step of a run always has an evaluation of its own; an
-            earlier checkpoint gets the evaluation at or before it.
+            earlier checkpoint gets the evaluation at or before it, as soon as there is one at or after it.
+
+    Returns:
+        The value with its standard error; also None if the run has no such evaluation between the two steps.
     """
     latest: Measured | None = None
+    last_step = 0
     for record in iter_records(run_dir / METRICS_FILE, containing=b'"context_auc"'):
+        last_step = max(last_step, record.get("step", 0))
         value = record.get("context_auc")
         is_due = after < record.get("step", 0) <= step
         if not is_due or value is None or not math.isfinite(value):
@@ -34,4 +39,4 @@ def read_context_auc(run_dir: Path, after: int, step: int) -> Measured | None:
         error = record.get("context_auc_se")
         is_known = error is not None and math.isfinite(error)
         latest = Measured(value=value, standard_error=error if is_known else None)
-    return latest
+    return latest if last_step >= step else None

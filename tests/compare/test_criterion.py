@@ -163,6 +163,7 @@ def test_the_context_auc_of_a_checkpoint_is_that_of_the_last_evaluation_up_to_it
         {"kind": "eval", "step": 10, "context_auc": 0.51, "context_auc_se": 0.01},
         {"kind": "eval", "step": 20, "context_auc": 0.55, "context_auc_se": 0.02},
         {"kind": "eval", "step": 30, "context_auc": "NaN"},
+        {"kind": "eval", "step": 45, "context_auc": 0.6, "context_auc_se": 0.02},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -171,4 +172,5 @@ def test_the_context_auc_of_a_checkpoint_is_that_of_the_last_evaluation_up_to_it
     assert measured is not None
     assert (measured.value, measured.standard_error) == (0.55, 0.02)
     assert read_context_auc(tmp_path, after=20, step=40) is None
+    assert read_context_auc(tmp_path, after=40, step=50) is None  # the run has not got to step 50
     assert read_context_auc(tmp_path / "missing", after=0, step=40) is None
