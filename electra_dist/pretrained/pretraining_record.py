@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from electra_dist.store.atomic_files import file_sha256, readable, replacing
 from electra_dist.store.interface import check_key
@@ -30,9 +30,9 @@ class PretrainingRecord(BaseModel):
 
     objective: str  # `objective.name` of the run
     tower: Literal["discriminator", "generator"]
-    seq_len: int  # tokens of a row in training; positions from here on were never trained
+    seq_len: Annotated[int, Field(gt=0)]  # tokens of a row in training; positions from here on were never trained
     steps: tuple[int, ...]  # steps of the checkpoints whose mean the weights are; of a single one, its step
-    rows: int  # rows trained on up to the last of these steps
+    rows: Annotated[int, Field(ge=0)]  # rows trained on up to the last of these steps
     corpus_fingerprint: str  # of the training corpus
     electra_dist: str  # version of this package that wrote the file
     tokenizer_sha256: dict[str, str] = {}  # file of the tokenizer -> its SHA-256; empty in an older export

@@ -72,13 +72,18 @@ class TextScorer:
             device: where the model runs.
 
         Raises:
-            UserError: the model has no pretraining head.
+            UserError: the model has no pretraining head, or reads fewer than four tokens at once.
         """
         self._encoder = encoder
         self._score_rows = build_token_scorer(encoder, device)
         self._detects_replaced = not encoder.gives_energies and not (predicts_tokens(encoder) and encoder.reads_masks)
         longest_row = min(encoder.model.max_positions, encoder.trained_length or encoder.model.max_positions)
         self._window_tokens = longest_row - _NUM_ENDS
+        if self._window_tokens < 2:
+            raise UserError(
+                f"{encoder.name}: the model reads {longest_row} tokens at once, but scores need at least "
+                f"{_NUM_ENDS + 2}; use a model that was trained on longer rows"
+            )
 
     def check_detects_replaced(self) -> None:
         """Raise an error unless the model gives the probability that a token was replaced.

@@ -33,6 +33,17 @@ def heartbeat(**fields: Any) -> bytes:
     return (body + b', "crc": %d}' % zlib.crc32(body)).ljust(RECORD_BYTES - 1) + b"\n"
 
 
+NO_ROOM_FOR_TEXT = json.dumps(
+    {
+        "objective": "rtd",
+        "tower": "discriminator",
+        "seq_len": 3,
+        "steps": [6],
+        "rows": 96,
+        "corpus_fingerprint": "",
+        "electra_dist": "",
+    }
+).encode()
 SAMPLE_WITHOUT_FILES = json.dumps({"description": {"inputs": "0" * 64, "limit_bytes": 1000, "seed": 1}}).encode()
 EVALUATION_WITHOUT_ERROR = line(
     kind="eval",
@@ -94,6 +105,8 @@ FOUND = [
     ("building/progress/buckets/*.npy", "resume of a build", b"\x93NUMPY\x01\x00\x10\x00{'shape': (1,)}  "),
     ("export/discriminator/model.safetensors", "load_pretrained", b"\xff" * 8),
     ("export/discriminator/model.safetensors", "score --model", b""),
+    ("export/discriminator/pretraining.json", "score --model", NO_ROOM_FOR_TEXT),
+    ("export/discriminator/pretraining.json", "score --model", NO_ROOM_FOR_TEXT.replace(b"3", b"-1688")),
     ("export/discriminator/tokenizer.json", "load_pretrained", b'{"model": {"vocab": [1]}}'),
     ("export/discriminator/config.json", "load_pretrained", DEEP),
     ("squad.json", "read_squad", b'{"data": [{"paragraphs": [{"context": 3, "qas": [%s]}]}]}' % QUESTION),
