@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine must not fail a test: how long an example takes is not what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 # Folders whose files take minutes, longest first: begun last, one would keep a worker alone at the end. Those that
