@@ -9,11 +9,12 @@ CLUSTER_TESTS ?= tests/cluster
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest cluster-test drills fuzz kill-matrix chaos bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain test pytest test-long cluster-test drills fuzz kill-matrix chaos bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
 	@echo "make test           set up, then check style and types and run all tests"
+	@echo "make test-long      run the tests that take too long for make test (about half an hour)"
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
 	@echo "make drills         run long series of kills, damaged files and S3 faults (docs/drills.md; about half an hour)"
 	@echo "make fuzz           damage every file that is read, 50,000 times, and judge how what reads it ends (docs/drills.md)"
@@ -56,12 +57,15 @@ test: lint
 pytest: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# What the tests with the marker `drill` check has a short sample in `make test`.
+test-long: $(VENV)/ready-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m drill
+
 cluster-test: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s $(CLUSTER_TESTS)
 
 # Each drill ends with a table and fails if one of its lines failed. docs/drills.md describes what each one proves.
-drills: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m drill
+drills: test-long
 	$(BIN)/python tests/drills/damages.py --seed 1 --count 500
 	$(BIN)/python tests/drills/real_kills.py --seed 1 --stages 1,2,3 --kills 10
 	$(BIN)/python tests/drills/s3_faults.py --seed 1 --faults 2000
