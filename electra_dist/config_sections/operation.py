@@ -144,15 +144,15 @@ class CorpusConfig(Section):
     )
     origins: bool = Field(
         default=True,
-        description="Whether a build writes a side file for each shard, which names the source and the documents of "
-        "each row. `electra-dist corpus find --source` and `--document` need it. The shards and the fingerprint of "
-        "the corpus are the same without it.",
+        description="Whether a build writes, next to each shard, a side file that names the source and the documents "
+        "of each row. `electra-dist corpus find --source` and `--document` need these files. The shards and the "
+        "fingerprint of the corpus do not depend on this key.",
     )
     licences: dict[str, str] = Field(
         default={},
-        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, `corpus "
-        "stats` and model cards. Text that `electra-dist corpus prepare` made has the licences of its prepare.json. "
-        "`electra-dist corpus info` lists the sources.",
+        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}; it is shown in "
+        "build.json, `electra-dist corpus stats` and model cards. For text from `electra-dist corpus prepare`, the "
+        "licences in its prepare.json are used. `electra-dist corpus info` lists the names of the sources.",
     )
 
 

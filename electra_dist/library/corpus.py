@@ -199,7 +199,7 @@ class Corpus:
         """
         if step < 0 or global_batch < 1:
             raise ValueError(
-                f"step is {step} and global_batch {global_batch}; pass a step of at least 0 and a global_batch of at least 1"
+                f"step is {step} and global_batch is {global_batch}; pass a step >= 0 and a global_batch >= 1"
             )
         first_position = step * global_batch
         positions = np.arange(first_position, first_position + global_batch)

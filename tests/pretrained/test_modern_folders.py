@@ -153,7 +153,7 @@ def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discrimina
 
     assert (folder / "discriminator" / "model.safetensors").exists()
     assert not (folder / "generator").exists()
-    with pytest.raises(UserError, match="generator is 16 wide and its tables 32") as error:
+    with pytest.raises(UserError, match="layers of the generator are 16 wide and its token table is 32 wide") as error:
         export_generator(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder / "generator")
     assert "\n" not in str(error.value)
 
@@ -165,7 +165,7 @@ def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discrimina
         ({"local_attention": 64}, "local_attention is 64, but the config's discriminator has 16"),
         ({"global_attn_every_n_layers": 2}, "global_attn_every_n_layers is 2, but the config's discriminator has 3"),
         ({"num_hidden_layers": 6}, "num_hidden_layers is 6"),
-        ({"layer_types": ["sliding_attention"] * 4}, "no even spacing of global layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "not evenly spaced from the first layer on"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type of full_attention is yarn"),
         ({"model_type": "electra"}, "model_type is electra, but the config's discriminator has modernbert"),
     ],
