@@ -36,7 +36,7 @@ from electra_dist.pretrained.load_towers import load_pretrained
 
 @pytest.fixture
 def vocab(tmp_path: Path) -> Path:
-    """A vocab.txt of the special tokens and w0, w1, ..."""
+    """Write a vocab.txt with the special tokens and w0, w1 and so on; return its path."""
     file = tmp_path / "vocab.txt"
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCAB_SIZE - 5))]
     file.write_text("\n".join(tokens) + "\n")
@@ -44,14 +44,14 @@ def vocab(tmp_path: Path) -> Path:
 
 
 def exported(towers: ElectraTowers, vocab: Path) -> Path:
-    """The folder with the exports of both towers."""
+    """Return the folder with the exports of both towers."""
     folder = vocab.parent / "export"
     export_towers(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder)
     return folder
 
 
 def example_ids() -> torch.Tensor:
-    """Two rows of one example, the second one padded, longer than a window."""
+    """Return two rows of one example each, longer than a window; the second row is padded."""
     ids = torch.randint(5, VOCAB_SIZE, (2, 70), generator=torch.Generator().manual_seed(2))
     ids[:, 0] = SPECIAL.cls
     ids[0, -1] = SPECIAL.sep
@@ -117,7 +117,7 @@ def test_weights_exported_and_read_again_are_equal_bit_for_bit(fields: dict[str,
 
 
 def test_a_released_masked_language_model_becomes_discriminator_and_generator(tmp_path: Path) -> None:
-    """A folder as transformers writes it, with the names and settings of its own version."""
+    """A folder that transformers has saved can be read, with the names and settings of its own version."""
     model = modern_model(layers=4, generator_layers=4)
     torch.manual_seed(5)
     theirs = ModernBertForMaskedLM(hugging_face_config(model, model.generator)).eval()
