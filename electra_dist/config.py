@@ -175,9 +175,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Raise ValueError if init_generator_from does not go with the rest of the config.
+        """Raise ValueError if `train.init_generator_from` is missing or cannot be used with the rest of the config.
 
-        A frozen generator needs it. For any other one it is used only together with a discriminator from init_from.
+        A frozen generator needs this key. Any other generator can use it only if `train.init_from` is set, too.
         """
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
@@ -194,9 +194,9 @@ class Config(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train` for the weights that the trained towers begin with.
+        """Return section `train` with only those keys for initial weights that apply to the trained towers.
 
-        Without init_generator_from if that names a frozen generator, which is not one of them.
+        If the generator is frozen, it is not trained, so `init_generator_from`, which names its weights, is None.
         """
         if self.objective.generator != "frozen":
             return self.train

@@ -243,7 +243,7 @@ class Comparison:
 
     @property
     def _command(self) -> str:
-        """Shell command that starts or resumes this comparison; paths are quoted where the shell needs it."""
+        """Return the shell command that starts or resumes this comparison, with paths quoted where necessary."""
         command = f"electra-dist compare {shlex.quote(str(self._file))}"
         if self._glue:
             command += f" --glue {shlex.quote(str(self._glue))}"

@@ -362,5 +362,5 @@ class ObjectiveConfig(Section):
 
     @property
     def draws_at_random(self) -> bool:
-        """Whether random_share is above 0 at some step, so that some replacements are not the generator's."""
+        """Return whether random_share is above 0 at some step, so that some replacements are drawn at random."""
         return largest_value(self.random_share) > 0

@@ -101,7 +101,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _heldout_beside_corpus(cls, value: Any) -> Any:
-        """Replace {corpus} in `heldout` by the training corpus, so that one key names the place of both."""
+        """Replace the text {corpus} in `heldout` by the value of `corpus`, so that one key names both folders."""
         if not isinstance(value, dict):
             return value
         corpus = value.get("corpus")

@@ -83,7 +83,7 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 
 
 def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
-    """Return the choice that `engine.attention` demands.
+    """Return the choice of the attention backend that `engine.attention` demands.
 
     Args:
         backend: "flash" or "flex".

@@ -40,7 +40,7 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """Training FLOPs per token of generator and discriminator together."""
+        """Return the training FLOPs per token of generator and discriminator together."""
         return self.discriminator + self.generator
 
 

@@ -22,7 +22,7 @@ class ParameterCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; those that generator and discriminator share count once."""
+        """Return the number of all trainable parameters; those that generator and discriminator share count once."""
         return self.discriminator + self.generator_only
 
 

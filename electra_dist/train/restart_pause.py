@@ -85,7 +85,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return the pause that the ledger asks for, and print a line about it if it is not 0. Rank 0 only."""
+    """Return how long this start must wait, in seconds, and print a line if that is not 0. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -346,9 +346,9 @@ class Trainer:
             self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log if the next checkpoint has too little space, once for each checkpoint. Rank 0 only.
+        """Log a warning, once for each checkpoint, if there is too little space for the next one. Rank 0 only.
 
-        The disks are looked at every `_SPACE_EVERY_S` seconds.
+        The free space is read at most every `_SPACE_EVERY_S` seconds.
 
         Args:
             reporter: receives the line.

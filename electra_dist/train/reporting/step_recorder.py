@@ -48,7 +48,7 @@ class StepRecorder:
     """
 
     def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
-        """Begin the first interval.
+        """Prepare to make records; the rates of the first record are computed from now on.
 
         Args:
             config: the resolved config of the run.
