@@ -153,27 +153,31 @@ class Config(Section):
         return self
 
     def _check_modern(self) -> None:
-        """Raise ValueError if a value of another section does not go with `model.architecture: modern`."""
+        """Raise ValueError if a key of another section has a value that `model.architecture: modern` does not support.
+
+        Call it only for configs with that architecture.
+        """
         if self.objective.name == "electric":
             raise ValueError(
-                "objective.name: electric reads in one direction, which model.architecture: modern does not have; set "
-                "model.architecture: bert or another objective.name"
+                "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
+                "have; set model.architecture: bert or another objective.name"
             )
         if self.engine.attention == "flash":
             raise ValueError(
-                "engine.attention: flash has no windows of local layers, which model.architecture: modern needs; set "
-                "engine.attention: auto"
+                "engine.attention: flash cannot limit attention to a window, which the local layers of "
+                "model.architecture: modern need; set engine.attention: auto"
             )
         if self.engine.compile and self.model.hidden_dropout:
             raise ValueError(
-                "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set one of them"
+                "engine.compile: true with model.architecture: modern needs model.hidden_dropout: 0; set "
+                "model.hidden_dropout: 0 or engine.compile: false"
             )
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Raise ValueError if init_generator_from does not go with the rest of the config.
+        """Raise ValueError if `train.init_generator_from` is missing or cannot be used with the rest of the config.
 
-        A frozen generator needs it. For any other one it is used only together with a discriminator from init_from.
+        A frozen generator needs this key. Any other generator can use it only if `train.init_from` is set, too.
         """
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
@@ -190,9 +194,9 @@ class Config(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train` for the weights that the trained towers begin with.
+        """Return section `train` with only those keys for initial weights that apply to the trained towers.
 
-        Without init_generator_from if that names a frozen generator, which is not one of them.
+        If the generator is frozen, it is not trained, so `init_generator_from`, which names its weights, is None.
         """
         if self.objective.generator != "frozen":
             return self.train
@@ -200,10 +204,10 @@ class Config(Section):
 
     @property
     def cache_folder(self) -> Path:
-        """Return the folder in which a process on a single node keeps shards fetched from S3 and compiled code.
+        """Return the folder in which commands, and runs on one node, keep shards fetched from S3 and compiled code.
 
-        The ranks of a run on several nodes use `data/shard_cache/cache_folder.py` instead: without data.cache_dir they
-        choose a folder outside the run folder, which all nodes share.
+        It is data.cache_dir, or cache/ in the run folder. Runs on several nodes call `choose_cache_folder` of
+        `data/shard_cache/cache_folder.py` instead, because all nodes share the run folder.
         """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
@@ -244,7 +248,7 @@ class Config(Section):
             objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
         data = {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")}
         if self.data.phases:
-            # Like data.corpus, the corpora of the phases count by their fingerprints, which a run records beside this.
+            # The corpora of the phases are left out, like data.corpus: a run records their fingerprints separately.
             data["phase_steps"] = [phase.from_step for phase in self.data.phases]
         identity = {
             "seed": tree["seed"],
@@ -289,9 +293,13 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Return section `model` as the identity has it: of the architecture `bert` without the keys of `modern`.
+    """Return the part of section `model` that belongs to the identity of a run.
 
-    Runs of versions without these keys have the same identity.
+    For the architecture `bert`, this is the section without the keys that only `modern` reads. So runs that began with
+    a version that did not have these keys keep their identity.
+
+    Args:
+        section: section `model` of the config as a dict.
     """
     if section["architecture"] != "bert":
         return section

@@ -17,11 +17,11 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 
 
 def check_new_run(config: Config) -> None:
-    """Refuse settings with which a new run is hardly meant to begin.
+    """Raise UserError for settings that are valid but almost certainly a mistake in a new run.
 
-    They are a warm-up that is longer than the run, for either tower, a phase of the data that the run does not reach,
-    and `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call it for new runs only: a run that
-    has begun with these settings may go on.
+    They are: a warm-up of either tower that is longer than the run; an entry of `data.phases` that begins after the
+    end of the run; and `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call it for new runs
+    only: a run that has begun with these settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.
@@ -42,9 +42,9 @@ def check_new_run(config: Config) -> None:
     for phase in config.data.phases:
         if phase.from_step >= num_steps:
             raise UserError(
-                f"data.phases: the phase of {phase.corpus} begins at step {phase.from_step:,}, which the run does not "
+                f"data.phases: from_step of {phase.corpus} is {phase.from_step:,}, which the run does not "
                 f"reach, because train.num_steps is {num_steps:,}; lower from_step, raise train.num_steps, or remove "
-                f"the phase"
+                f"this entry"
             )
     if config.engine.offload_optimizer and config.engine.zero_stage == 0:
         raise UserError(
@@ -104,7 +104,7 @@ def _unused_by_generator(config: Config) -> dict[str, str]:
 
 
 def _unused_by_architecture(config: Config) -> dict[str, str]:
-    """Return the keys of section `model` that the architecture does not use, each with the reason."""
+    """Return the keys of section `model` that `model.architecture` does not use, and for each the reason."""
     if config.model.architecture == "modern":
         return {"model.type_vocab_size": "model.architecture: modern has no token types"}
     return dict.fromkeys([f"model.{key}" for key in MODERN_KEYS], "only model.architecture: modern uses it")

@@ -115,7 +115,7 @@ def _optional_section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _element_section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of the sections that a field lists (`tuple[SECTION, ...]`); None for any other field."""
+    """Return the class SECTION of a field that lists sections (`tuple[SECTION, ...]`); None for any other field."""
     if get_origin(field.annotation) is not tuple:
         return None
     element = get_args(field.annotation)[0]

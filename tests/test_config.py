@@ -77,10 +77,10 @@ def test_phases_of_the_data_belong_to_the_identity_only_if_there_are_any() -> No
     ("phases", "message"),
     [
         ("[{corpus: a, from_step: 9}, {corpus: b, from_step: 9}]", "from_step 9 of b does not come after from_step 9"),
-        ("[{corpus: a, from_step: 9}, {corpus: a, from_step: 10}]", "two phases read the corpus a; name each"),
+        ("[{corpus: a, from_step: 9}, {corpus: a, from_step: 10}]", "name the corpus a more than once; name each"),
         ("[{corpus: a, from_step: 0}]", r"data\.phases\.0\.from_step`: input should be greater than 0"),
         ("[{corpus: a, from: 3}]", r"unknown key `data\.phases\.0\.from`; did you mean `data\.phases\.0\.from_step`"),
-        ("[{corpus: a, from_step: 999999999}]", "begins at step 999,999,999, which the run does not reach"),
+        ("[{corpus: a, from_step: 999999999}]", "from_step of a is 999,999,999, which the run does not reach"),
     ],
 )
 def test_phases_that_cannot_be_meant_are_refused_in_one_line(phases: str, message: str) -> None:

@@ -243,7 +243,7 @@ class Comparison:
 
     @property
     def _command(self) -> str:
-        """Shell command that starts or resumes this comparison; paths are quoted where the shell needs it."""
+        """Return the shell command that starts or resumes this comparison, with paths quoted where necessary."""
         command = f"electra-dist compare {shlex.quote(str(self._file))}"
         if self._glue:
             command += f" --glue {shlex.quote(str(self._glue))}"
@@ -257,10 +257,12 @@ def _replace_file(path: Path, data: bytes) -> None:
 
 
 def _check_architectures(file: Path, plan: Plan) -> None:
-    """Raise if a comparison scores runs on tasks or minimal pairs that do not read their architecture.
+    """Raise UserError if a run has an architecture that cannot be scored on tasks and minimal pairs.
+
+    Call it only for a comparison with such scores.
 
     Args:
-        file: the file of the comparison's config, for the message.
+        file: path of the comparison's config, for the message.
         plan: all runs of the comparison.
 
     Raises:
@@ -269,6 +271,6 @@ def _check_architectures(file: Path, plan: Plan) -> None:
     for cell in plan.cells:
         if cell.config.model.architecture == "modern":
             raise UserError(
-                f"{file}: tasks and minimal_pairs do not read model.architecture: modern, which {cell.name} has; "
+                f"{file}: {cell.name} has model.architecture: modern, which tasks and minimal_pairs cannot read; "
                 f"remove tasks and minimal_pairs, and compare by the context AUC"
             )

@@ -18,7 +18,7 @@ from electra_dist.schedule import (
 )
 
 _VOCAB_MULTIPLE = 128  # Rows of the token table are padded to a multiple of this.
-# Values of ModernBERT for keys that a config with `architecture: modern` does not set.
+# Defaults of these keys for a config with `architecture: modern`; they are the values of ModernBERT.
 _MODERN_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
 
 
@@ -30,7 +30,7 @@ class TowerConfig(Section):
     num_heads: Positive = Field(description="Number of attention heads in each layer; must divide hidden_size.")
     intermediate_size: Positive = Field(
         description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size. With "
-        "model.architecture: modern it is the width after the gate, for which ModernBERT uses 1.5 x hidden_size."
+        "model.architecture: modern, this is the width after gating; ModernBERT uses 1.5 x hidden_size."
     )
 
     @model_validator(mode="after")
@@ -48,28 +48,29 @@ class ModelConfig(Section):
 
     architecture: Literal["bert", "modern"] = Field(
         default="bert",
-        description="Kind of both towers. bert: the paper's, with a table of positions and LayerNorm after each "
-        "sub-layer. modern: ModernBERT's, with rotary positions, LayerNorm before each sub-layer, a gated "
-        "feed-forward network, local and global attention, and almost no biases.",
+        description="Architecture of both towers. bert: as in the ELECTRA paper, with a table of positions and "
+        "LayerNorm after each sub-layer. modern: as in ModernBERT, with rotary positions, LayerNorm before each "
+        "sub-layer, a gated feed-forward network, local and global attention, and almost no biases.",
     )
     global_every: Positive = Field(
         default=3,
-        description="With architecture: modern, every how many layers one attends to its whole example, beginning "
-        "with the first layer; the others see a window. 1: all layers are global.",
+        description="With architecture: modern, the spacing of global layers, in which a token attends to its whole "
+        "example: with 3, layers 0, 3, 6 and so on are global. In all other layers a token attends to a window. "
+        "1: all layers are global.",
     )
     local_window: Annotated[int, Field(ge=2)] = Field(
         default=128,
-        description="With architecture: modern, the window of the local layers in tokens: a token sees half of it to "
-        "each side.",
+        description="With architecture: modern, the size of the window in local layers, in tokens: a token attends "
+        "to the tokens up to half of it away on each side.",
     )
     global_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=160000.0,
-        description="With architecture: modern, the base of the rotary wavelengths in global layers. ModernBERT uses "
-        "10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
+        description="With architecture: modern, the base of the wavelengths of rotary positions in global layers. "
+        "ModernBERT uses 10000 for rows of 1,024 tokens and 160000 for rows of 8,192.",
     )
     local_rope_theta: Annotated[float, Field(gt=1)] = Field(
         default=10000.0,
-        description="With architecture: modern, the base of the rotary wavelengths in local layers.",
+        description="With architecture: modern, the base of the wavelengths of rotary positions in local layers.",
     )
     vocab_size: Positive = Field(
         default=30522,
@@ -84,8 +85,8 @@ class ModelConfig(Section):
     max_positions: Positive = Field(
         default=512,
         description="Number of positions that have an embedding, which is the longest row the model can read, in "
-        "tokens. Must be at least data.seq_len. With architecture: modern there is no table, and exports name it as "
-        "the longest row.",
+        "tokens. Must be at least data.seq_len. With architecture: modern there is no table of positions, and an "
+        "export states this number as the longest row.",
     )
     type_vocab_size: Positive = Field(
         default=2, description="Number of token types; the two types distinguish segment A from segment B."
@@ -132,17 +133,17 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults_of_architecture(cls, section: Any) -> Any:
-        """Return the section with ModernBERT's values for keys that are not set, if `architecture` is `modern`."""
+        """Return the section, completed with the defaults of `_MODERN_DEFAULTS` if `architecture` is `modern`."""
         if isinstance(section, dict) and section.get("architecture") == "modern":
             return _MODERN_DEFAULTS | section
         return section
 
     @model_validator(mode="after")
     def _is_modern_shape(self) -> ModelConfig:
-        """Raise ValueError if the shapes are none that the architecture `modern` has.
+        """Raise ValueError if the architecture is `modern` and does not support the shapes of the towers.
 
-        Rotary positions turn pairs of features, so a head needs an even width. The discriminator has no projection of
-        its embeddings, because Hugging Face's ModernBERT has none.
+        Rotary positions rotate pairs of features, so the width of a head must be even. The embeddings must be as wide
+        as the discriminator, because Hugging Face's ModernBERT has no projection between them.
         """
         if self.architecture != "modern":
             return self
@@ -156,7 +157,7 @@ class ModelConfig(Section):
             if head_width % 2:
                 raise ValueError(
                     f"architecture `modern` needs heads of an even width, but hidden_size {tower.hidden_size} with "
-                    f"num_heads {tower.num_heads} gives {head_width}; change num_heads"
+                    f"num_heads {tower.num_heads} gives {head_width}; change num_heads or hidden_size"
                 )
         return self
 
@@ -188,15 +189,21 @@ class ModelConfig(Section):
         return self.generator_embedding_size or self.embedding_size
 
     def is_global(self, layer: int) -> bool:
-        """Return whether a layer (numbered from 0) attends to whole examples, and not to a window of them."""
+        """Return whether the tokens of a layer attend to their whole example instead of a window of it.
+
+        Args:
+            layer: number of the layer in its tower, from 0.
+        """
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
-        """Return the largest number of tokens that a token attends to, added up over the layers of a tower.
+        """Return to how many tokens a token attends at most, summed over the layers of a tower.
+
+        In a global layer these are all tokens of a row, in a local layer those of the window.
 
         Args:
             num_layers: number of layers of the tower.
-            seq_len: tokens in a row.
+            seq_len: number of tokens in a row.
         """
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
@@ -355,5 +362,5 @@ class ObjectiveConfig(Section):
 
     @property
     def draws_at_random(self) -> bool:
-        """Whether random_share is above 0 at some step, so that some replacements are not the generator's."""
+        """Return whether random_share is above 0 at some step, so that some replacements are drawn at random."""
         return largest_value(self.random_share) > 0

@@ -69,18 +69,19 @@ class LogConfig(Section):
     wandb: str | None = Field(
         default=None,
         description="Name of the Weights & Biases project that the metrics are also sent to; needs the extra "
-        "wandb. Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: none.",
+        "wandb. Without a connection, set WANDB_MODE=offline and upload later with `wandb sync`. Unset: "
+        "nothing is sent to Weights & Biases.",
     )
     mlflow: str | None = Field(
         default=None,
         description="Name of the MLflow experiment that the metrics are also sent to; needs the extra mlflow. "
         "MLFLOW_TRACKING_URI names the server; without it, the records go into the file mlflow.db of the run folder, "
-        "for `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: none.",
+        "for `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`. Unset: nothing is sent to MLflow.",
     )
     text_samples: NonNegative = Field(
         default=3,
         description="Number of held-out rows of which each evaluation records the text with the generator's "
-        "replacements and the discriminator's probabilities, for report.html and TensorBoard. 0: none.",
+        "replacements and the discriminator's probabilities, for report.html and TensorBoard. 0: no text is recorded.",
     )
     report_every_minutes: Annotated[float, Field(ge=0)] = Field(
         default=10.0,
@@ -121,7 +122,7 @@ class CorpusConfig(Section):
     heldout_fraction: Probability = Field(
         default=0.0,
         description="Fraction of the documents that is written to OUTPUT/heldout instead of the training corpus. A "
-        "hash of each document's text decides. 0: none.",
+        "hash of each document's text decides. 0: no held-out corpus is written.",
     )
     source_epochs: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
@@ -144,15 +145,15 @@ class CorpusConfig(Section):
     )
     origins: bool = Field(
         default=True,
-        description="Whether a build writes a side file for each shard, which names the source and the documents of "
-        "each row. `electra-dist corpus find --source` and `--document` need it. The shards and the fingerprint of "
-        "the corpus are the same without it.",
+        description="Whether a build writes, next to each shard, a side file that names the source and the documents "
+        "of each row. `electra-dist corpus find --source` and `--document` need these files. The shards and the "
+        "fingerprint of the corpus do not depend on this key.",
     )
     licences: dict[str, str] = Field(
         default={},
-        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}, for build.json, `corpus "
-        "stats` and model cards. Text that `electra-dist corpus prepare` made has the licences of its prepare.json. "
-        "`electra-dist corpus info` lists the sources.",
+        description="Licence of the text of each source, such as {texts/wiki: cc-by-sa-4.0}; it is shown in "
+        "build.json, `electra-dist corpus stats` and model cards. For text from `electra-dist corpus prepare`, the "
+        "licences in its prepare.json are used. `electra-dist corpus info` lists the names of the sources.",
     )
 
 
@@ -218,7 +219,7 @@ class ClusterConfig(Section):
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
         "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, "
         "unhealthy, error or no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, "
-        "and its failure changes nothing. Unset: none.",
+        "and its failure changes nothing. Unset: no command is run.",
     )
 
 

@@ -11,23 +11,23 @@ from electra_dist.config_sections.section import LocalFolder, NonNegative, Posit
 
 
 class PhaseConfig(Section):
-    """A later part of a run, whose rows come from another corpus."""
+    """Entry of `data.phases`: a corpus, and the step from which on a run trains on it."""
 
     corpus: str = Field(
-        description="Corpus of the phase: a local folder or s3:// prefix. It must have the tokenizer and the row "
-        "length of data.corpus."
+        description="Corpus to train on from from_step on: a local folder or s3:// prefix. It must have the same "
+        "tokenizer and row length as data.corpus."
     )
     from_step: Positive = Field(
-        description="First step of the phase, counted from 0. The phase ends where the next one begins, or with the "
-        "run."
+        description="First step that reads this corpus, counted from 0. The run reads it until the from_step of the "
+        "next entry of data.phases, or until the end of the run."
     )
 
 
 class NamedCorpus(NamedTuple):
-    """A training corpus as the config names it."""
+    """Training corpus of a run as the config names it: in `data.corpus` or in an entry of `data.phases`."""
 
-    key: str  # config key, such as "data.corpus"
-    from_step: int  # first step that reads it
+    key: str  # config key, such as "data.corpus" or "data.phases[0].corpus"
+    from_step: int  # first step that reads this corpus, from 0
     url: str  # local folder or s3:// prefix
 
 
@@ -45,10 +45,10 @@ class DataConfig(Section):
     )
     phases: tuple[PhaseConfig, ...] = Field(
         default=(),
-        description="Later phases of the run, each `{corpus: URL, from_step: N}`, in ascending order: from step N on, "
-        "all rows come from that corpus, for example from better text while the learning rate ends. Steps before the "
-        "first phase read data.corpus. Every phase begins at the start of an epoch of its corpus. Empty: all steps "
-        "read data.corpus.",
+        description="Further corpora to train on, each as `{corpus: URL, from_step: N}`, in ascending order of "
+        "from_step. From step N on, all rows come from that corpus, for example from better text at the end of the "
+        "run. Steps before the first from_step read data.corpus. Reading begins with a new epoch of each corpus. "
+        "Empty: all steps read data.corpus.",
     )
     seq_len: Positive = Field(
         default=512, description="Tokens per row; must equal the row length that the corpus was built with."
@@ -61,14 +61,16 @@ class DataConfig(Section):
     cache_dir: LocalFolder | None = Field(
         default=None,
         description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
-        "local disk. Unset: cache/ in the run folder; with several nodes, electra-dist-cache-UID in SLURM_TMPDIR, "
-        "TMPDIR or /tmp, the first that is a local disk. The start logs the folder and whether the corpus fits.",
+        "local disk. Unset: cache/ in the run folder; with several nodes, the folder electra-dist-cache-UID in the "
+        "first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk. When a run starts, it logs the folder and "
+        "whether the corpus fits.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A cache that is smaller "
-        "than the corpus keeps a fixed part of it and fetches the rest again in each epoch; two shuffle windows are "
-        "held in any case. Unset: the free space of the disk is the limit.",
+        "than the corpus keeps a fixed part of it and fetches the rest again in each epoch. The shards of two shuffle "
+        "windows (data.shuffle_window_shards) are held even above the limit. Unset: the free space of the disk is the "
+        "limit.",
     )
     fetch_threads: Positive = Field(
         default=8,
@@ -78,9 +80,9 @@ class DataConfig(Section):
     share_shards: bool | None = Field(
         default=None,
         description="Whether the nodes of a run pass the shards of data.corpus to one another, so that each is "
-        "fetched from S3 once and not once per node. Each node then listens at a free TCP port of the cluster's "
-        "network. Without effect on one node, for a local corpus, and on what is trained. Unset: with 8 nodes or "
-        "more.",
+        "fetched from S3 once and not once per node. Each node then listens on a free TCP port in the cluster's "
+        "network. It has no effect on the order of rows, in a run on one node, or for a corpus in a local folder. "
+        "Unset: true with 8 nodes or more.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -89,7 +91,7 @@ class DataConfig(Section):
     )
 
     def training_corpora(self) -> list[NamedCorpus]:
-        """Return `corpus` and the corpus of each of `phases`, in the order in which the run reads them."""
+        """Return all training corpora of the run, `corpus` and those of `phases`, in the order of their steps."""
         later = [
             NamedCorpus(f"data.phases[{number}].corpus", phase.from_step, phase.corpus)
             for number, phase in enumerate(self.phases)
@@ -99,7 +101,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _heldout_beside_corpus(cls, value: Any) -> Any:
-        """Replace {corpus} in `heldout` by the training corpus, so that one key names the place of both."""
+        """Replace the text {corpus} in `heldout` by the value of `corpus`, so that one key names both folders."""
         if not isinstance(value, dict):
             return value
         corpus = value.get("corpus")
@@ -110,7 +112,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _phases_ascend(self) -> DataConfig:
-        """Raise ValueError if a phase does not begin after the one before it, or if two phases name one corpus."""
+        """Raise ValueError if the entries of `phases` are not in ascending order of from_step, or repeat a corpus.
+
+        `corpus` counts as a corpus that must not be repeated.
+        """
         for earlier, later in itertools.pairwise(self.phases):
             if later.from_step <= earlier.from_step:
                 raise ValueError(
@@ -118,10 +123,10 @@ class DataConfig(Section):
                     f"{earlier.from_step} of {earlier.corpus}; list the phases in ascending order of from_step"
                 )
         corpora = [self.corpus, *(phase.corpus for phase in self.phases)]
-        repeated = [corpus for place, corpus in enumerate(corpora) if corpus in corpora[:place]]
+        repeated = [corpus for index, corpus in enumerate(corpora) if corpus in corpora[:index]]
         if repeated:
             raise ValueError(
-                f"data.phases: two phases read the corpus {repeated[0]}; name each corpus once, data.corpus included"
+                f"data.corpus and data.phases name the corpus {repeated[0]} more than once; name each corpus only once"
             )
         return self
 

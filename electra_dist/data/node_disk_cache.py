@@ -1,22 +1,23 @@
-"""Cache shards in a folder of the node, so that each is fetched at most once for all ranks and jobs of the node.
+"""Cache shards in a folder on a node's disk, so that all ranks and jobs of the node fetch each shard at most once.
 
 Guarantee: a file `<sha256>.tar` in the folder is complete, and its bytes had that digest when the file received its
-name. A shard under any other name is unfinished, and the next process that needs the shard deletes it; so a process
-may be killed at any time. Because names are digests, the shards of several corpora can share a folder, and a run on a
-corpus that was built again never reads an old shard.
+name. A file under any other name is an unfinished download, which the next process that needs the shard deletes; so a
+process may be killed at any time. Because names are digests, the shards of several corpora can share a folder, and a
+run on a corpus that was built again never reads an old shard.
 
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
 times; after that the run ends with an error that names the object. Before a download, shards are deleted (evicted) if
-the folder would exceed `limit_bytes` or the disk would fill up, so that a fixed part of the corpus stays
-(`shard_cache/eviction_order.py`). A process that has a shard open holds a shared flock on it, which protects it from
-eviction; so does `wanted`, for the shards that it will open next. A download reserves its bytes: it begins with a
-sparse file of the shard's size, which all processes count.
+the folder would exceed `limit_bytes` or the disk would fill up, in an order by which a fixed part of the corpus stays
+in the folder (`shard_cache/eviction_order.py`). A process that has a shard open holds a shared flock on it, which
+protects the shard from eviction. The shards that a process will open next are protected by the attribute `wanted`. A
+download first creates a sparse file of the shard's size, so that all processes count its bytes from the beginning.
 
 Cost: one SHA-256 per fetch; with `limit_bytes` also one listing of the folder per fetch.
 
 Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
-the folder exceeds `limit_bytes`: a node always holds the shards of two windows.
+the folder exceeds `limit_bytes`, because a node always holds the shards of two windows (groups of shards whose rows
+are shuffled together).
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ class NodeCache:
             directory: Folder on a disk of this node; the first fetch creates it.
             limit_bytes: Size of the folder above which shards are deleted. With None they are deleted only when the
                 disk is nearly full.
-            corpus: SHA-256 of every shard of the caller's corpus, in hexadecimal. If room is short, a fixed part of
-                them stays, and shards that are not among them are deleted first.
-            peers: Other nodes of the run, which are asked for a shard before the store is; with them, the part that
-                stays begins with the shards that this node owns. None: there are none, or they share no shards.
+            corpus: SHA-256 of every shard of the caller's corpus, in hexadecimal. When the folder is full, shards of
+                other corpora are deleted first, and a fixed part of this corpus stays.
+            peers: Other nodes of the run, which are asked for a shard before the store is. Of the corpus, the shards
+                that this node fetches for its peers are then deleted last. None if no shards are shared.
         """
-        self.refetches = 0  # shards fetched again because their bytes were wrong
-        # SHA-256 of the shards that the caller has open or will open soon. Another set replaces it, so that the
-        # threads that fetch may read it.
+        self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
+        # SHA-256 of the shards that the caller has open or will open soon. To change it, assign a new set: threads
+        # that fetch may be reading the present one.
         self.wanted: frozenset[str] = frozenset()
         self._corpus = frozenset(corpus)
         self._peers = peers
@@ -86,7 +87,10 @@ class NodeCache:
         return _is_good(self.path(entry), entry, verify=False)
 
     def bytes_on_disk(self) -> int:
-        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes."""
+        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes.
+
+        Reservations, which have the full size of a shard that is not there yet, are not counted.
+        """
         paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
         return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
 
@@ -97,7 +101,7 @@ class NodeCache:
             store: Store of the corpus.
             entry: The shard's entry in the manifest.
             verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
-            ask_peers: Whether the shard may come from another node, if there are peers.
+            ask_peers: Whether other nodes are asked for the shard before the store, if the cache has peers.
 
         Raises:
             StoreAway: The disk is full, or all retries failed (StoreExhausted).
@@ -123,8 +127,8 @@ class NodeCache:
     def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
         """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
 
-        The caller must hold the shard's lock, so that no other process writes the same files. Other nodes are asked at
-        most once; wrong bytes of theirs are replaced by those of the store.
+        The caller must hold the shard's lock, so that no other process writes the same files. Other nodes are asked
+        once at most; if they send wrong bytes, the shard is fetched from the store.
 
         Raises:
             StoreAway: The disk is full, or all retries of a download failed (StoreExhausted).
@@ -136,9 +140,9 @@ class NodeCache:
         for _ in range(_FETCHES):
             try:
                 self._reserve(unverified, entry.bytes)
-                has_come = peers is not None and peers.fetch(entry, unverified)
-                peers = None
-                if not has_come:
+                has_arrived = peers is not None and peers.fetch(entry, unverified)
+                peers = None  # If the bytes are wrong, the next attempt asks the store at once.
+                if not has_arrived:
                     store.fetch(entry.name, unverified, must_exist=True)
                 if file_sha256(unverified) == entry.sha256:
                     unverified.replace(self.path(entry))
@@ -155,10 +159,10 @@ class NodeCache:
         )
 
     def _reserve(self, unverified: Path, needed_bytes: int) -> None:
-        """Delete shards until one more fits into the folder and on its disk, and reserve its bytes in the folder.
+        """Delete shards until a new one fits into the folder and on its disk, and reserve the space of the new shard.
 
-        The reservation is a sparse file under the name that the finished download gets, so that the downloads of all
-        processes of the node are counted from their first byte on.
+        The reservation is a sparse file of the shard's size under the path `unverified`. So every process of the node
+        counts the full size of a download from its beginning.
 
         Args:
             unverified: Path that the download will have before its digest is verified.
@@ -167,7 +171,7 @@ class NodeCache:
         Raises:
             StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
         """
-        with self._locked("eviction"):  # One process at a time, so that no more is deleted than necessary.
+        with self._locked("eviction"):  # Only one process at a time, so that no more is deleted than necessary.
             self._make_room(needed_bytes)
             with writable(unverified), unverified.open("wb") as reservation:
                 reservation.truncate(needed_bytes)
@@ -175,9 +179,10 @@ class NodeCache:
     def _make_room(self, needed_bytes: int) -> None:
         """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk.
 
-        A shard that a process has open is not deleted, and a wanted one only if the disk is full otherwise. If the
-        folder would exceed its limit although all other shards are deleted, the call succeeds and the folder becomes
-        larger than the limit. The caller holds the lock of the eviction.
+        A shard that a process has open is never deleted. A wanted shard, which this process will open soon, is deleted
+        only if the disk would be full otherwise. If the folder still exceeds its limit when all other shards are
+        deleted, the call succeeds, and the folder becomes larger than the limit. The caller must hold the lock
+        "eviction".
 
         Raises:
             StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
@@ -200,7 +205,11 @@ class NodeCache:
         )
 
     def _eviction_order(self, wanted: Collection[str]) -> list[Path]:
-        """Return the cached shards that are not wanted, in the order in which to delete them."""
+        """Return the cached shards that may be deleted, in the order in which to delete them.
+
+        Args:
+            wanted: SHA-256 of the shards that must stay, because this process has them open or will open them soon.
+        """
         paths = self._directory.glob(f"*{_SHARD_SUFFIX}")
         return eviction_order(
             paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
@@ -219,7 +228,7 @@ class NodeCache:
         excess_on_disk = needed_bytes + _SPARE_BYTES - self._free_bytes()
         if self._limit_bytes is None:
             return excess_on_disk
-        # A download is counted by its reservation, so its temporary file does not count.
+        # The reservation of a download counts with the shard's full size, so its temporary file is left out.
         stats = [_stat(path) for path in _files(self._directory) if not is_temporary(path.name)]
         used_bytes = sum(stat.st_size for stat in stats if stat is not None and S_ISREG(stat.st_mode))
         excess_in_folder = used_bytes + needed_bytes - self._limit_bytes

@@ -132,9 +132,9 @@ def scaled(word: Words, limit: Words) -> Words:
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """One window of the run's sequence of rows: a range of positions, and the group of shards that holds its rows.
+    """Range of positions of a run's sequence whose rows are shuffled together, with the shards that hold these rows.
 
-    The rows of a window are shuffled together, so reading any position of it may need any of these shards.
+    Reading any position of the window may need any of its shards.
     """
 
     first_position: int
@@ -157,34 +157,51 @@ class Epoch:
 
 
 class OrderPhase(NamedTuple):
-    """Part of a run's sequence of rows that has the rows of one corpus, in the epochs of one `RowOrder`.
+    """Part of a run's sequence of rows in which all rows come from one corpus.
 
-    The position p of the run is position p - first_position of `order`. Shards and rows of all corpora of a run are
-    numbered one after another, those of the first phase from 0.
+    The row at position p of the run is that at position p - first_position of `order`. A run with several corpora
+    numbers the shards and rows of all of them one after another: those of the first corpus from 0, those of this one
+    from `first_shard` and `first_row_id` on.
     """
 
-    order: RowOrder
-    first_position: int
-    end_position: int | None  # exclusive; None: without end
-    first_shard: int  # number of its corpus's first shard
-    first_row_id: int  # id of the first row of that shard
+    order: RowOrder  # sequence of the rows of this corpus alone
+    first_position: int  # position of the run at which the part begins
+    end_position: int | None  # exclusive; None if the part has no end
+    first_shard: int  # number of the corpus's first shard
+    first_row_id: int  # id of the corpus's first row
 
 
 class RowSequence(Protocol):
-    """Infinite sequence of the rows of a run: a `RowOrder`, or a `PhasedOrder` if the corpus changes."""
+    """Interface of the infinite sequence of the rows of a run, which maps positions to rows.
+
+    Position p is the p-th row that the run reads, from 0. `RowOrder` implements the interface for one corpus,
+    `PhasedOrder` for a run that trains on several corpora in turn.
+    """
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
-        """Return the parts of the sequence, in the order of their positions."""
+        """Return the parts of the sequence, one for each corpus, in the order of their positions."""
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P]."""
+        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
+
+        Args:
+            positions: [P] int64 positions in the sequence, each >= 0, in any order.
+        """
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64, unique among the rows of all corpora of the run."""
+        """Return the id of each row, [P] int64, unique among the rows of all corpora of the run.
+
+        Args:
+            shards: [P] number of each row's shard; shards are numbered on from corpus to corpus.
+            rows: [P] number of each row within its shard.
+        """
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it."""
+        """Return the window that contains a position, with the shards that must be on the node to read it.
+
+        A window is a range of positions whose rows are shuffled together.
+        """
 
 
 class RowOrder:
@@ -214,12 +231,12 @@ class RowOrder:
 
     @property
     def rows_per_shard(self) -> Integers:
-        """Return the number of rows of each shard, [num_shards]."""
+        """Return the number of rows of each shard, int64 [num_shards], in the order of the manifest."""
         return self._rows
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
-        """Return the one part of the sequence, which has no end."""
+        """Return the only part of the sequence: all positions from 0 on, without end."""
         return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:

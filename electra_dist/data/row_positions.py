@@ -1,6 +1,6 @@
-"""Compute at which positions of a run's sequence of rows a row of the corpus is: the inverse of `RowOrder.locate`.
+"""Compute at which positions of a run's sequence a row of the corpus is used: the inverse of `RowOrder.locate`.
 
-Guarantee: `locate` of the result gives the row again, and no other position of the epoch does.
+Guarantee: `RowOrder.locate` maps the computed position to the row again, and no other position of the epoch to it.
 
 How: a round of the Feistel network adds to one half a number that depends on the other half only, so the rounds are
 undone by subtracting the same numbers in reverse order. Cycle walking is undone by walking back until the result is
@@ -20,20 +20,22 @@ from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, RowSeque
 
 
 class RowUse(NamedTuple):
-    """A position of a run's sequence at which a row is used, and the epoch of the row's corpus that it belongs to."""
+    """Position of a run's sequence at which a row is used, and the number of the corpus's epoch at that position."""
 
-    epoch: int
-    position: int
+    epoch: int  # from 0, counted within the phase of the run that trains on the row's corpus
+    position: int  # from 0, over the whole run
 
 
 def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowUse]]:
-    """Return for each row where a run uses it, in ascending order of positions.
+    """Return for each of k rows the positions at which a run uses the row, in ascending order.
+
+    A row that the run never uses has an empty list.
 
     Args:
-        order: the run's sequence of rows.
-        shards: [k] number of each row's shard, over all corpora of the run.
+        order: sequence of the run's rows.
+        shards: [k] number of each row's shard; shards are numbered on from corpus to corpus.
         rows: [k] number of each row within its shard.
-        num_positions: rows that the whole run uses; later positions are left out.
+        num_positions: number of rows that the whole run uses (steps x global batch); later positions are left out.
     """
     uses: list[list[RowUse]] = [[] for _ in rows]
     for phase in order.phases:
@@ -41,15 +43,16 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
         if phase.end_position is not None:
             end_position = min(end_position, phase.end_position)
         shards_of_corpus = shards - phase.first_shard
-        of_phase = np.flatnonzero((shards_of_corpus >= 0) & (shards_of_corpus < phase.order.num_shards))
-        if of_phase.size == 0:
+        is_of_corpus = (shards_of_corpus >= 0) & (shards_of_corpus < phase.order.num_shards)
+        indices = np.flatnonzero(is_of_corpus)  # which of the k rows are of the phase's corpus
+        if indices.size == 0:
             continue
         num_epochs = -(-(end_position - phase.first_position) // phase.order.rows_per_epoch)  # rounded up
         for epoch in range(num_epochs):
-            positions = positions_of_rows(phase.order, epoch, shards_of_corpus[of_phase], rows[of_phase])
-            for place, position in zip(of_phase, phase.first_position + positions, strict=True):
+            positions = positions_of_rows(phase.order, epoch, shards_of_corpus[indices], rows[indices])
+            for index, position in zip(indices, phase.first_position + positions, strict=True):
                 if position < end_position:
-                    uses[place].append(RowUse(epoch, int(position)))
+                    uses[index].append(RowUse(epoch, int(position)))
     return uses
 
 

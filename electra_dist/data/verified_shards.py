@@ -50,9 +50,9 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the mi
 
 
 class ShardCache:
-    """Set of the shards of one corpus that a process has open, with threads that fetch and verify further ones.
+    """Shards of a corpus that a process has open, with threads that fetch and verify the shards that it needs next.
 
-    It holds threads, memory maps and file locks; the caller must call `close` at the end.
+    The object holds threads, memory maps and file locks; the caller must call `close` at the end.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class ShardCache:
             manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
             directory: Cache folder on a disk of this node; unused if the corpus is in a local folder.
             fetch_threads: Number of shards that are fetched or verified at the same time.
-            limit_bytes: Size of `directory` above which shards in it are deleted, except a fixed part of the corpus.
-                With None they are deleted only when the disk is nearly full.
-            peers: Other nodes of the run, which are asked for a shard before the store is.
+            limit_bytes: Size of `directory` above which shards in it are deleted, while a fixed part of the corpus
+                stays. With None, shards are deleted only when the disk is nearly full.
+            peers: Other nodes of the run, which are asked for a shard before the store is; None if there are none.
         """
         self.store = store
         self.manifest = manifest
@@ -92,7 +92,7 @@ class ShardCache:
 
     @property
     def node_cache(self) -> NodeCache:
-        """Return the cache of this node in which the shards of a corpus on S3 are kept, to serve it to other nodes."""
+        """Return this node's cache of the shards of a corpus on S3, for a server that sends them to other nodes."""
         return self._node_cache
 
     @property
@@ -210,23 +210,25 @@ class ShardCache:
     def prefetch(self, shard_indices: Iterable[int]) -> None:
         """Begin to fetch and verify shards in the background; returns at once.
 
-        They are queued in the order given, or, with peers, in the order of their owners.
+        The shards are queued in the order given. If nodes pass shards to one another, the shards that this node
+        fetches for the others are queued first.
 
         Shards that are open or already queued are skipped. If a fetch fails, `open` of that shard raises the error.
-        Until `keep_only` drops them, the shards are not deleted when the node's cache needs room.
+        Until `keep_only` drops the shards, they are not deleted when the node's cache needs room.
 
         Args:
             shard_indices: Indices of the shards in the manifest.
         """
         new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
         if self._peers is not None:
-            # Other nodes wait for the shards that this one owns, so these come first.
+            # Other nodes wait for the shards that this node fetches for them, so these come first.
             peers = self._peers
             new_indices.sort(key=lambda index: peers.distance(self.manifest.shards[index].sha256))
         futures: list[Future[Checksums]] = [Future() for _ in new_indices]
         self._prepared.update(zip(new_indices, futures, strict=True))
         if new_indices:
-            self._protect_wanted()  # Before the downloads begin, which may delete other shards.
+            # This must come before the downloads begin, because they may delete shards to make room.
+            self._protect_wanted()
         for item in zip(new_indices, futures, strict=True):
             self._queue.put(item)
 

@@ -4,8 +4,9 @@
 therefore end with the error of torch.distributed.
 
 How: rank 0 tries the port. If it is in use, it takes the next free one. Ranks of one node have the same parent
-process, the launcher, so rank 0 writes the port to a file in the temporary folder that is named after that process and
-the port that it named, and the other ranks read it there. The file is deleted when all ranks have met.
+process, the launcher, so rank 0 writes the port to a file in the temporary folder, and the other ranks read it there.
+The name of the file has the launcher's process id and the port that the launcher has proposed (MASTER_PORT). The file
+is deleted when all ranks have met.
 
 Limits: only for the ranks of a single node that DeepSpeed's launcher started. With several nodes the launcher's port
 stays; the supervisor gives each of its starts another one. Another process may take the port between its trial and its
@@ -96,9 +97,9 @@ def is_free(port: int) -> bool:
 def _port_file() -> Path:
     """Return the path of the file through which rank 0 passes the port to the other ranks of this node.
 
-    The name has the id of the parent process, the launcher, which all ranks share, the time at which it began, and the
-    port that it named. The time distinguishes the launcher from an earlier process that had the same id, and the port
-    distinguishes two groups of ranks that one process has started.
+    The name has the user's id, the process id of the launcher, which is the parent of all ranks, its start time, and
+    the port that it has proposed (MASTER_PORT). The start time distinguishes the launcher from an earlier process with
+    the same id. The port distinguishes two runs that one process has launched.
     """
     parent = psutil.Process(os.getppid())
     port = os.environ.get("MASTER_PORT", "")

@@ -93,9 +93,11 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices a parameter is to Muon: 3 for query, key and value, 2 with a gate, 0 for AdamW's.
+    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates the parameter.
 
-    Muon updates the matrices of the layers. Tables, projections of embeddings and heads are left to AdamW.
+    Muon updates the matrices of the layers: 3 in the fused matrix of query, key and value, 2 in the fused matrix of
+    inner values and gates (architecture `modern`), 1 in every other. AdamW updates everything else, such as tables,
+    projections of embeddings, and heads.
 
     Args:
         name: name of the parameter in the objective, such as "towers.discriminator.layers.0.attention.qkv.weight".

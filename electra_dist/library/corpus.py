@@ -39,7 +39,7 @@ _CACHE_DIR = Path("~/.cache/electra-dist")  # for the shards of a corpus on S3
 
 
 class Corpus:
-    """Open corpus, which reads batches in the order in which a run reads them.
+    """Corpus from which the rows of any step of a run can be read, in the order in which the run reads them.
 
     Close the object after use, or use it in a `with` statement. Only one thread may use it at a time.
     """
@@ -79,9 +79,10 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json; a run records it, and is resumed with a corpus of equal digest only.
+        """Return the digest of corpus.json. A run records it, and can be resumed only with a corpus of equal digest.
 
-        For a run with `data.phases` it is the digest of its corpora and of the steps at which their phases begin.
+        For a run with `data.phases`, it is a digest of the digests of all corpora and of the steps at which the run
+        changes from one corpus to the next.
         """
         return self.manifest.fingerprint
 
@@ -122,9 +123,16 @@ class Corpus:
     def row_ids(self, step: int, global_batch: int) -> torch.Tensor:
         """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
 
-        Rows are numbered from 0 in the order of the shards in corpus.json, and on from corpus to corpus in a run with
-        `data.phases`. A run's receipts are checksums of these
-        numbers (`electra_dist.data.row_receipt`).
+        Rows are numbered from 0 in the order of the shards in corpus.json. In a run with `data.phases`, the numbers of
+        a later corpus go on from those of the corpus before. A run's receipts are checksums of these numbers
+        (`electra_dist.data.row_receipt`).
+
+        Args:
+            step: number of the step, from 0.
+            global_batch: `train.global_batch` of the run.
+
+        Raises:
+            ValueError: `step` is below 0 or `global_batch` below 1.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
@@ -173,21 +181,26 @@ class Corpus:
         return ShardCache(self._store, self.manifest, self._cache_dir)
 
     def _order(self, global_batch: int) -> RowSequence:
-        """Return the sequence of the rows of a run with this global batch, which decides where a phase begins."""
+        """Return the sequence of the rows of a run with this global batch; the result is cached.
+
+        With `data.phases`, the global batch decides at which row the run changes to the next corpus.
+        """
         if global_batch not in self._orders:
             self._orders[global_batch] = self._corpora.row_order(self._seed, self._shuffle_window_shards, global_batch)
         return self._orders[global_batch]
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the place of each row of a step: number of the shard, and number of the row in the shard.
+        """Return two int64 arrays [global_batch]: the shard of each row of a step, and the row's number in that shard.
 
-        Both are int64 arrays [global_batch], and both numbers begin at 0.
+        Both are numbered from 0.
 
         Raises:
             ValueError: `step` is below 0 or `global_batch` below 1.
         """
         if step < 0 or global_batch < 1:
-            raise ValueError(f"step {step} of {global_batch} rows: a step is at least 0, and has at least one row")
+            raise ValueError(
+                f"step is {step} and global_batch is {global_batch}; pass a step >= 0 and a global_batch >= 1"
+            )
         first_position = step * global_batch
         positions = np.arange(first_position, first_position + global_batch)
         _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
@@ -243,7 +256,7 @@ def open_corpus(
 
 
 def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
-    """Raise an error if the run in `run_dir` began with other corpora than those that are now at their places.
+    """Raise ManifestMismatch if a corpus of the run in `run_dir` has changed since the run began.
 
     Do nothing if no run has begun in `run_dir`.
 

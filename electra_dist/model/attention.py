@@ -37,16 +37,19 @@ from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bi
 
 @dataclass(frozen=True, slots=True)
 class AttentionScopes:
-    """Attention masks of an architecture whose layers differ in what a token sees, with the tokens' positions."""
+    """Masks of a batch for an architecture with global and local attention layers, and the positions of the tokens.
 
-    global_mask: torch.Tensor | BlockMask  # a token sees its whole example
-    local_mask: torch.Tensor | BlockMask  # a token sees a window of its example
-    position_BS: torch.Tensor  # int64 positions within the example
+    Each mask is a bias [B, 1, S, S] for the backend sdpa, or a BlockMask for flex.
+    """
+
+    global_mask: torch.Tensor | BlockMask  # for global layers, in which a token sees its whole example
+    local_mask: torch.Tensor | BlockMask  # for local layers, in which a token sees a window of its example
+    position_BS: torch.Tensor  # int64 position of each token within its example
 
 
 # Which keys a query of a layer sees: a bias [B, 1, S, S] for sdpa, blocks for flex, bounds of the examples for flash.
 LayerMask = torch.Tensor | BlockMask | ExampleBounds
-# The mask of all layers of a network, or one for each kind of layer.
+# Masks of a whole network: one for all layers, or one for each kind of layer.
 AttentionMask = LayerMask | AttentionScopes
 
 

@@ -72,7 +72,7 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
     if config.model.architecture == "modern":
         if config.model.attention_dropout:
             return AttentionChoice("sdpa", "model.architecture: modern has windows, and flex has no dropout")
-        candidates = ("flex",)  # FlashAttention is called without windows
+        candidates = ("flex",)  # This project calls FlashAttention without windows.
     faults: list[str] = []
     for backend in candidates:
         fault = find_fault(backend, config, device)
@@ -83,7 +83,7 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 
 
 def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
-    """Return the choice that `engine.attention` demands.
+    """Return the choice of the attention backend that `engine.attention` demands.
 
     Args:
         backend: "flash" or "flex".

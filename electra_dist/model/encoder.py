@@ -187,14 +187,14 @@ class SmallEmbedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    """Base class of a network's embeddings: sum of the entries of some tables, LayerNorm, dropout.
+    """Base class of the module that embeds token ids: a sum of table entries, then LayerNorm, then dropout.
 
-    A subclass creates the annotated submodules and the dropout probability, and implements `tables`.
+    The `__init__` of a subclass must set `word`, `layer_norm` and `dropout`, and the subclass implements `tables`.
     """
 
-    word: nn.Embedding
+    word: nn.Embedding  # token table
     layer_norm: nn.LayerNorm
-    dropout: float
+    dropout: float  # probability
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tables' entries, [B, S, E], before LayerNorm and dropout.
@@ -262,7 +262,13 @@ class SharedEmbeddings(Embeddings):
         self.dropout = model.hidden_dropout
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the three tables' entries, [B, S, E]; the arguments are those of `Embeddings.tables`."""
+        """Return the sum of the entries of the three tables, [B, S, E], before LayerNorm and dropout.
+
+        Args:
+            ids_BS: int64 token ids.
+            position_BS: int64 position of each token within its example.
+            token_type_BS: int64 token types, 0 or 1.
+        """
         return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
 
 
@@ -272,8 +278,10 @@ class SelfAttention(nn.Module):
     def __init__(self, model: ModelConfig, tower: TowerConfig, bias: bool = True) -> None:
         """Create the two linear layers: one for query, key and value together, and one for the output.
 
-        `tower` gives the sizes, `model` the probability with which attention probabilities are dropped. Without `bias`
-        the linear layers have none.
+        Args:
+            model: gives the probability with which attention probabilities are dropped.
+            tower: gives the width and the number of heads.
+            bias: whether the linear layers have a bias.
         """
         super().__init__()
         self.num_heads = tower.num_heads
@@ -435,20 +443,34 @@ class Encoder(nn.Module):
         self.recompute = False
 
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer; `number` is its place in the tower, from 0, on which a BERT layer does not depend."""
+        """Return a new layer of this tower. Subclasses override this method.
+
+        Args:
+            model: gives eps and dropout.
+            tower: gives the sizes of the layer.
+            number: number of the layer in the tower, from 0; not used, because all layers of BERT are alike.
+        """
         return EncoderLayer(model, tower)
 
     def layer_inputs(self, attention_mask: AttentionMask, dropout_keys: DropoutKeys) -> Iterable[tuple[Any, Any]]:
-        """Return what each layer gets beside the states: what its tokens see, and the keys of its dropout.
+        """Return for each layer the two further arguments of its `forward`: its attention mask and its dropout keys.
+
+        Subclasses whose layers have different masks override this method.
 
         Args:
-            attention_mask: the argument of `forward`.
-            dropout_keys: keys of this tower.
+            attention_mask: mask of the batch, as passed to `forward`.
+            dropout_keys: random keys for dropout in this tower.
         """
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the tower's output for the states of its last layer: these states, which are normalised already."""
+        """Return the tower's output, [T, H], computed from the states of the last layer.
+
+        It is these states themselves, because a layer of BERT ends with a LayerNorm. Subclasses override this method.
+
+        Args:
+            hidden_TH: states of the last layer, of B rows laid end to end.
+        """
         return hidden_TH
 
     def forward(

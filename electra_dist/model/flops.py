@@ -1,10 +1,10 @@
 """Counts training FLOPs per token, and lists the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
 
 Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
-3 x forward in all. Attention is counted over the whole of `seq_len`, in local layers (`model.architecture: modern`)
-over the window. Vocabulary logits are counted where the objective
-needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
-Of a scheduled `mask_prob`, its mean over the run counts at every step.
+3 x forward in all. Attention is counted over all `seq_len` tokens of a row; in local layers (`model.architecture:
+modern`) it is counted over the window. Vocabulary logits are counted where the objective needs them: at the masked
+positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model). If `mask_prob` is
+scheduled, its mean over the run is used for every step.
 Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
 pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The reference's own script
 counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
@@ -40,7 +40,7 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """Training FLOPs per token of generator and discriminator together."""
+        """Return the training FLOPs per token of generator and discriminator together."""
         return self.discriminator + self.generator
 
 
@@ -178,15 +178,21 @@ def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
     """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any.
 
-    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row, or in a local
-    layer to those in its window.
+    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row; in a local
+    layer it attends to those in its window.
+
+    Args:
+        model: gives the architecture and the window of its local layers.
+        tower: gives the number and the sizes of the layers.
+        embedding_size: width of the embeddings that the layers read.
+        seq_len: number of tokens in a row.
     """
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
     num_keys = model.visible_keys(tower.num_layers, seq_len)
     scores_and_weighted_values = 2 * 2 * num_keys * hidden  # of all layers
-    num_matrices = 3 if model.architecture == "modern" else 2  # a gated network has one more
+    num_matrices = 3 if model.architecture == "modern" else 2  # a gated feed-forward network has one matrix more
     feed_forward = 2 * num_matrices * hidden * tower.intermediate_size
     return projection + scores_and_weighted_values + tower.num_layers * (query_key_value_output + feed_forward)
 

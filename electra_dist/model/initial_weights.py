@@ -10,7 +10,8 @@ every rank and whatever other parameters the model has.
     layers of one unit             discriminator's last Dense(1); copy gate and baseline follow
     pad rows of a token table,     zero
     `gdes` difference tables
-    `architecture: modern`         in the layers' last products the deviation is divided by sqrt(2 x layers)
+    last matrix of each sub-layer  normal as above, with the deviation divided by sqrt(2 x layers)
+    of `architecture: modern`
 
 Source: google-research/electra, model/modeling.py and pretrain/run_pretraining.py.
 Cost: one pass on the host, in fp32; 8 s of one core for ELECTRA-Large. `build_towers` skips torch's own
@@ -94,14 +95,15 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _standard_deviation(model: ModelConfig, module_name: str) -> float:
-    """Return the standard deviation of the initial weights of a module that is drawn from a normal distribution.
+    """Return the standard deviation of the normal distribution from which a module's initial weights are drawn.
 
-    It is `initializer_range`. With `architecture: modern` the layers that write into the residual stream have this
-    divided by sqrt(2 x layers), as in ModernBERT, so that the stream does not grow with the depth.
+    It is `model.initializer_range`. With `model.architecture: modern`, it is divided by sqrt(2 x number of layers) for
+    the last matrix of each sub-layer, as in ModernBERT: their outputs are added to the residual stream, which would
+    otherwise grow with the depth.
 
     Args:
-        model: the config's section `model`.
-        module_name: full name in the towers.
+        model: section `model` of the config.
+        module_name: full name of the module, such as "discriminator.layers.0.contract".
     """
     writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
     if model.architecture == "bert" or not writes_to_residual:

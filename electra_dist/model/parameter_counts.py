@@ -22,7 +22,7 @@ class ParameterCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; those that generator and discriminator share count once."""
+        """Return the number of all trainable parameters; those that generator and discriminator share count once."""
         return self.discriminator + self.generator_only
 
 
@@ -88,9 +88,13 @@ def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) 
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of the tables of `width` features, with their LayerNorm.
+    """Return the number of parameters of the embeddings: the tables and their LayerNorm.
 
-    Tokens, positions and types have tables; with the architecture `modern` only tokens have one.
+    Tokens, positions and token types have tables; with the architecture `modern` only tokens have one.
+
+    Args:
+        model: gives the architecture and the numbers of entries of the tables.
+        width: number of features of an entry.
     """
     if model.architecture == "modern":
         return model.vocab_size * width + _layer_norm(model, width)
@@ -112,21 +116,27 @@ def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
 
 
 def _detection_head(model: ModelConfig) -> int:
-    """Return the number of parameters of a head with one logit per token: original or replaced."""
+    """Return the number of parameters of the head that detects replaced tokens, with one logit per token."""
     hidden = model.discriminator.hidden_size
     layer_norm = _layer_norm(model, hidden) if model.architecture == "modern" else 0
     return _dense(hidden, hidden, has_bias=_has_biases(model)) + layer_norm + _dense(hidden, 1)
 
 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
-    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any."""
+    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any.
+
+    Args:
+        model: gives the architecture.
+        tower: gives the number and the sizes of the layers.
+        embedding_size: width of the embeddings; if it differs from that of the layers, there is a projection.
+    """
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     has_bias = _has_biases(model)
     projection = _dense(embedding_size, hidden, has_bias) if embedding_size != hidden else 0
     attention = 4 * _dense(hidden, hidden, has_bias)  # query, key, value and output
     feed_forward = _dense(hidden, intermediate, has_bias) + _dense(intermediate, hidden, has_bias)
-    # Two a layer. With `modern` the first layer has one less, and another one follows the last layer.
+    # There are two per layer. With `modern` the first layer has only one, but one follows the last layer.
     layer_norms = 2 * tower.num_layers * _layer_norm(model, hidden)
     if model.architecture == "modern":
         feed_forward += _dense(hidden, intermediate, has_bias)  # the gate
@@ -134,12 +144,12 @@ def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int
 
 
 def _has_biases(model: ModelConfig) -> bool:
-    """Return whether the linear layers and LayerNorms of the towers have biases."""
+    """Return whether the linear layers and LayerNorms of the architecture have biases."""
     return model.architecture == "bert"
 
 
 def _layer_norm(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of a LayerNorm: a weight and, if the architecture has them, a bias."""
+    """Return the number of parameters of a LayerNorm: weights and, if the architecture has biases, biases."""
     return 2 * width if _has_biases(model) else width
 
 

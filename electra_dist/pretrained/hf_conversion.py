@@ -7,8 +7,8 @@ table has no pad rows, which round its size up in this project.
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
 has one fused parameter for query, key and value; it is split and joined. transformers is not imported: config.json,
-model.safetensors and the tokenizer's files are written directly. Towers of the architecture `modern` have their table
-of names in `hf_modernbert.py`.
+model.safetensors and the tokenizer's files are written directly. The table of names for the architecture `modern` is
+in `hf_modernbert.py`.
 
 Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
@@ -152,9 +152,9 @@ def export_towers(
 ) -> dict[str, Path]:
     """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
 
-    The generator's folder is missing if the state has no generator, or if no Hugging Face model corresponds to it:
-    to a pair of causal towers (objective `electric`), or to a tower of the architecture `modern` whose tables have
-    another width.
+    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
+    is none for the pair of causal towers of the objective `electric`, nor for a generator of the architecture `modern`
+    whose layers have another width than its token table.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -186,8 +186,8 @@ def export_discriminator(
     """Write the discriminator with its tokenizer as a Hugging Face folder.
 
     The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
-    tokens instead of detecting replaced ones (objective `mlm`, for example). With the architecture `modern` the two
-    classes are ModernBertForTokenClassification and ModernBertForMaskedLM.
+    tokens instead of detecting replaced ones (objective `mlm`, for example). With `model.architecture: modern` the
+    corresponding classes are ModernBertForTokenClassification and ModernBertForMaskedLM.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -213,7 +213,7 @@ def export_generator(
 ) -> None:
     """Write the generator with its tokenizer as a Hugging Face folder.
 
-    The model class is ElectraForMaskedLM, with the architecture `modern` ModernBertForMaskedLM.
+    The model class is ElectraForMaskedLM; with `model.architecture: modern` it is ModernBertForMaskedLM.
 
     Args:
         state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
@@ -333,7 +333,7 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
         tower: the tower to convert, with its embeddings and its head.
 
     Raises:
-        UserError: no Hugging Face class has the generator (architecture `modern` only).
+        UserError: Hugging Face has no class for this generator (with `model.architecture: modern` only).
     """
     ours = standalone(state, model, tower)
     if "discriminator_head.dense.weight" in ours:
@@ -449,7 +449,7 @@ def _write(
         "model_max_length": max_positions,
     }
     if config["model_type"] == hf_modernbert.MODEL_TYPE:
-        # ModernBERT has no token types, so its models do not take them from a tokenizer.
+        # ModernBERT has no token types, and its models refuse them as inputs.
         tokenizer_config |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],

@@ -6,8 +6,9 @@ ModernBertForTokenClassification with one label, each with the same logits. `fro
 How: one table of (our name, Hugging Face's name). No parameter is split or joined, because both projects have one
 matrix for query, key and value. transformers is not imported.
 
-Limits: Hugging Face's classes have tables as wide as the layers, so a generator of another width than its tables has
-no counterpart. They drop elements in other places than this project, which matters only for training with dropout.
+Limits: in Hugging Face's classes the token table is as wide as the layers, so a generator whose layers have another
+width than its table cannot be exported. Hugging Face applies dropout at other places than this project, which matters
+only for training with dropout.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 
 MODEL_TYPE = "modernbert"
-OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of a token head's output bias
-_TABLE = "embeddings.word.weight"
+OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of the output bias of a head that predicts tokens
+_TABLE = "embeddings.word.weight"  # the token table
+# Names of parameters in this project -> in Hugging Face's classes, without the prefixes of tower and layer.
 _LAYER = {
     "attention_norm": "attn_norm",
     "attention.qkv": "attn.Wqkv",
@@ -39,7 +41,7 @@ _DETECTION_HEAD = {
     "out.weight": "classifier.weight",
     "out.bias": "classifier.bias",
 }
-# Settings of Hugging Face's config that change the function -> the one value that this project computes.
+# Settings of Hugging Face's config that change what a model computes -> the only value that this project supports.
 _FIXED_SETTINGS = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -52,24 +54,30 @@ _FIXED_SETTINGS = {
 
 
 def find_obstacle(model: ModelConfig) -> str:
-    """Return why no Hugging Face class has the generator of the architecture `modern`, or "" if one has it."""
+    """Return why the generator of a model of the architecture `modern` cannot be exported; "" if it can.
+
+    Hugging Face's ModernBERT has one width for the token table and the layers.
+    """
     width = model.generator_embedding_width
     hidden_size = model.generator.hidden_size
     if width == hidden_size:
         return ""
     return (
-        f"the generator is {hidden_size} wide and its tables {width}, and Hugging Face's ModernBERT has one width; "
-        f"train with model.generator.hidden_size {width} and fewer layers to export the generator"
+        f"the layers of the generator are {hidden_size} wide and its token table is {width} wide, but Hugging Face's "
+        f"ModernBERT has one width for both; to export the generator, train a new run with "
+        f"model.generator.hidden_size {width} and fewer layers"
     )
 
 
 def to_hf(
     ours: Mapping[str, torch.Tensor], model: ModelConfig, tower: str, token_head: str
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of one tower under Hugging Face's names; no two tensors share memory.
+    """Return the weights of one tower under Hugging Face's names, without the padding of the token table.
+
+    All tensors are copies. The head is included if `ours` has one that Hugging Face's classes can hold.
 
     Args:
-        ours: whole parameters of one tower with the embeddings that it reads, in fp32 on the host.
+        ours: parameters of one tower and of its embeddings, unsharded, in fp32 on the host.
         model: section `model` of the config that they were trained with.
         tower: "generator" or "discriminator".
         token_head: name of the tower's head that predicts tokens, "generator_head" or "token_head".
@@ -87,9 +95,9 @@ def to_hf(
 def from_hf(
     theirs: Mapping[str, torch.Tensor], model: ModelConfig, tower: str, token_head: str
 ) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights under this project's names; rows of zeros pad the token table.
+    """Return Hugging Face weights under this project's names, with rows of zeros that pad the token table.
 
-    A head that is neither one for tokens nor one with a single label is left out.
+    The head is included if it predicts tokens or, for the discriminator, classifies them with a single label.
 
     Args:
         theirs: state dict of a ModernBERT model.
@@ -113,16 +121,23 @@ def from_hf(
 
 
 def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights under the names of a model with a head, which put `model.` before those of a ModernBertModel."""
+    """Return weights under the names of a model with a head, in which the encoder's names begin with `model.`.
+
+    Weights of a ModernBertModel, which has no head, get this prefix; others are returned under their own names.
+
+    Args:
+        theirs: state dict of any ModernBERT class.
+    """
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
 
 
 def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
-    """Return the sizes and scopes that weights must have to fit a tower, under Hugging Face's keys.
+    """Return the settings of a Hugging Face config that must agree before its weights are loaded into a tower.
 
-    The bases of the rotary positions and the number of positions are not among them, because no weight depends on
-    them: a run may go on from another one with longer rows.
+    They are the sizes of the layers, the vocabulary, and which layers attend to windows of which size. The bases of
+    the rotary positions and the number of positions are left out, because no weight depends on them; so a run may
+    start from the weights of a model with shorter rows.
 
     Args:
         model: section `model` of the config.
@@ -144,21 +159,22 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 
 
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a ModernBERT's config.json under the keys of `shape_of_modern`.
+    """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
 
-    Newer versions of transformers write a list of layer types in place of `global_attn_every_n_layers`.
+    Newer versions of transformers write a list of layer types in place of `global_attn_every_n_layers`, from which
+    that number is derived.
 
     Args:
         where: path of the file, for messages.
         settings: content of config.json.
 
     Raises:
-        UserError: a setting makes another function of the model than this project's.
+        UserError: with one of the settings, the model computes something that this project does not support.
     """
-    for key, wanted in _FIXED_SETTINGS.items():
-        found = settings.get(key, wanted)
-        if found != wanted:
-            raise UserError(f"{where}: {key} is {found}, but only {wanted} is supported; name another model")
+    for key, supported in _FIXED_SETTINGS.items():
+        value = settings.get(key, supported)
+        if value != supported:
+            raise UserError(f"{where}: {key} is {value}, but only {supported} is supported; name another model")
     for scope, rotary in (settings.get("rope_parameters") or {}).items():
         if isinstance(rotary, dict) and rotary.get("rope_type", "default") != "default":
             raise UserError(
@@ -177,10 +193,10 @@ def hf_config(model: ModelConfig, tower: str, special: SpecialIds, predicts_toke
     """Return the content of a Hugging Face config.json for one tower.
 
     Args:
-        model: gives widths, scopes, dropout and the size of the vocabulary.
-        tower: the tower that the config describes.
+        model: gives the sizes, the window and spacing of the layers' attention, dropout and the vocabulary's size.
+        tower: the tower that the config describes, "generator" or "discriminator".
         special: ids of the special tokens.
-        predicts_tokens: whether the tower's head predicts tokens, and not replaced ones.
+        predicts_tokens: whether the tower's head predicts tokens; otherwise it detects replaced tokens.
     """
     shape = shape_of_modern(model, tower)
     del shape["embedding_size"]
@@ -210,7 +226,7 @@ def hf_config(model: ModelConfig, tower: str, special: SpecialIds, predicts_toke
 
 
 def _shape(model: ModelConfig, tower: str) -> TowerConfig:
-    """Return the number and the sizes of the layers of a tower."""
+    """Return the number and the sizes of the layers of the tower "generator" or "discriminator"."""
     return model.generator if tower == "generator" else model.discriminator
 
 
@@ -227,17 +243,20 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
 
 
 def _period(where: str, layer_types: list[str]) -> int:
-    """Return every how many layers one has global attention, the first one included.
+    """Return the number n for which the layers 0, n, 2n and so on have global attention, and the others windows.
 
     Args:
         where: path of config.json, for the message.
         layer_types: "full_attention" or "sliding_attention" for each layer.
 
     Raises:
-        UserError: the global layers are not evenly spaced, beginning with the first one.
+        UserError: there is no such number.
     """
     for period in range(1, len(layer_types) + 1):
         expected = ["sliding_attention" if layer % period else "full_attention" for layer in range(len(layer_types))]
         if layer_types == expected:
             return period
-    raise UserError(f"{where}: layer_types has no even spacing of global layers; name another model")
+    raise UserError(
+        f"{where}: the layers of type full_attention in layer_types are not evenly spaced from the first layer on, "
+        f"which is not supported; name another model"
+    )

@@ -95,8 +95,9 @@ class Pretrained:
         """
         if model.architecture == "modern":
             raise UserError(
-                f"{name}: this command does not read model.architecture: modern; export the run with electra-dist "
-                f"export and use the folder with Hugging Face's classes, such as ModernBertForSequenceClassification"
+                f"{name}: has model.architecture: modern, which this command cannot read; export the run with "
+                f"electra-dist export and use the folder with Hugging Face's classes, such as "
+                f"ModernBertForSequenceClassification"
             )
         _check_vocabulary(name, vocabulary, model)
         tower_state = _tower_state(state, model, tower)

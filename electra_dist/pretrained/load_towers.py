@@ -115,7 +115,7 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
                 f"to the checkpoint's shape, or name another checkpoint"
             )
     if model.architecture == "modern":
-        return  # rotary positions have no table
+        return  # Rotary positions have no table, whose length could be too small.
     num_positions = given.get(_POSITIONS, 512)
     if num_positions < model.max_positions:
         raise UserError(
@@ -152,8 +152,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
 
-    A model with a head has the prefix `electra.` before the names of its encoder, ModernBERT the prefix `model.`. A
-    model that was saved without a head gets this prefix, too. Tensors that are not of floating point are left out.
+    In a model with a head, the names of the encoder's weights begin with `electra.`, or with `model.` for ModernBERT.
+    The weights of a model without a head get this prefix, too. Tensors that are not of floating point are left out.
 
     Raises:
         UserError: the folder holds no weights.

@@ -144,8 +144,8 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
     Args:
         world_size: ranks of the whole run.
         hosts: name of the host of each rank; "hosts" of the result has the number of ranks of each.
-        corpus: sizes of the training corpora: "rows", "tokens", "seq_len", if there are several "phases", and
-            "sources" of the first.
+        corpus: entry "corpus" of the file: the result of `RunCorpora.sizes` ("rows", "tokens", "seq_len" and, with
+            `data.phases`, "phases"), and "sources", the sources of the first corpus's text.
     """
     content = {
         "versions": versions(),
@@ -171,8 +171,8 @@ def write_environment(
         run_dir: folder of the run.
         world_size: ranks of the whole run.
         hosts: name of the host of each rank.
-        corpus: sizes of the training corpora: "rows", "tokens", "seq_len", if there are several "phases", and
-            "sources" of the first.
+        corpus: entry "corpus" of the file: the result of `RunCorpora.sizes` ("rows", "tokens", "seq_len" and, with
+            `data.phases`, "phases"), and "sources", the sources of the first corpus's text.
 
     Raises:
         StoreError: the run folder cannot be written.

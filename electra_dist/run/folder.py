@@ -112,9 +112,10 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
 
     Args:
         config: the resolved config of the run.
-        corpus_fingerprint: digest of the corpus; of a run with `data.phases`, of all its corpora and first steps.
-        phase_fingerprints: digest of each phase's corpus; empty for a run without `data.phases`, whose identity does
-            not list them.
+        corpus_fingerprint: digest of the corpus. For a run with `data.phases`, it is the digest of all training
+            corpora together with the steps at which the run changes from one to the next.
+        phase_fingerprints: digest of each training corpus of a run with `data.phases`, in the order of their steps;
+            empty for a run without `data.phases`, whose identity lacks the key "phase_fingerprints".
     """
     identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
     if phase_fingerprints:
@@ -141,14 +142,16 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
-    """Return the fingerprint of each phase's corpus that the run in a folder has recorded; None if there is no run.
+    """Return the fingerprints of a run's training corpora, as its identity.json records them; None without a run.
+
+    They are in the order in which the run reads the corpora: that of `data.corpus`, then those of `data.phases`.
 
     Args:
         run_dir: folder of the run, which need not exist.
-        num_phases: number of corpora that the run's config names: data.corpus, and one for each of `data.phases`.
+        num_phases: number of training corpora that the run's config names: 1 + the number of entries of `data.phases`.
 
     Raises:
-        UserError: identity.json is damaged, or does not list that many corpora.
+        UserError: identity.json is damaged, or does not list `num_phases` fingerprints.
     """
     identity = read_identity(run_dir)
     if not identity:
@@ -219,8 +222,8 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return
-    # Keys of the config are compared before the digests that depend on them, and numerics last: a run of another
-    # config is refused as such.
+    # The message names the first difference. Keys of the config are compared before the digests that depend on them,
+    # and numerics last, so that the message names a config key if one differs.
     digests: dict[str, None] = dict.fromkeys(("phase_fingerprints", "corpus_fingerprint", "numerics"))
     identity_of_folder = read_identity(run_dir)
     config_of_folder = {key: value for key, value in identity_of_folder.items() if key not in digests}

@@ -127,14 +127,14 @@ class _Commit(_Record):
 
 
 class _CorpusSource(_Record):
-    """Entry of a source of the corpus in environment.json."""
+    """Size and licence of one source of text, in the entry "corpus" / "sources" of environment.json."""
 
     tokens: Count
     licence: str | None = None
 
 
 class _PhaseSizes(_Record):
-    """Corpus of one phase in the entry "corpus" of environment.json."""
+    """Sizes of one training corpus of a run with `data.phases`, in "corpus" / "phases" of environment.json."""
 
     from_step: Count
     fingerprint: str
@@ -143,7 +143,7 @@ class _PhaseSizes(_Record):
 
 
 class _CorpusSizes(_Record):
-    """Entry "corpus" of environment.json."""
+    """Sizes of the training corpora of a run: the entry "corpus" of environment.json."""
 
     rows: Count
     tokens: Count

@@ -189,7 +189,7 @@ class LocalStore(Store):
         return num_deleted
 
     def _remove_empty(self, key_folder: str, prefix: str, doomed: Callable[[str], bool]) -> None:
-        """Remove an empty folder, which a writer has created for a file and was killed before it began the file.
+        """Remove an empty folder that a writer created for a file before it was killed; leave any other folder.
 
         Args:
             key_folder: The folder below that of the store.
@@ -197,7 +197,7 @@ class LocalStore(Store):
             doomed: Called with the folder and a slash; the folder is removed if it returns True.
         """
         if key_folder.startswith(prefix) and doomed(f"{key_folder}/"):
-            with contextlib.suppress(OSError):  # It has just received a file, or has gone.
+            with contextlib.suppress(OSError):  # The folder is not empty, or no longer exists.
                 (self._folder / key_folder).rmdir()
 
 

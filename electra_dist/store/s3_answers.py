@@ -1,4 +1,4 @@
-"""Check that an answer with HTTP status 200 is an answer of S3, and has the fields that its operation needs.
+"""Check that an answer with HTTP status 200 is an answer of S3 with the fields that its operation needs; read them.
 
 Proxies, load balancers and services that are half down answer with status 200 and a page of HTML, an error document,
 or a part of what was asked for. Such an answer counts as a failed attempt, and the request is repeated. A listing also
@@ -21,6 +21,17 @@ _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml"
 _MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")
 _ERROR_DOCUMENT = re.compile(rb"\s*(<\?xml[^>]*\?>)?\s*<Error[\s>]")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+# Operations -> fields of the answer without which the request counts as failed. A proxy's page for a PUT has no ETag.
+NEEDED_FIELDS = {
+    "get_object": ("ETag", "ContentLength"),
+    "list_objects_v2": ("IsTruncated",),
+    "list_multipart_uploads": ("IsTruncated",),
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "complete_multipart_upload": ("ETag",),
+}
+WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
 _EMPTY_PAGES = 100  # pages without an entry, one after another, that a listing may have
 _MOST_PAGES = 10_000  # pages of a listing; of a thousand entries each
 
@@ -33,6 +44,16 @@ class ContentRange(NamedTuple):
     first: int
     end: int
     size: int
+
+
+class ObjectInfo(NamedTuple):
+    """Size of an object on S3, and the random tag that its writer stored in the object's metadata.
+
+    By the tag, a writer whose request was answered too late or not at all recognizes its own object.
+    """
+
+    size: int  # in bytes
+    writer_tag: str | None  # None if the writer stored no tag
 
 
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
@@ -68,6 +89,18 @@ def check_object(answer: dict[str, Any], key: str) -> None:
 def is_error_document(first_bytes: bytes) -> bool:
     """Return whether the bytes that an object begins with are those of an error document of S3, `<Error>` in XML."""
     return _ERROR_DOCUMENT.match(first_bytes) is not None
+
+
+def object_info(answer: dict[str, Any]) -> ObjectInfo:
+    """Return the size and the writer's tag of an object, from the answer to a GET of all or of a part of it.
+
+    Args:
+        answer: What boto3's `get_object` returned.
+    """
+    part = content_range(answer)
+    # Without a range, the answer is the whole object.
+    size = answer["ContentLength"] if part is None else part.size
+    return ObjectInfo(size=size, writer_tag=answer["Metadata"].get(WRITER_TAG))
 
 
 def content_range(answer: dict[str, Any]) -> ContentRange | None:

@@ -16,7 +16,9 @@ because its body is measured, so that it cannot replace what a later request wri
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
+import hashlib
 import io
 import os
 import threading
@@ -36,6 +38,11 @@ from electra_dist.store.s3_errors import Again
 Answer = dict[str, Any]  # what boto3 returns: the fields of an answer by name
 _Result = TypeVar("_Result")
 _ADVICE = "check the network to the service, then start again"
+
+
+def content_md5(data: bytes) -> str:
+    """Return the MD5 of `data` in base64, the value of the header Content-MD5 with which S3 checks an upload."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def check_endpoint(endpoint_url: str | None) -> str:

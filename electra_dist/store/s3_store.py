@@ -9,9 +9,9 @@ transit.
 
 How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
 `failure_kinds.py` has the table of what is retried, `s3_answers.py` checks that an answer with status 200 is one of
-S3, and `s3_client.py` ends requests that take too long. Size and existence come from a GET of one byte, because the
-answer to a HEAD does not show whether the bucket, the key or the permission is missing. Expired credentials are read
-again from their source before each further attempt.
+S3 and reads its fields, and `s3_client.py` ends requests that take too long. Size and existence come from a GET of one
+byte, because the answer to a HEAD does not show whether the bucket, the key or the permission is missing. Expired
+credentials are read again from their source before each further attempt.
 
 Cost: one request per object when nothing fails; `benchmarks/loader.py --s3` measures it in use.
 
@@ -20,15 +20,13 @@ Limits: the service must be strongly consistent and support conditional PUT (AWS
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import io
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
@@ -36,8 +34,16 @@ from electra_dist.store.interface import Store, check_key
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:
-    from electra_dist.store.s3_answers import check_answer, check_object, content_range, pages
-    from electra_dist.store.s3_client import Answer, S3Client, check_endpoint
+    from electra_dist.store.s3_answers import (
+        NEEDED_FIELDS,
+        WRITER_TAG,
+        ObjectInfo,
+        check_answer,
+        check_object,
+        object_info,
+        pages,
+    )
+    from electra_dist.store.s3_client import Answer, S3Client, check_endpoint, content_md5
     from electra_dist.store.s3_download import Download, Span
     from electra_dist.store.s3_errors import FAILURES, TRIES_MISSING, Again, EmptyRange, Taken, classify
 except ModuleNotFoundError as error:
@@ -49,27 +55,6 @@ _MULTIPART_FROM = 64 << 20  # Files of at least this many bytes are uploaded in 
 _PART = 16 << 20  # Least size of a part in bytes.
 _MAX_PARTS = 9_000  # S3 allows 10,000.
 _UPLOAD_THREADS = 4
-_WRITER_TAG = "writer"  # Metadata key of the random tag that identifies the writer of an object.
-# Fields of an answer without which the request counts as failed. A proxy's page for a PUT has no ETag.
-_NEEDED_FIELDS = {
-    "get_object": ("ETag", "ContentLength"),
-    "list_objects_v2": ("IsTruncated",),
-    "list_multipart_uploads": ("IsTruncated",),
-    "put_object": ("ETag",),
-    "upload_part": ("ETag",),
-    "create_multipart_upload": ("UploadId",),
-    "complete_multipart_upload": ("ETag",),
-}
-
-
-class _ObjectInfo(NamedTuple):
-    """Size of an object on S3, and the random tag that its writer stored in the object's metadata.
-
-    By the tag, a writer whose request was answered too late or not at all recognizes its own object.
-    """
-
-    size: int  # in bytes
-    writer_tag: str | None
 
 
 class S3Store(Store):
@@ -111,7 +96,7 @@ class S3Store(Store):
         self._answered = False  # Whether the service has answered any request of this store.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
-        """Return how a process that receives this store makes one of its own, with counters at 0."""
+        """Return the class and the arguments from which another process creates this store, with counters at 0."""
         return S3Store, (self.url, self._endpoint_url, self._policy)
 
     @property
@@ -139,6 +124,7 @@ class S3Store(Store):
         """Download all bytes of an object into memory, or raise StoreMissing.
 
         Args:
+            key: Key of the object.
             must_exist: The caller knows that the object exists, so the answer "not found" is retried.
         """
         sink = io.BytesIO()
@@ -171,6 +157,8 @@ class S3Store(Store):
         """Download an object to a local file, which appears only when it is complete and synced to the disk.
 
         Args:
+            key: Key of the object.
+            destination: Path of the local file.
             must_exist: The caller knows that the object exists, so the answer "not found" is retried.
 
         Raises:
@@ -182,7 +170,7 @@ class S3Store(Store):
 
     def write(self, key: str, data: bytes) -> None:
         """Create or replace an object with one PUT; the service refuses bytes that were changed on the way (MD5)."""
-        self._call(key, "put_object", {**self._object(key), "ContentMD5": _md5(data)}, data)
+        self._call(key, "put_object", {**self._object(key), "ContentMD5": content_md5(data)}, data)
 
     def write_new(self, key: str, data: bytes) -> bool:
         """Create an object with a conditional PUT; return False if there is an object of another writer already.
@@ -192,7 +180,7 @@ class S3Store(Store):
         object is this call's own, and the call returns True.
         """
         tag = secrets.token_hex(16)
-        put = {**self._object(key), "ContentMD5": _md5(data), "Metadata": {_WRITER_TAG: tag}, "IfNoneMatch": "*"}
+        put = {**self._object(key), "ContentMD5": content_md5(data), "Metadata": {WRITER_TAG: tag}, "IfNoneMatch": "*"}
         try:
             self._call(key, "put_object", put, data)
         except Taken:
@@ -212,7 +200,7 @@ class S3Store(Store):
             self.write(key, path.read_bytes())
             return
         tag = secrets.token_hex(16)
-        begin = {**self._object(key), "Metadata": {_WRITER_TAG: tag}}
+        begin = {**self._object(key), "Metadata": {WRITER_TAG: tag}}
         answer = self._call(key, "create_multipart_upload", begin)
         upload = {**self._object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
         try:
@@ -323,7 +311,7 @@ class S3Store(Store):
             with path.open("rb") as stream:
                 stream.seek((number - 1) * part_size)
                 data = stream.read(part_size)
-            put = {**upload, "PartNumber": number, "ContentMD5": _md5(data)}
+            put = {**upload, "PartNumber": number, "ContentMD5": content_md5(data)}
             answer = self._call(key, "upload_part", put, data)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
@@ -351,7 +339,7 @@ class S3Store(Store):
             if self._probe(key).writer_tag != tag:
                 raise
 
-    def _probe(self, key: str) -> _ObjectInfo:
+    def _probe(self, key: str) -> ObjectInfo:
         """Return the size of an object and the random tag that its writer stored in the metadata.
 
         This costs a GET of one byte. A HEAD request is not used, because its answer does not show whether the bucket,
@@ -369,10 +357,7 @@ class S3Store(Store):
             # An empty object has no byte 0; without a range its GET succeeds.
             answer = self._call(key, "get_object", get, check=lambda answer: check_object(answer, key))
         answer["Body"].close()
-        part = content_range(answer)
-        # Without a range, the answer is the whole object.
-        size = answer["ContentLength"] if part is None else part.size
-        return _ObjectInfo(size=size, writer_tag=answer["Metadata"].get(_WRITER_TAG))
+        return object_info(answer)
 
     def _download(self, key: str, sink: IO[bytes], must_exist: bool, span: Span | None = None) -> None:
         """Download an object, or a span of its bytes, to a file; after a fault, continue from the last good byte.
@@ -433,7 +418,7 @@ class S3Store(Store):
             try:
                 with self._classified(key):
                     answer = self._client.send(operation, arguments, body)
-                    check_answer(answer, _NEEDED_FIELDS.get(operation, ()))
+                    check_answer(answer, NEEDED_FIELDS.get(operation, ()))
                     check(answer)
             except Again as failure:
                 self._wait(key, failure, backoff)
@@ -513,8 +498,3 @@ def _begin_again(download: Download, backoff: Backoff) -> None:
 def _ceil_div(number: int, divisor: int) -> int:
     """Return number / divisor, rounded up, for integers of any size."""
     return -(-number // divisor)  # `//` rounds down, so the negative of the negative quotient is rounded up.
-
-
-def _md5(data: bytes) -> str:
-    """Return the MD5 of `data` in base64, the value of the header Content-MD5."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

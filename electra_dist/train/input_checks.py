@@ -33,18 +33,19 @@ from electra_dist.tokenizer import Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCorpus:
-    """A corpus whose manifest has been read and checked: the store of its files, and the manifest."""
+    """Corpus whose manifest has been read and checked, with the store that holds its files."""
 
     store: Store
     manifest: CorpusManifest
 
     def open_cache(self, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
-        """Return a new cache of the corpus's shards for this process. The caller closes it.
+        """Return a new cache of the corpus's shards for this process, which the caller must close.
 
         Args:
-            data: gives the number of fetching threads and the size limit of the folder.
-            folder: cache folder of this node, which its ranks share; unused for a corpus on a local disk.
-            peers: other nodes of the run, which are asked for a shard before the store is; None: none.
+            data: gives the number of fetching threads and the limit on the size of the folder.
+            folder: cache folder of this node, which all its ranks share; not used for a corpus in a local folder.
+            peers: other nodes of the run, which are asked for a shard before the store is; None if the nodes do not
+                pass shards to one another.
         """
         limit_bytes = None
         if data.cache_limit_gb is not None:
@@ -54,11 +55,11 @@ class OpenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a run starts from: corpora to train on, perhaps one to evaluate on, and what the user accepts."""
+    """Checked inputs of a run: the corpora to train and evaluate on, the vocabulary, and what the user accepts."""
 
-    corpora: RunCorpora  # one for each phase of the run
-    corpus: OpenCorpus  # all of them as one
-    heldout: OpenCorpus | None
+    corpora: RunCorpora  # the training corpora: data.corpus, and the corpora of data.phases
+    corpus: OpenCorpus  # all training corpora, presented as one
+    heldout: OpenCorpus | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
 
@@ -108,11 +109,13 @@ def check_inputs(
 
 
 def open_training_corpora(config: Config) -> RunCorpora:
-    """Open the corpus of each phase of a run and check that they fit the config, and that no shard of a later is gone.
+    """Open all training corpora of a run, and check that they fit the config and one another.
+
+    They are `data.corpus` and the corpora of `data.phases`. Of the latter, the shards must all exist, too.
 
     Raises:
-        ManifestMismatch: the row length or the vocabulary differs from the config, or between the corpora.
-        StoreMissing: a shard of a later phase's corpus is missing.
+        ManifestMismatch: the row length or the vocabulary differs from the config, or between two corpora.
+        StoreMissing: a corpus does not exist, or a shard of a corpus of `data.phases` is missing.
         UserError: a manifest cannot be read or is damaged.
     """
     corpora = open_run_corpora(config.data)
@@ -123,7 +126,12 @@ def open_training_corpora(config: Config) -> RunCorpora:
 
 
 def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
-    """Open the corpus of the evaluation, which must have the vocabulary of the training corpora."""
+    """Open the corpus `data.heldout`, on which a run is evaluated.
+
+    Raises:
+        ManifestMismatch: it was built with another vocabulary than the training corpora, or does not fit the config.
+        UserError: its manifest cannot be read or is damaged.
+    """
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     if heldout.manifest.tokenizer.sha256 != corpora.manifest.tokenizer.sha256:

@@ -1,7 +1,7 @@
-"""Open the cache of this node for a run, shared with the other nodes where that pays, and describe it in the log.
+"""Open this node's cache of shards for a run, let nodes pass shards to one another, and describe the cache in the log.
 
-Without `data.share_shards`, the nodes share shards from 8 nodes on. With fewer, S3 serves the nodes side by side, and
-a port that listens on each of them is not worth it; with more, each shard would leave S3 eight times and more.
+How: if `data.share_shards` is not set, nodes pass shards to one another in runs on 8 nodes or more. In a smaller run
+every node fetches every shard from S3 itself, which spares an open port on each node.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.run.node_strikes import node_name
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 
-_FEWEST_SHARING_NODES = 8  # nodes from which on shards are shared by default
+_FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one another by default
 
 
 def node_cache_folder(config: Config) -> CacheFolder:
-    """Return the folder in which this node caches shards and compiled code, and why it is that one.
+    """Return the folder in which this node caches shards and compiled code, and the setting that has decided on it.
 
-    It is `data.cache_dir` if that is set; otherwise cache/ in the run folder, or a folder in a temporary directory of
-    the node if the run has several nodes. The launcher's environment variables give the numbers of ranks.
+    It is `data.cache_dir` if that is set. Otherwise it is cache/ in the run folder for a run on one node, and a folder
+    in a temporary directory of the node for a run on several nodes. The number of nodes follows from WORLD_SIZE and
+    the other environment variables of the launcher.
 
     Raises:
         StoreError: this node has no temporary directory that can be used.
@@ -47,7 +48,7 @@ def node_cache_folder(config: Config) -> CacheFolder:
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
     """Return the folder in which this node caches the shards of a corpus.
 
-    For a corpus that is read in place, whose shards are not cached, the result is a path that nobody creates or reads.
+    Shards of a corpus in a local folder are read in place and not cached; the result is then a path that is not used.
 
     Raises:
         StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
@@ -56,12 +57,17 @@ def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
 
 
 def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
-    """Return a new cache of a corpus's shards for this process; the nodes share shards if they are to. Collective.
+    """Return a new cache of a corpus's shards for this process. Collective: all ranks must call it.
+
+    If the nodes pass shards to one another, the first rank of each node also starts a server for its node's cache.
 
     Args:
-        config: gives the folder, its limit, and whether shards are shared.
+        config: gives the cache folder, the limit on its size, and whether nodes pass shards to one another.
         corpus: the opened corpus.
-        stack: closes the cache and the server by which this node passes shards on.
+        stack: closes the cache and the server when it is closed.
+
+    Raises:
+        StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
     """
     server = None
     peers = None
@@ -75,7 +81,7 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
 
 
 def _shares_shards(config: Config) -> bool:
-    """Return whether the nodes of this run pass shards to one another. Collective."""
+    """Return whether the nodes of this run pass shards to one another. Collective: all ranks must call it."""
     num_nodes = sum(gather(_is_first_on_node()))
     if num_nodes == 1:
         return False
@@ -85,19 +91,22 @@ def _shares_shards(config: Config) -> bool:
 
 
 def _is_first_on_node() -> bool:
-    """Return whether this is the first rank of its node, which serves the node's cache."""
+    """Return whether this rank is the first one of its node, which serves the node's cache to other nodes."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a server on each node, and exchange the addresses and a new token. All ranks must call it.
+    """Start a server of the cache on each node, and exchange the addresses and a new token among all ranks.
+
+    Collective: all ranks must call it. If the server of a node cannot be started, the node takes no part: its ranks
+    fetch all shards from the store, and the other nodes do not ask it for any.
 
     Args:
-        stack: closes the server.
+        stack: closes the server when it is closed.
 
     Returns:
-        The server, on the first rank of each node, and the nodes as this rank sees them. A node whose server cannot be
-        started fetches all its shards from the store: its ranks get no peers, and the other nodes do not know it.
+        The server, on the first rank of each node, otherwise None; and the client by which this rank fetches shards
+        from other nodes, or None if its node takes no part.
     """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
@@ -107,33 +116,43 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
             stack.callback(server.close)
     address_of_rank = gather(server.address if server is not None else None)
     first_ranks = [rank for rank, is_first in enumerate(gather(_is_first_on_node())) if is_first]
-    # The ranks of a node are numbered one after another.
-    first_rank_here = max(rank for rank in first_ranks if rank <= dist.get_rank())
-    address_of_serving_rank = {rank: address for rank in first_ranks if (address := address_of_rank[rank]) is not None}
-    if first_rank_here not in address_of_serving_rank:
+    # Ranks of one node have consecutive numbers, so the first rank of this node is the last one up to this rank.
+    first_rank_of_node = max(rank for rank in first_ranks if rank <= dist.get_rank())
+    serving_ranks = []
+    addresses = []
+    for rank in first_ranks:
+        address = address_of_rank[rank]
+        if address is not None:
+            serving_ranks.append(rank)
+            addresses.append(address)
+    if first_rank_of_node not in serving_ranks:
         return None, None
-    own_node = list(address_of_serving_rank).index(first_rank_here)
-    return server, PeerGroup(list(address_of_serving_rank.values()), own_node, token)
+    own_node = serving_ranks.index(first_rank_of_node)
+    return server, PeerGroup(addresses, own_node, token)
 
 
 def _own_address() -> str:
-    """Return the address of this node in the network through which it reaches the first node of the run.
+    """Return the IPv4 address of this node in the network through which it reaches the first node of the run.
 
     Raises:
-        OSError: The name of the first node is unknown, or there is no way to it.
+        OSError: the name of the first node (MASTER_ADDR) cannot be resolved, or no network leads to it.
     """
     host = os.environ["MASTER_ADDR"]
     family, kind, protocol, _, target = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # Of a datagram socket, this sends nothing; it only chooses the network.
+        probe.connect(target)  # This chooses the network for a datagram socket, and sends nothing.
         return str(probe.getsockname()[0])
 
 
 def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
-    """Return the lines for the log on the caches of shards; none without a corpus on S3. Collective.
+    """Return lines for the log that describe the caches of shards; [] if no corpus is on S3. Collective.
 
-    The first line is about the node that has the least room: its folder, and what follows if the corpora do not fit.
-    A second one states that the nodes pass shards to one another, if they do.
+    The first line describes the cache of the node with the least room: its folder, whether the corpora fit, and how
+    much of them is fetched again in each epoch otherwise. If the nodes pass shards to one another, a second line
+    states this.
+
+    Raises:
+        StoreError: this node has no temporary directory that can be used.
     """
     corpora = [corpus for corpus in (inputs.corpus, inputs.heldout) if corpus is not None and _is_fetched(corpus)]
     if not corpora:
@@ -152,16 +171,16 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
 
 
 def _is_fetched(corpus: OpenCorpus) -> bool:
-    """Return whether the shards of a corpus are fetched and cached, and not read in place."""
+    """Return whether the shards of a corpus are fetched from S3 and cached, instead of read in a local folder."""
     return corpus.store.local_path(corpus.manifest.shards[0].name) is None
 
 
 def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
-    """Return how much of the corpora the cache folder of this node can hold.
+    """Return how many bytes of shards the cache folder of this node can hold, and how many the corpora have.
 
     Args:
-        config: gives the limit of the folder and the length of a shuffle window.
-        folder: the cache folder, which need not exist.
+        config: gives the limit on the folder's size and the number of shards in a shuffle window.
+        folder: the cache folder, which may not exist yet.
         corpora: the corpora whose shards are fetched.
     """
     entries = [entry for corpus in corpora for entry in corpus.manifest.shards]

@@ -30,14 +30,14 @@ _POLL_S = 1.0  # between two looks at the requests to stop
 
 
 def record_lost_storage(run_dir: Path, why: str) -> None:
-    """Append the event `storage`, which records that storage stayed full or away, to the ledger of a run.
+    """Append the event `storage` to the ledger of a run: the run ends because storage stayed full or unreachable.
 
-    Nothing is appended if that is the last event already. Errors are ignored, because the ledger may be on the disk
-    that is away.
+    Nothing is appended if the last event is `storage` already. Errors are ignored, because the ledger may be on the
+    disk that cannot be reached.
 
     Args:
-        run_dir: folder of the run; without a run in it nothing is written.
-        why: the error with which the outage began, as one line.
+        run_dir: folder of the run; nothing is written if there is no run in it.
+        why: message of the error with which the outage began, as one line.
     """
     with contextlib.suppress(UserError, OSError):
         if not is_run_folder(run_dir):
@@ -49,7 +49,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
         try:
             ledger.append("storage", events[-1]["step"] if events else 0, why=why)
         finally:
-            ledger.discard()  # closes the file, without another attempt to write an event that was refused
+            ledger.discard()  # This closes the file, and does not try again to write an event that was refused.
 
 
 def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
@@ -85,7 +85,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return the pause that the ledger asks for, and print a line about it if it is not 0. Rank 0 only."""
+    """Return how long this start must wait, in seconds, and print a line if that is not 0. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch.distributed as dist
 
 from electra_dist.checkpoint.background_writer import SaveTiming
@@ -21,34 +20,32 @@ from electra_dist.checkpoint.commit import Fenced
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
-from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.stage_switch import Stages
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.towers import detects_replacements
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.lease.run_lease import LeaseLost
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.number_formats import format_duration
-from electra_dist.schedule import value_at
 from electra_dist.store.patience import Patience
 from electra_dist.train.evaluator import Evaluator
 from electra_dist.train.health.error_relay import reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.input_checks import OpenCorpus, RunInputs
-from electra_dist.train.loss_guard import Guard, first_to_skip
-from electra_dist.train.node_cache import open_shared_cache, shard_folder
+from electra_dist.train.input_checks import RunInputs
+from electra_dist.train.loss_guard import Guard
+from electra_dist.train.open_rows import open_evaluator, open_loader
 from electra_dist.train.reporting.reporter import Ending, Reporter
 from electra_dist.train.reporting.time_accounting import Clock
 from electra_dist.train.saving.checkpointer import Checkpointer, TrainState, evaluation_scores
 from electra_dist.train.saving.save_schedule import SaveSchedule
 from electra_dist.train.skip_list_file import SkipList
-from electra_dist.train.step import RankFlags, StepResult, TrainStep, outlier
+from electra_dist.train.step import RankFlags, StepResult, TrainStep
+from electra_dist.train.stopped_steps import find_suspect, skip_for_rollback
 
 # Exit code of a round -> the event with which the ledger records its end. None: the run goes back to a checkpoint.
 _ENDINGS: dict[int | None, Ending] = {
@@ -57,8 +54,7 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
-_SILENT_READ_S = 10.0  # a longer wait for rows is reported as one for storage
-_SILENT_SAVE_S = 60.0  # so is a longer wait for the previous checkpoint
+_SILENT_SAVE_S = 60.0  # a longer wait for the previous checkpoint is reported as one for storage
 _SPACE_EVERY_S = 60.0  # between two looks at the space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
@@ -113,7 +109,7 @@ class Trainer:
         self.monitor = monitor
         self.patience = Patience(0.0) if patience is None else patience
         # An earlier start may have been killed after it had stopped the last step of a row, before it went back.
-        missed_rollback = self._roll_back(skips) if skips.reaches(config.guard.max_in_a_row) else None
+        missed_rollback = skip_for_rollback(config, skips) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(
             config,
             engine,
@@ -213,8 +209,9 @@ class Trainer:
             An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
         """
         with contextlib.ExitStack() as stack:
-            loader = stack.enter_context(contextlib.closing(self._open_loader(stack)))
-            evaluator = self._open_evaluator(stack)
+            loader = open_loader(self.config, self.inputs, self.state, self.monitor, self.patience, stack)
+            stack.enter_context(contextlib.closing(loader))
+            evaluator = open_evaluator(self.config, self.inputs, self.special, self.patience, stack)
             train_step = TrainStep(
                 engine=self.engine,
                 objective=self.config.objective,
@@ -281,7 +278,7 @@ class Trainer:
                     from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
                     self.checkpointer.close()
-                    first, stopped = self._roll_back(state.skips)
+                    first, stopped = skip_for_rollback(self.config, state.skips)
                     if self.reporter:
                         self.reporter.rolled_back(first, stopped)
                         self.patience.call(state.skips.write)
@@ -349,9 +346,9 @@ class Trainer:
             self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log if the next checkpoint has too little space, once for each checkpoint. Rank 0 only.
+        """Log a warning, once for each checkpoint, if there is too little space for the next one. Rank 0 only.
 
-        The disks are looked at every `_SPACE_EVERY_S` seconds.
+        The free space is read at most every `_SPACE_EVERY_S` seconds.
 
         Args:
             reporter: receives the line.
@@ -465,111 +462,11 @@ class Trainer:
             batch: this rank's rows of the stopped step.
             fault: why the step has not updated the weights.
         """
-        suspect = self._find_suspect(batch, train_step.row_losses(batch))
+        suspect = find_suspect(self.inputs.corpus.manifest, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.reporter.stopped_step(batch.step, fault, suspect)
             self.patience.call(self.state.skips.write)
-
-    def _find_suspect(self, batch: RowBatch, losses: list[float]) -> str:
-        """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
-
-        Args:
-            batch: this rank's rows of the step.
-            losses: the loss of each of these rows.
-
-        Returns:
-            The name of the row (its shard and index), its loss and the median loss, as text for the log; "" if no row
-            stands out.
-        """
-        all_losses: list[float] = []
-        all_row_ids: list[int] = []
-        for rank_losses, rank_row_ids in gather((losses, batch.row_ids.tolist())):
-            all_losses += rank_losses
-            all_row_ids += rank_row_ids
-        index = outlier(all_losses)
-        if index is None:
-            return ""
-        name = self.inputs.corpus.manifest.row_name(all_row_ids[index])
-        median = np.nanmedian(all_losses)
-        return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
-
-    def _roll_back(self, skips: SkipList) -> tuple[int, list[int]]:
-        """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint.
-
-        Every rank calls it. It does not restore anything: the caller does, and rank 0 reports the rollback and then
-        writes the list of skipped steps.
-
-        Args:
-            skips: list of the steps that the run skips; its newest stopped steps in a row have reached the limit.
-
-        Returns:
-            The first of the steps that are skipped, and the stopped steps, the last of which is the last one skipped.
-
-        Raises:
-            UserError: the run has already gone back `guard.max_rollbacks` times.
-        """
-        guard = self.config.guard
-        stopped = skips.streak
-        if skips.rollbacks >= guard.max_rollbacks:
-            raise UserError(
-                f"run {self.config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks was "
-                f"stopped by the guard again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in "
-                f"a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
-            )
-        # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
-        first = first_to_skip(stopped[0], guard.skip_before)
-        skips.roll_back(first)
-        return first, stopped
-
-    def _open_cache(self, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
-        """Return a new cache of a corpus's shards for this process; it is closed when `stack` is closed."""
-        cache = corpus.open_cache(self.config.data, shard_folder(self.config, corpus))
-        return stack.enter_context(contextlib.closing(cache))
-
-    def _open_loader(self, stack: contextlib.ExitStack) -> RowLoader:
-        """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
-
-        Args:
-            stack: closes the loader's cache; the caller closes the loader itself.
-        """
-        config = self.config
-        corpus = self.inputs.corpus
-        return RowLoader(
-            cache=open_shared_cache(config, corpus, stack),
-            order=self.inputs.corpora.row_order(
-                config.seed, config.data.shuffle_window_shards, config.train.global_batch
-            ),
-            global_batch=config.train.global_batch,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            start_step=self.state.step,
-            skip_steps=self.state.skips.steps,
-            call=self.patience.call,
-            on_wait=lambda waited_s: self.monitor.waits_in_silence(
-                waited_s, f"rows of {corpus.store.url}", _SILENT_READ_S
-            ),
-        )
-
-    def _open_evaluator(self, stack: contextlib.ExitStack) -> Evaluator | None:
-        """Return an evaluator on the corpus `data.heldout`, with `log.eval_rows` rows; None if the key is not set.
-
-        Args:
-            stack: closes the cache of the held-out corpus.
-        """
-        if self.inputs.heldout is None:
-            return None
-        objective = self.config.objective
-        return Evaluator(
-            cache=self._open_cache(self.inputs.heldout, stack),
-            num_rows=self.config.log.eval_rows,
-            micro_batch=self.config.train.micro_batch,
-            seed=self.config.seed,
-            special=self.special,
-            context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
-            num_shown_rows=self.config.log.text_samples,
-            call=self.patience.call,
-        )
 
 
 def _is_due(done: int, every: int) -> bool:

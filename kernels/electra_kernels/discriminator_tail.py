@@ -96,9 +96,10 @@ def rtd_loss(
 
 
 def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Compute the loss of replaced-token detection from logits of T tokens, for heads that end in another way.
+    """Compute the loss of replaced-token detection from the logits of T tokens.
 
-    It is differentiable in the logits, and written in plain PyTorch on every device.
+    It is for heads whose last layers `rtd_loss` does not compute. The loss is differentiable in the logits. Every
+    backend and device uses plain PyTorch.
 
     Args:
         logits_T: fp32 or fp64 logits of "was replaced".

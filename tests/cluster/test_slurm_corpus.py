@@ -1,4 +1,4 @@
-"""Text is prepared and built by real Slurm arrays, one task of which is killed: the corpus of one machine."""
+"""Real Slurm arrays prepare text and build a corpus; a killed task does not change the corpus of one machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_PLANTED = 3  # of each kind, in each file
 
 
 def write_texts(folder: Path) -> None:
-    """Write six files of random sentences, 40,000 lines in all, the same every time."""
+    """Write six files of random sentences, 40,000 lines in all; the sentences are the same in every run."""
     draw = random.Random(1)
     folder.mkdir()
     for number in range(6):
@@ -63,7 +63,7 @@ def write_planted_texts(folder: Path) -> int:
 
 
 def prepare(folder: Path, texts: Path, executor: dict[str, object]) -> str:
-    """Run `corpus prepare`, which writes below `folder`; return what it printed."""
+    """Run `corpus prepare` with its output below `folder`; return the text that it printed."""
     folder.mkdir(exist_ok=True)
     tree = {
         "output": str(folder / "out"),

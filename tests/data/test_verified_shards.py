@@ -184,7 +184,7 @@ def test_a_shard_with_fewer_rows_than_the_manifest_lists_is_refused(corpus: Any,
 
 
 def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """There is room for three shards: two that stay, and one that is in use. The folder never exceeds the limit."""
+    """The cache has room for three shards: two that stay and one in use. The folder never exceeds its limit."""
     size = max(entry.bytes for entry in corpus.manifest.shards)
     limit_bytes = 3 * size + 100
     digests = sorted(entry.sha256 for entry in corpus.manifest.shards)
@@ -202,7 +202,7 @@ def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, t
 
 
 def test_shards_of_other_corpora_are_evicted_first(corpus: Any, remote: Remote, tmp_path: Path) -> None:
-    """The least recently used one before the others, whatever their digests are."""
+    """Of shards of other corpora, the least recently used one is deleted first, whatever the digests are."""
     sizes = [entry.bytes for entry in corpus.manifest.shards]
     others = [tmp_path / f"{number:064x}.tar" for number in (2, 0, 1)]
     for age, path in enumerate(others):

@@ -61,7 +61,7 @@ STEP = 7  # while it is computed, storage goes away; it lies between two saves
 
 @dataclass
 class Drill:
-    """The folders of the drill, and the losses of the undisturbed runs that all others must have."""
+    """Folders of the drill, and the losses of undisturbed runs, with which those of all other runs must agree."""
 
     folder: Path
     references: dict[int, list[tuple]] = field(default_factory=dict)  # number of ranks -> losses

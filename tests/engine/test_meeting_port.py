@@ -88,7 +88,7 @@ def test_a_supervisor_announces_a_port_that_is_free_on_its_node(listener: socket
 def test_the_port_of_one_group_is_not_taken_for_that_of_another_with_the_same_parent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 1 of the second group waits for its own rank 0, while the file of the first group exists."""
+    """One process launches two runs; rank 1 of the second waits for its own rank 0, not for the file of the first."""
     monkeypatch.setattr(meeting_port.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(meeting_port, "_PATIENCE_S", 0.1)
     ports = [free_port_from(21_000), free_port_from(22_000)]

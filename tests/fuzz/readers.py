@@ -120,14 +120,14 @@ def _progress(root: Path) -> None:
 
 
 def _merge(root: Path) -> None:
-    """Merge a copy of the parts, because a merge deletes records."""
+    """Merge a copy of the build's parts, because a merge deletes their records."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(root / "building", copy, dirs_exist_ok=True)
         join_parts(copy, None)
 
 
 def _preparation(root: Path) -> None:
-    """Do what the command does before it runs a task: compare the plan, and look for the report."""
+    """Do what `corpus prepare` does before it runs a task: compare the plan, and look for the report."""
     with contextlib.chdir(root / "prepare"):
         config = load_section(Path("pipeline.yaml"), PrepareConfig)
         checked = check(config)
@@ -138,7 +138,7 @@ def _preparation(root: Path) -> None:
 
 
 def _sample(root: Path) -> None:
-    """Train on the sample as a call that is repeated does: a sample that is not whole is taken again."""
+    """Read a stored sample of text as the training of a vocabulary does; skip a sample that is not finished."""
     sample = VocabularySample(root / "sample", "0" * 64, 1000, 1)
     if sample.is_finished():
         sample.num_bytes()
@@ -146,7 +146,7 @@ def _sample(root: Path) -> None:
 
 
 def _lease(root: Path) -> None:
-    """Read a lease as a start does that finds it."""
+    """Read a lease as the start of a run does when it finds one in the run folder."""
     newest = find_newest(root / "leased" / LEASE_DIR)
     assert newest.has_ended in (True, False, None)
     assert newest.description

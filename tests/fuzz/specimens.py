@@ -1,4 +1,4 @@
-"""A folder with one good file of every kind that this project reads: corpora, a finished run, its export, others."""
+"""Write one valid file of every kind that this project reads: corpora, a finished run, its export, and others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SQUAD = {
 
 
 def make_specimen(root: Path) -> None:
-    """Write the folder: `corpus`, `second`, `run`, `export`, and smaller files. Takes the time of a training run."""
+    """Write the folders `corpus`, `second`, `run` and `export`, and smaller files, which includes a training run."""
     write_corpus(str(root / "corpus"), [70, 33, 48])
     write_corpus(str(root / "corpus" / "heldout"), [24], seed=9)
     _write_side_files(open_store(str(root / "corpus")))
@@ -96,14 +96,14 @@ def make_specimen(root: Path) -> None:
 
 
 def _write_side_files(store: Store) -> None:
-    """Write side files of a corpus in which each row is one document."""
+    """Write the side files of a corpus each of whose rows is one document."""
     manifest = read_manifest(store)
     files = [put_origins(store, shard.name, _documents_of_rows(shard.rows)) for shard in manifest.shards]
     write_origins(store, manifest, files)
 
 
 def _documents_of_rows(num_rows: int) -> pyarrow.Table:
-    """Return the table of rows that are one document each."""
+    """Return the origin table of rows each of which is one document."""
     places = np.array([(row, 0, row) for row in range(num_rows)])
     return table_of_examples(places, [Origin("a.txt", row, "texts", DocumentNames()) for row in range(num_rows)])
 
@@ -139,13 +139,13 @@ def _write_records(run: Path) -> None:
 
 
 def progress_parameters(root: Path) -> dict[str, object]:
-    """Return the parameters of the build in the folder `building`, whose vocabulary is that of `corpus`."""
+    """Return the parameters of the build in the folder `building`, which uses the vocabulary of `corpus`."""
     tokenizer = read_manifest(open_store(str(root / "corpus"))).tokenizer
     return {"seq_len": 32, "tokenizer": tokenizer.sha256, "shard_size_mb": 16.0, "lowercase": True}
 
 
 def _write_build_progress(root: Path) -> None:
-    """Write the folder `building`, as parts of a corpus build that are finished and not merged."""
+    """Write the folder `building`: a corpus build whose parts are finished but not merged."""
     store = open_store(str(root / "building"))
     manifest = read_manifest(open_store(str(root / "corpus")))
     records = BuildRecords(store)
@@ -195,7 +195,7 @@ def _write_build_progress(root: Path) -> None:
 
 
 def write_data_of_corpora(root: Path) -> None:
-    """Write what the commands of corpora read back: a preparation, a vocabulary's sample, rates; and a lease."""
+    """Write the records that corpus commands read back (prepare.json, vocabulary sample, rates), and a lease."""
     prepare = root / "prepare"
     (prepare / "texts").mkdir(parents=True)
     (prepare / "texts" / "a.txt").write_text("w5 w6\n")

@@ -34,7 +34,7 @@ SHAPES = [
 
 
 def mask_of(towers: Any, ids: torch.Tensor, backend: str = "sdpa") -> AttentionScopes:
-    """The masks of the two kinds of layers, which a test may change."""
+    """Attention masks of the global and of the local layers, which a test can change."""
     mask = new_attention_mask(towers.model, derive(ids, SPECIAL), torch.float32, backend)
     assert isinstance(mask, AttentionScopes)
     return mask
@@ -70,7 +70,7 @@ def test_logits_of_packed_and_padded_rows_are_those_of_hugging_face(
 
 
 def test_one_example_a_row_equals_hugging_face_called_as_users_do(make_rows: MakeRows) -> None:
-    """With the padding mask of a tokenizer, from which Hugging Face makes its own windows and positions."""
+    """Hugging Face receives only the padding mask of a tokenizer, and makes its own windows and positions."""
     towers = random_towers(modern_model(layers=4))
     _, discriminator = hugging_face_twins(towers)
     ids = make_rows([[(50, 47)], [(70, 0)], [(3, 2)]], seq_len=100)
@@ -248,7 +248,7 @@ def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_dee
 
 
 def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows) -> None:
-    """In rows of up to two windows; a local layer that goes by blocks on a CPU also keeps each block's output."""
+    """Rows have at most two windows; in longer rows, local attention on a CPU also keeps the output of each block."""
     width, inner = 64, 96
     ids = make_rows([[(100, 0)], [(50, 30)]], seq_len=110)
 

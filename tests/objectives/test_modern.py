@@ -43,12 +43,12 @@ CASES = [
 
 @pytest.fixture
 def ids(make_ids: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Four rows of packed examples that are longer than the windows; two rows end with padding."""
+    """Return four rows of packed examples that are longer than the windows; two of the rows end with padding."""
     return make_ids([64, 50, 64, 33], seq_len=64)
 
 
 def objective_of(name: Any = "rtd", settings: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """An initialised objective over towers of four and two layers; windows reach 4 tokens to each side."""
+    """Return an initialised objective with towers of four and two layers; windows reach 4 tokens to each side."""
     layers = {"generator_layers": 4} if fields.get("sharing") == "all" or settings else {}
     model: ModelConfig = modern_model(**{"local_window": 8, **layers, **fields})
     objective = build_objective(model, ObjectiveConfig(name=name, **(settings or {})), SPECIAL, 3)
@@ -58,13 +58,13 @@ def objective_of(name: Any = "rtd", settings: dict[str, Any] | None = None, **fi
 
 
 def step_input(module: Any, ids: torch.Tensor, step: int = 0, rows: slice = slice(None)) -> StepInput:
-    """Rows of a step, with the scales of the whole step."""
+    """Return the input of a micro-batch: some rows of a step, with the loss scales of the whole step."""
     scales = 1.0 / loss_counts(ids, SPECIAL, module.objective).sum(0)
     return StepInput(ids[rows], torch.arange(len(ids))[rows], step, SEED, *scales)
 
 
 def loss_and_gradients(module: Any, ids: torch.Tensor, *parts: slice) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of a step over the parts of its rows, and the gradients by parameter name."""
+    """Return the loss of a step that is computed in several micro-batches, and the gradients by parameter name."""
     module.zero_grad()
     loss = 0.0
     for rows in parts or (slice(None),):
@@ -221,8 +221,8 @@ def test_modern_has_its_own_defaults_which_a_config_may_replace() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["objective.name=electric"], "electric reads in one direction"),
-        (["engine.attention=flash"], "flash has no windows"),
+        (["objective.name=electric"], "electric needs attention in one direction"),
+        (["engine.attention=flash"], "flash cannot limit attention to a window"),
         (["engine.compile=true", "model.hidden_dropout=0.1"], "needs model.hidden_dropout: 0"),
         (["model.embedding_size=128"], "set model.embedding_size: 768"),
         (["model.generator.num_heads=256"], "heads of an even width"),

@@ -1,4 +1,4 @@
-"""Plans of corpus builds: requests beside those of a real build, scaling, machines, prices, and the command."""
+"""Plans of corpus builds: the requests of a real build, scaling, machines, prices, and the command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["bucket", "s3"]
 
 
 def make_rates(**fields: Any) -> CorpusRates:
-    """Return rates of 1 MB of text that gives 250,000 tokens, one second a step."""
+    """Return measured rates: 1 MB of text has 250,000 tokens, and each step of the build took one second."""
     tree = {
         "sample": "a text",
         "date": "2026-11-20T10:00:00+00:00",
@@ -56,7 +56,7 @@ def make_rates(**fields: Any) -> CorpusRates:
 
 
 def make_request(inputs: Any = (), **fields: Any) -> BuildRequest:
-    """Return a build with default sizes of shards, or those in `fields`."""
+    """Return the settings of a build: the default sizes of shards, unless `fields` overrides them."""
     return BuildRequest(
         inputs=inputs,
         vocabulary=make_vocabulary(),
@@ -68,7 +68,7 @@ def make_request(inputs: Any = (), **fields: Any) -> BuildRequest:
 
 
 def make_work(text_bytes: float, **fields: Any) -> Workload:
-    """Return a workload of files of 100 MB of text in 40 MB."""
+    """Return a workload of files, each of 100 MB of text compressed to 40 MB."""
     values: dict[str, Any] = {
         "text_bytes": text_bytes,
         "input_bytes": 0.4 * text_bytes,
@@ -82,7 +82,7 @@ def make_work(text_bytes: float, **fields: Any) -> Workload:
 def test_a_plan_names_the_requests_that_a_build_sends(
     bucket: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build on S3 with several files a group, several buckets and held-out rows."""
+    """The plan agrees with a build on S3 that has several files per group, several buckets and held-out rows."""
     source = open_store(f"{bucket}/in", s3.endpoint_url)
     for number in range(8):
         lines = [json.dumps({"text": text}) + "\n" for text in make_prose(40, number)]
@@ -169,7 +169,7 @@ def test_filters_are_counted_for_all_text_and_deduplication_for_what_is_kept() -
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`run(*options)`: `corpus plan` in this process, with a cache folder and a sample of its own."""
+    """Return the function `run(*options)`, which runs `corpus plan` in this process with its own cache and sample."""
     monkeypatch.setattr(command, "CACHE_DIR", tmp_path / "cache")
     monkeypatch.setattr(corpus_rates, "SAMPLE_BYTES", 100_000)
 

@@ -36,7 +36,7 @@ from electra_dist.pretrained.load_towers import load_pretrained
 
 @pytest.fixture
 def vocab(tmp_path: Path) -> Path:
-    """A vocab.txt of the special tokens and w0, w1, ..."""
+    """Write a vocab.txt with the special tokens and w0, w1 and so on; return its path."""
     file = tmp_path / "vocab.txt"
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCAB_SIZE - 5))]
     file.write_text("\n".join(tokens) + "\n")
@@ -44,14 +44,14 @@ def vocab(tmp_path: Path) -> Path:
 
 
 def exported(towers: ElectraTowers, vocab: Path) -> Path:
-    """The folder with the exports of both towers."""
+    """Return the folder with the exports of both towers."""
     folder = vocab.parent / "export"
     export_towers(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder)
     return folder
 
 
 def example_ids() -> torch.Tensor:
-    """Two rows of one example, the second one padded, longer than a window."""
+    """Return two rows of one example each, longer than a window; the second row is padded."""
     ids = torch.randint(5, VOCAB_SIZE, (2, 70), generator=torch.Generator().manual_seed(2))
     ids[:, 0] = SPECIAL.cls
     ids[0, -1] = SPECIAL.sep
@@ -117,7 +117,7 @@ def test_weights_exported_and_read_again_are_equal_bit_for_bit(fields: dict[str,
 
 
 def test_a_released_masked_language_model_becomes_discriminator_and_generator(tmp_path: Path) -> None:
-    """A folder as transformers writes it, with the names and settings of its own version."""
+    """A folder that transformers has saved can be read, with the names and settings of its own version."""
     model = modern_model(layers=4, generator_layers=4)
     torch.manual_seed(5)
     theirs = ModernBertForMaskedLM(hugging_face_config(model, model.generator)).eval()
@@ -153,7 +153,7 @@ def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discrimina
 
     assert (folder / "discriminator" / "model.safetensors").exists()
     assert not (folder / "generator").exists()
-    with pytest.raises(UserError, match="generator is 16 wide and its tables 32") as error:
+    with pytest.raises(UserError, match="layers of the generator are 16 wide and its token table is 32 wide") as error:
         export_generator(towers.state_dict(), towers.model, SPECIAL, vocab, True, folder / "generator")
     assert "\n" not in str(error.value)
 
@@ -165,7 +165,7 @@ def test_a_generator_narrower_than_its_tables_is_not_exported_and_the_discrimina
         ({"local_attention": 64}, "local_attention is 64, but the config's discriminator has 16"),
         ({"global_attn_every_n_layers": 2}, "global_attn_every_n_layers is 2, but the config's discriminator has 3"),
         ({"num_hidden_layers": 6}, "num_hidden_layers is 6"),
-        ({"layer_types": ["sliding_attention"] * 4}, "no even spacing of global layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "not evenly spaced from the first layer on"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type of full_attention is yarn"),
         ({"model_type": "electra"}, "model_type is electra, but the config's discriminator has modernbert"),
     ],

@@ -1,4 +1,7 @@
-"""Run a function in a fork of this process, and kill the fork at one of its durable operations."""
+"""Run a function in a fork of this process, and kill the fork at one of its durable operations (writes, renames).
+
+The operations are those that `drills.kill_matrix.durable_operations` records.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,26 @@ from drills.kill_matrix.durable_operations import Kill, Operation, OperationLog
 
 
 def operations_of(act: Callable[[], object], folder: Path) -> list[Operation]:
-    """Run a function to its end in a fork; return its durable operations below a folder."""
+    """Run a function to its end in a fork; return the durable operations that it did below a folder, in order."""
     status, operations = _fork(act, folder, None)
     assert status == 0
     return operations
 
 
 def run_killed(act: Callable[[], object], folder: Path, kill: Kill) -> None:
-    """Run a function in a fork that is killed at one of its durable operations below a folder."""
+    """Run a function in a fork, and kill the fork with SIGKILL at the operation below a folder that `kill` names."""
     status, _ = _fork(act, folder, kill)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (kill, status)
 
 
 def _fork(act: Callable[[], object], folder: Path, kill: Kill | None) -> tuple[int, list[Operation]]:
-    """Run a function in a fork; return the status with which the fork has ended, and its operations if it has not."""
+    """Run a function in a fork; return the wait status of the fork and the durable operations that it did.
+
+    Args:
+        act: the function to run.
+        folder: folder below which operations are recorded.
+        kill: the operation at which the fork is killed; None to let it end. A killed fork returns no operations.
+    """
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:

@@ -37,7 +37,7 @@ def modern_model(
 
 
 def random_towers(model: ModelConfig) -> ElectraTowers:
-    """Return towers in evaluation mode in which no parameter has its initial value."""
+    """Return towers in evaluation mode with random parameters, so that no bias is 0 and no LayerNorm weight is 1."""
     torch.manual_seed(0)
     towers = ElectraTowers(model).eval()
     with torch.no_grad():
@@ -51,7 +51,10 @@ def random_towers(model: ModelConfig) -> ElectraTowers:
 
 
 class Logits(NamedTuple):
-    """Logits of both towers for the same rows: of tokens [B, S, V], and of "replaced" [B, S]."""
+    """Logits that the two towers compute for the same rows.
+
+    `tokens` is [B, S, V], from the generator; `replaced` is [B, S], from the discriminator.
+    """
 
     tokens: torch.Tensor
     replaced: torch.Tensor
@@ -59,7 +62,7 @@ class Logits(NamedTuple):
 
 @torch.no_grad()
 def our_logits(towers: ElectraTowers, ids_BS: torch.Tensor) -> Logits:
-    """Return the logits that both towers give for the same rows, at every position."""
+    """Return the logits that the two towers compute for the same rows, at every position."""
     model = towers.model
     layout = derive(ids_BS, SPECIAL)
     mask = new_attention_mask(model, layout, torch.float32, "sdpa")
@@ -73,7 +76,7 @@ def our_logits(towers: ElectraTowers, ids_BS: torch.Tensor) -> Logits:
 
 
 def hugging_face_config(model: ModelConfig, tower: TowerConfig, **fields: Any) -> ModernBertConfig:
-    """Return Hugging Face's config of one tower, written by hand and not by the export."""
+    """Return Hugging Face's config of one tower, written out here and not by the exporter that is under test."""
     return ModernBertConfig(
         vocab_size=model.vocab_size,
         hidden_size=tower.hidden_size,

@@ -1,4 +1,4 @@
-"""A store on the local disk whose objects must be fetched, as on S3."""
+"""Provide a store on the local disk whose objects must be fetched, as those on S3 must."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from electra_dist.store.local_store import LocalStore
 
 
 class Remote(LocalStore):
-    """Store whose objects must be fetched, as on S3; `pause_s` seconds for each KiB make it slow."""
+    """Local store without local paths, so that its objects must be fetched; `fetched` lists the keys of all fetches.
+
+    A fetch sleeps `pause_s` seconds after each KiB.
+    """
 
     def __init__(self, folder: Path, pause_s: float = 0.0) -> None:
         super().__init__(folder)

@@ -1,6 +1,6 @@
-"""One rank of two nodes that share shards: ranks 0 and 1 are on node 0, rank 2 is alone on node 1.
+"""Script of one rank of a run on two nodes that pass shards to one another; ranks 0 and 1 are on node 0, 2 on node 1.
 
-It reads all rows of the corpus through the cache that a run opens, and prints what it has found as JSON.
+The rank reads all rows of the corpus through the cache that a run opens, and prints its results as JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ truth = np.concatenate([synthetic_rows(count, number) for number, count in enume
 
 
 def read_all(share_shards: bool | None) -> dict[str, object]:
-    """Read the corpus with an empty cache; return what was fetched, where it lies, and the lines for the log."""
+    """Read the corpus with an empty cache; return the fetched keys, the cache folder and the lines for the log."""
     directory = FOLDER / f"node-{NODE}-{share_shards}"
     directory.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(directory)

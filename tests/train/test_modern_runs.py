@@ -1,4 +1,4 @@
-"""Real runs of the architecture `modern`: they go on after a restart as if there had been none, on 1 and 2 ranks."""
+"""Real runs of the architecture `modern` on 1 and 2 ranks: a restart does not change their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caches of the nodes of a run: where they lie, what the log says, and shards that the nodes pass on."""
+"""The caches of the nodes of a run: their folders, the lines in the log, and shards passed between nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = [20, 7, 33, 12, 9, 15, 40, 11]
 
 
 def test_two_nodes_fetch_each_shard_once_if_they_share(tmp_path: Path) -> None:
-    """Three ranks on two nodes: the two of one node share its folder. By default, two nodes do not share shards."""
+    """Of three ranks on two nodes, the two on one node share its folder; by default two nodes pass no shards on."""
     manifest = write_corpus(str(tmp_path / "corpus"), ROWS)
     script = Path(__file__).with_name("sharing_rank.py")
     output = finish_ranks(start_ranks(script, 3, str(tmp_path), json.dumps(ROWS)))

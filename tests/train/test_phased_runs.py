@@ -1,4 +1,4 @@
-"""Real runs whose corpus changes: a restart or a rollback over the change gives the run that nothing interrupted."""
+"""Real runs with `data.phases`: a restart or rollback across the change of corpus equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def later_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus that the second phase reads, which is smaller than two steps."""
+    """Return the corpus of the second phase, which has fewer rows than two steps use."""
     folder = tmp_path_factory.mktemp("later") / "corpus"
     write_corpus(str(folder), [11, 19], seed=4)
     return folder
@@ -55,7 +55,7 @@ def write_config(run_dir: Path, corpus: Path, later: Path, **settings: Any) -> P
 
 @pytest.fixture(scope="module")
 def uncut(tiny_corpus: Path, later_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run of 2 ranks that nothing interrupted."""
+    """Return the folder of an uninterrupted run on 2 ranks, with which the others are compared."""
     run_dir = tmp_path_factory.mktemp("uncut") / "run"
     config = write_config(run_dir, tiny_corpus, later_corpus)
     subprocess.run(quick_command(config, 2), check=True, capture_output=True, timeout=300)
@@ -63,7 +63,7 @@ def uncut(tiny_corpus: Path, later_corpus: Path, tmp_path_factory: pytest.TempPa
 
 
 def receipts(run_dir: Path) -> list[tuple[int, str]]:
-    """Return the number and the digest of the rows used until each step."""
+    """Return, for each step, the number and the digest of the rows used until then."""
     return [(record["rows_seen"], record["receipt"]) for record in step_records(run_dir)]
 
 

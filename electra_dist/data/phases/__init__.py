@@ -1,1 +1,1 @@
-"""Runs whose rows come from another corpus from some step on: the config key `data.phases`."""
+"""Training on several corpora in turn: the config key `data.phases` names the steps at which the corpus changes."""

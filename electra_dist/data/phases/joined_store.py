@@ -1,10 +1,12 @@
 """Read the files of several corpora through one store, so that one cache of shards serves all phases of a run.
 
-Guarantee: a key of the first corpus is its own key there. A key of the n-th later corpus begins with `phase-n/`. Every
-error names the folder or URL of the corpus that it comes from.
+A phase of a run is a range of its steps that trains on one corpus (config key `data.phases`).
 
-Limits: the store is for reading only. A shard of the first corpus in a folder that is called like a prefix of a later
-corpus would be looked up there; its digest does not agree then, and the run is refused.
+Guarantee: an object of the first corpus has the same key in the joined store as in its own store. The key of an object
+of the n-th later corpus begins with `phase-n/`. Every error names the folder or URL of the corpus that it concerns.
+
+Limits: the store is for reading only. If the first corpus has a shard in a subfolder called `phase-n`, the shard is
+looked up in the n-th later corpus instead; the run is then refused, because the bytes found there have another digest.
 """
 
 from __future__ import annotations
@@ -17,12 +19,21 @@ from electra_dist.store.interface import Store, check_key
 
 
 def phase_key(phase: int, key: str) -> str:
-    """Return the key in a joined store of an object of a phase's corpus; phase 0 is that of `data.corpus`."""
+    """Return the key by which a joined store finds an object of one corpus.
+
+    Args:
+        phase: number of the phase that trains on the corpus; 0 means `data.corpus`.
+        key: the object's key in the store of its own corpus.
+    """
     return f"phase-{phase}/{key}" if phase else key
 
 
 class JoinedStore(Store):
-    """Store that reads the objects of several corpora, one for each phase of a run, under keys of `phase_key`."""
+    """Read-only store of the objects of several corpora, one corpus for each phase of a run.
+
+    `phase_key` gives the key of an object. The methods raise the errors of the corpus's own store, and AssertionError
+    if a caller tries to write or delete.
+    """
 
     url = "data.phases"
 
@@ -33,16 +44,16 @@ class JoinedStore(Store):
 
     @property
     def retries(self) -> int:  # type: ignore[override]
-        """Return how many requests were repeated since the stores were opened, over all corpora."""
+        """Return how many failed requests were repeated since the stores were opened, summed over all corpora."""
         return sum(store.retries for store in self._stores)
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return the seconds slept before these requests."""
+        """Return how long the stores of all corpora have slept before they repeated failed requests, in seconds."""
         return sum(store.retry_wait_s for store in self._stores)
 
     def _find(self, key: str) -> tuple[Store, str]:
-        """Return the store of the corpus that holds an object, and the object's key in it."""
+        """Return the store of the corpus that an object's key belongs to, and the object's key in that store."""
         for phase, store in enumerate(self._stores):
             prefix = phase_key(phase, "")
             if phase and key.startswith(prefix):
@@ -50,17 +61,29 @@ class JoinedStore(Store):
         return self._stores[0], key
 
     def local_path(self, key: str) -> Path | None:
-        """Return the path of the file that holds an object, or None if its corpus is not in a local folder."""
+        """Return the path of the file that holds an object, or None if its corpus is not in a local folder.
+
+        Raises:
+            StoreError: The key is not a valid relative path.
+        """
         store, own_key = self._find(check_key(key))
         return store.local_path(own_key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Return all bytes of an object."""
+        """Return all bytes of an object, or raise StoreMissing.
+
+        Args:
+            key: key of the object, by `phase_key`.
+            must_exist: the caller knows that the object exists, so a store on S3 retries the answer "not found".
+        """
         store, own_key = self._find(key)
         return store.read(own_key, must_exist=must_exist)
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Return the bytes [start, start + length) of an object in new, writable memory."""
+        """Return the bytes [start, start + length) of an object in new, writable memory, or raise StoreMissing.
+
+        The result is shorter if the object ends earlier.
+        """
         store, own_key = self._find(key)
         return store.read_range(own_key, start, length, must_exist=must_exist)
 
@@ -70,40 +93,46 @@ class JoinedStore(Store):
         return store.exists(own_key)
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes."""
+        """Return the size of an object in bytes, or raise StoreMissing."""
         store, own_key = self._find(key)
         return store.size(own_key)
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a local file."""
+        """Copy an object to a local file, which appears only when it is complete; raise StoreMissing if there is none.
+
+        Args:
+            key: key of the object, by `phase_key`.
+            destination: path of the local file.
+            must_exist: the caller knows that the object exists, so a store on S3 retries the answer "not found".
+        """
         store, own_key = self._find(key)
         store.fetch(own_key, destination, must_exist=must_exist)
 
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys of all corpora that begin with `prefix`."""
+        """Return the sorted keys of all corpora, in the form that `phase_key` gives them, that begin with `prefix`."""
         keys = [phase_key(phase, key) for phase, store in enumerate(self._stores) for key in store.list()]
         return sorted(key for key in keys if key.startswith(prefix))
 
     def write(self, key: str, data: bytes) -> None:
-        """Refuse: a run does not write into its corpora."""
+        """Raise AssertionError, because a run does not write into its corpora."""
         self._refuse()
 
     def write_new(self, key: str, data: bytes) -> bool:
-        """Refuse: a run does not write into its corpora."""
+        """Raise AssertionError, because a run does not write into its corpora."""
         self._refuse()
 
     def upload(self, path: Path, key: str) -> None:
-        """Refuse: a run does not write into its corpora."""
+        """Raise AssertionError, because a run does not write into its corpora."""
         self._refuse()
 
     def delete(self, key: str) -> None:
-        """Refuse: a run does not delete from its corpora."""
+        """Raise AssertionError, because a run does not delete from its corpora."""
         self._refuse()
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Refuse: a run does not delete from its corpora."""
+        """Raise AssertionError, because a run does not delete from its corpora."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        """Raise an error for a call that would change a corpus; no part of a run makes one."""
+        """Raise AssertionError for a call that would change a corpus, which is a mistake in the calling code."""
         raise AssertionError("the corpora of a run are only read")

@@ -1,7 +1,9 @@
 """Compute how much of each phase's corpus a run has used after a number of steps, for logs, reports and model cards.
 
-Limits: rows of skipped steps are counted, too. Tokens are the rows times the mean number of tokens in a row of the
-corpus, [PAD] not counted.
+A phase of a run is a range of its steps that trains on one corpus (config key `data.phases`).
+
+Limits: rows of skipped steps are counted, too. Tokens are estimated: the number of rows times the mean number of
+tokens in a row of the corpus, [PAD] not counted.
 """
 
 from __future__ import annotations
@@ -13,31 +15,31 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUse:
-    """Use of one phase's corpus by a run up to some step."""
+    """Number of rows of one phase's corpus that a run has trained on up to some step."""
 
-    from_step: int
+    from_step: int  # first step of the phase, from 0
     fingerprint: str  # of the corpus
     corpus_rows: int
-    corpus_tokens: int
-    rows: int  # used so far; a row counts once in each epoch
+    corpus_tokens: int  # without [PAD]
+    rows: int  # rows trained on up to that step; a row of the corpus counts again in each epoch
 
     @property
     def tokens(self) -> float:
-        """Return the tokens used so far, estimated from the rows."""
+        """Return how many tokens the run has trained on in this phase, estimated from the rows; [PAD] not counted."""
         return self.rows * self.corpus_tokens / self.corpus_rows
 
     @property
     def epochs(self) -> float:
-        """Return how many epochs of the corpus were used so far."""
+        """Return how many times the run has trained on the whole corpus in this phase, with fractions."""
         return self.rows / self.corpus_rows
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps of a run belong to each phase.
+    """Return how many of the first `num_steps` steps of a run belong to each phase of its data.
 
     Args:
-        from_steps: first step of each phase, ascending; the first is 0.
-        num_steps: steps of the run that are counted.
+        from_steps: first step of each phase, ascending; that of the first phase is 0.
+        num_steps: number of steps to count.
     """
     end_steps = [*from_steps[1:], num_steps]
     ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
@@ -45,12 +47,13 @@ def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
 
 
 def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:
-    """Return the use of each phase's corpus in the first `num_steps` steps of a run.
+    """Return how much of each phase's corpus the first `num_steps` steps of a run have used; [] without phases.
 
     Args:
-        phases: entries of `RunCorpora.sizes`, which environment.json has as well; empty for a run without phases.
-        num_steps: steps done.
-        global_batch: rows of a step, over all ranks.
+        phases: the entry "phases" of `RunCorpora.sizes` or of environment.json, each element with the keys from_step,
+            fingerprint, rows and tokens; empty for a run without `data.phases`.
+        num_steps: number of steps done.
+        global_batch: rows of a step, summed over all ranks.
     """
     if not phases:
         return []
@@ -71,9 +74,9 @@ def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) 
     """Return the mean number of tokens in the rows of the first `num_steps` steps of a run, [PAD] not counted.
 
     Args:
-        sizes: result of `RunCorpora.sizes`.
-        num_steps: steps done, at least 1.
-        global_batch: rows of a step, over all ranks.
+        sizes: sizes of the run's corpora: the result of `RunCorpora.sizes`.
+        num_steps: number of steps done, at least 1.
+        global_batch: rows of a step, summed over all ranks.
     """
     uses = uses_of_phases(sizes.get("phases", ()), num_steps, global_batch)
     if not uses:

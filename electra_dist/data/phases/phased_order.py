@@ -1,18 +1,20 @@
 """Compute which row is at each position of a run whose corpus changes at given steps.
 
-Guarantee: as in `row_order.py`, the row at a position depends on the position, the seed, the window length, the rows
-per shard of each corpus and the positions at which the phases begin, and on nothing else. Within a phase, the
-sequence is that of a `RowOrder` of its corpus from position 0 on: the phase begins at the start of an epoch, and each
-row occurs once in each of its whole epochs.
+A phase is the part of a run that trains on one corpus (config key `data.phases`). A position is the number of a row in
+the run's sequence of rows, counted from 0 over the whole run.
 
-How: a position is looked up in the list of the phases, and its offset in the phase in that phase's `RowOrder`. Shards
-and rows of all corpora are numbered one after another in the order of the phases, so a row id names one row of one
-corpus, and receipts cover the corpora.
+Guarantee: as in `row_order.py`, the row at a position depends only on the position, the seed, the window length, the
+rows per shard of each corpus and the positions at which the phases begin. Within a phase, the rows come in the order
+of a `RowOrder` of the phase's corpus, from that order's position 0 on. So a phase begins with a new epoch, and every
+completed epoch has each row of the corpus once.
+
+How: a binary search finds the phase of a position, and the `RowOrder` of that phase finds the row. Shards and rows of
+all corpora are numbered one after another in the order of the phases. A row id therefore names one row of one corpus,
+and receipts (checksums of row ids) cover all corpora.
 
 Cost: one binary search per position more than a `RowOrder`.
 
-Limits: a phase ends in the middle of an epoch of its corpus, unless its length is a multiple of one; the remaining
-rows of that epoch are not used.
+Limits: a phase may end in the middle of an epoch of its corpus; the remaining rows of that epoch are not used.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWin
 
 
 class PhasedOrder:
-    """Infinite sequence of the rows of a run with several phases, which maps each position to a shard and a row in it.
+    """Infinite sequence of the rows of a run that trains on several corpora in turn. Thread-safe.
 
-    It is used like a `RowOrder`, whose numbers of shards and of rows go on from corpus to corpus. Thread-safe.
+    It maps each position to a shard and a row in that shard. It has the methods of `RowOrder`; shards and rows are
+    numbered on from corpus to corpus.
     """
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
-        """Store the phases and number their shards and rows.
+        """Store the phases, and number the shards and rows of all corpora in their order.
 
         Args:
-            orders: Sequence of each phase's corpus.
-            first_positions: Position of the run at which each phase begins, ascending; the first is 0.
+            orders: For each phase, the sequence of the rows of its corpus.
+            first_positions: For each phase, the position of the run at which it begins; ascending from 0.
         """
         assert first_positions[0] == 0
         assert list(first_positions) == sorted(set(first_positions))
@@ -53,13 +56,13 @@ class PhasedOrder:
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
-        """Return the phases with their positions, in ascending order."""
+        """Return the part of the sequence that belongs to each phase, in ascending order of positions."""
         return self._phases
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
-        Epochs are counted from 0 within each phase; shards are numbered over all corpora.
+        Epochs are counted from 0 within each phase. Shards are numbered on from corpus to corpus.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order.
@@ -80,10 +83,11 @@ class PhasedOrder:
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
         """Return the id of each row, [P] int64, unique among the rows of all corpora.
 
-        Ids number the rows of the first phase's corpus as a `RowOrder` does, then those of the next phase's corpus.
+        Ids number the rows of the first phase's corpus from 0 in the order of its manifest, and go on with those of
+        the next phase's corpus.
 
         Args:
-            shards: [P] number of each row's shard over all corpora.
+            shards: [P] number of each row's shard; shards are numbered on from corpus to corpus.
             rows: [P] number of each row within its shard.
         """
         return self._shard_start[shards] + rows
@@ -91,8 +95,9 @@ class PhasedOrder:
     def window_at(self, position: int) -> ShardWindow:
         """Return the window that contains a position, with the shards that must be on the node to read it.
 
-        The last window of a phase ends with the phase. Its shards are still all those whose rows were shuffled
-        together, because any of its positions may need any of them.
+        A window is a range of positions whose rows are shuffled together. A phase may end within a window, which is
+        then cut off there. The result still lists all shards of the whole window, because the rows before the cut may
+        come from any of them.
         """
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self._phases[number]
@@ -108,7 +113,12 @@ class PhasedOrder:
 
 
 def phase_lengths(phases: Sequence[OrderPhase], num_positions: int) -> list[int]:
-    """Return how many of the first `num_positions` positions of a run belong to each of its phases."""
+    """Return how many of the first `num_positions` positions of a run belong to each of its phases.
+
+    Args:
+        phases: all phases of the run, as `PhasedOrder.phases` returns them.
+        num_positions: number of positions to count, from position 0 on.
+    """
     ends = [num_positions if phase.end_position is None else phase.end_position for phase in phases]
     firsts = [phase.first_position for phase in phases]
     return [max(0, min(end, num_positions) - first) for first, end in zip(firsts, ends, strict=True)]

@@ -1,14 +1,17 @@
-"""Open the corpora of a run, one for each phase of `data.phases`, as if they were one corpus.
+"""Open all corpora that a run trains on, and present them as one corpus.
 
-Guarantee: a run without phases gets the manifest, the store and the order of `data.corpus` themselves. A run with
-phases gets a joined manifest that lists the shards of all corpora, a joined store that reads them, and an order that
-takes each phase's rows from its corpus. The fingerprint of the joined manifest is a digest of the fingerprints of all
-corpora and of the steps at which their phases begin. Corpora that do not fit together are refused when a run starts,
-and so is a later corpus of which a shard is missing.
+A run trains on `data.corpus`, and from given steps on, on the corpora that `data.phases` names. The part of a run that
+trains on one corpus is a phase.
 
-Cost: one manifest and one listing of the files for each later corpus.
+Guarantee: without `data.phases`, the manifest, the store and the order of rows are those of `data.corpus`. With
+`data.phases`, a joined manifest lists the shards of all corpora, a joined store reads them, and a joined order takes
+the rows of each phase from its corpus. The fingerprint of the joined manifest is a digest of the fingerprints of all
+corpora and of the steps at which their phases begin. When a run starts, it is refused if its corpora do not fit
+together, or if a shard of a later corpus is missing.
 
-Limits: the bytes of a later corpus's shards are verified when they are first read, as those of any shard.
+Cost: for each later corpus, one read of its manifest and one listing of its files.
+
+Limits: the bytes of a shard of a later corpus are verified only when the shard is first read, as for any corpus.
 """
 
 from __future__ import annotations
@@ -33,19 +36,22 @@ from electra_dist.store.retry import RetryPolicy
 
 
 class JoinedManifest(CorpusManifest):
-    """Manifest of all corpora of a run with phases; `builder` has the first step and the fingerprint of each phase."""
+    """Manifest that lists the shards of all corpora of a run with `data.phases`.
+
+    Its field `builder` has the key "phases", a list with the first step and the corpus fingerprint of each phase.
+    """
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the phases' first steps and corpus fingerprints in hexadecimal."""
+        """Return the SHA-256 of the first steps and the corpus fingerprints of all phases, in hexadecimal."""
         return hashlib.sha256(canonical_json(self.builder["phases"]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusPhase:
-    """A phase of a run: its first step, and the corpus from which its rows come."""
+    """Part of a run that trains on one corpus: the number of its first step, and the opened corpus."""
 
-    from_step: int
+    from_step: int  # number of the phase's first step, from 0
     url: str  # as the config names it
     store: Store
     manifest: CorpusManifest
@@ -53,20 +59,26 @@ class CorpusPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCorpora:
-    """All corpora that a run trains on, in the order of their phases; one without `data.phases`."""
+    """All corpora that a run trains on, in the order in which it reads them.
+
+    There is one phase without `data.phases`. `store`, `manifest` and `row_order` present the corpora as one.
+    """
 
     phases: tuple[CorpusPhase, ...]
 
     @functools.cached_property
     def store(self) -> Store:
-        """Return the store of the only corpus, or one that reads the objects of all of them."""
+        """Return the store of the only corpus or, with `data.phases`, one that reads the objects of all corpora."""
         if len(self.phases) == 1:
             return self.phases[0].store
         return JoinedStore([phase.store for phase in self.phases])
 
     @functools.cached_property
     def manifest(self) -> CorpusManifest:
-        """Return the manifest of the only corpus, or a joined one whose shards have their keys in `store`."""
+        """Return the manifest of the only corpus or, with `data.phases`, one that lists the shards of all corpora.
+
+        The names of its shards are their keys in `store`.
+        """
         if len(self.phases) == 1:
             return self.phases[0].manifest
         return _join_manifests(self.phases)
@@ -79,12 +91,13 @@ class RunCorpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowSequence:
-        """Return the sequence of the run's rows.
+        """Return the infinite sequence of the run's rows, of which each step takes the next `global_batch`.
 
         Args:
             seed: config key `seed`.
             window_shards: config key `data.shuffle_window_shards`.
-            global_batch: config key `train.global_batch`; a phase from step t on begins at position t * global_batch.
+            global_batch: config key `train.global_batch`; a phase whose first step is t begins at position
+                t * global_batch of the sequence.
         """
         orders = [
             RowOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
@@ -94,13 +107,14 @@ class RunCorpora:
         return PhasedOrder(orders, [phase.from_step * global_batch for phase in self.phases])
 
     def phase_that_begins_at(self, step: int) -> CorpusPhase | None:
-        """Return the later phase whose first step this is, counted from 0; None if none begins there."""
+        """Return the phase that begins at a step, counted from 0; None if none does, or if it is the first phase."""
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of the corpora together, as environment.json records them: "rows", "tokens" and "seq_len".
+        """Return the sizes of the run's corpora, in the form in which environment.json records them.
 
-        With `data.phases`, "phases" has from_step, fingerprint, rows and tokens of each.
+        The keys "rows" and "tokens" are totals over all corpora; "seq_len" is the row length in tokens. With
+        `data.phases`, "phases" lists from_step, fingerprint, rows and tokens of each phase's corpus.
         """
         manifest = self.manifest
         sizes: dict[str, Any] = {
@@ -121,12 +135,13 @@ class RunCorpora:
         return sizes
 
     def check_shards_of_later_phases(self) -> None:
-        """Refuse corpora of which a shard is missing, so that a run does not end where their phase begins.
+        """Raise StoreMissing if a shard of a later phase's corpus is missing.
 
-        The first phase's corpus is left out, because its shards are read at once.
+        Otherwise the run would end with that error only when it reaches the phase. The first phase's corpus is not
+        checked, because the run reads it from its first step on.
 
         Raises:
-            StoreMissing: a shard is missing; the message names its corpus and the shard.
+            StoreMissing: a shard is missing; the message names the corpus, the shard and the first step of the phase.
         """
         for phase in self.phases[1:]:
             keys = set(phase.store.list())
@@ -143,11 +158,11 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
     """Read the manifests of all corpora of a run and check that they fit together.
 
     Args:
-        data: names the corpora, their first steps and the S3 endpoint.
-        retry: how requests to S3 are repeated; None: as in training.
+        data: section `data` of the config, which names the corpora, their first steps and the S3 endpoint.
+        retry: limits on repeating failed requests to S3; None means those of training.
 
     Raises:
-        ManifestMismatch: two corpora differ in tokenizer, row length or type of token ids, or are the same.
+        ManifestMismatch: two corpora differ in tokenizer, row length or type of token ids, or are the same corpus.
         UserError: a manifest cannot be read or is damaged.
     """
     phases = []
@@ -167,21 +182,27 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
 
 
 def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
-    """Raise ManifestMismatch if the rows of two corpora cannot be trained on in one run."""
-    for what, of_first, of_later in (
+    """Raise ManifestMismatch if one run cannot train on the rows of both corpora.
+
+    They must have the same tokenizer, row length and type of token ids.
+    """
+    for property_name, of_first, of_later in (
         ("tokenizer", _tokenizer_of(first), _tokenizer_of(later)),
         ("row length", first.manifest.seq_len, later.manifest.seq_len),
         ("type of token ids", first.manifest.dtype, later.manifest.dtype),
     ):
         if of_first != of_later:
             raise ManifestMismatch(
-                f"data.phases: {later.url} has another {what} ({of_later}) than data.corpus {first.url} "
+                f"data.phases: {later.url} has another {property_name} ({of_later}) than data.corpus {first.url} "
                 f"({of_first}); build it again with the vocab.txt and the data.seq_len of data.corpus"
             )
 
 
 def _tokenizer_of(phase: CorpusPhase) -> str:
-    """Return what identifies a corpus's tokenizer, as text: the digest of its vocabulary, its case and special ids."""
+    """Return a text that identifies a corpus's tokenizer and can be shown to the user.
+
+    It has the digest of the vocabulary file, whether text is lower-cased, and the ids of the special tokens.
+    """
     tokenizer = phase.manifest.tokenizer
     case = "lower case" if tokenizer.lowercase else "cased"
     special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
@@ -189,7 +210,7 @@ def _tokenizer_of(phase: CorpusPhase) -> str:
 
 
 def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
-    """Return one manifest that lists the shards of all corpora, under the keys that they have in a joined store."""
+    """Return one manifest that lists the shards of all corpora; their names are their keys in a `JoinedStore`."""
     first = phases[0].manifest
     shards = [
         shard.model_copy(update={"name": phase_key(number, shard.name)})
@@ -208,7 +229,10 @@ def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
 
 
 def _join_totals(phases: Sequence[CorpusPhase]) -> dict[str, Any]:
-    """Return how often each token occurs in all corpora together, if each of them has these counts."""
+    """Return {"token_counts": how often each token id occurs in all corpora together}.
+
+    The result is {} if the manifest of a corpus lacks these counts.
+    """
     counts = [phase.manifest.totals.get("token_counts") for phase in phases]
     if any(count is None for count in counts):
         return {}

@@ -1,1 +1,1 @@
-"""What a node's cache of shards keeps, and where it lies."""
+"""The cache of shards on a node's disk: its folder, which shards stay in it, and how nodes pass shards on."""

@@ -1,16 +1,17 @@
-"""Choose the folder in which a node keeps the shards of a corpus on S3, and state what follows from its room.
+"""Choose the folder in which a node caches the shards of a corpus on S3 and compiled code.
 
 Guarantee: a run on several nodes never keeps its cache in the run folder, which all nodes share, unless
-`data.cache_dir` names a folder there. A folder in a temporary directory belongs to this user alone, because compiled
-code is kept in it, too.
+`data.cache_dir` names a folder there. A cache folder in a temporary directory belongs to this user, and no other user
+can write to it, because compiled code is loaded from it.
 
-How: the temporary directories of the job and of the node are tried in turn; one on a network file system or in memory
-is passed over. The name of the folder is the same at every start, so that a restart finds the shards of the start
-before, as far as the node's directory outlives the job.
+How: the temporary directories of the job and of the node are tried in turn; those on a network file system or in
+memory are passed over. The name of the cache folder is the same at every start, so a restart finds the shards of the
+previous start if the temporary directory still exists.
 
 Cost: one reading of the list of mounts.
 
-Limits: file systems are told apart by the names of their types; `/tmp` is used if no directory is known to be local.
+Limits: whether a file system is local is judged by the name of its type. If no directory is known to be local, the
+default directory for temporary files is used (usually `/tmp`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from typing import NamedTuple
 from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import writable
 
-_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")  # of the environment; they name a temporary directory of the job
+_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")  # environment variables that name a temporary directory of the job
 _MOUNTS = Path("/proc/self/mounts")
-# Types of file systems that are not a disk of the node. Those of user space (fuse) mostly show remote storage.
+# Names with which the types of remote file systems begin. Those in user space (fuse) mostly show remote storage.
 _NOT_LOCAL_DISKS = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb", "afs", "panfs", "wekafs", "9p", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class CacheFolder(NamedTuple):
-    """Folder of a node's cache, and where it comes from: a config key or a variable of the environment."""
+    """Folder of a node's cache, and the setting that has decided on it."""
 
     path: Path
-    source: str
+    source: str  # for the log: a config key, an environment variable or a directory, such as "TMPDIR"
 
 
 def choose_cache_folder(
@@ -45,16 +46,19 @@ def choose_cache_folder(
     has_several_nodes: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> CacheFolder:
-    """Return the folder in which this node caches shards and compiled code; create it in a temporary directory.
+    """Return the folder in which this node caches shards and compiled code.
+
+    The first of these that applies is taken: `configured`; `folder_in_run`, if the run has a single node; a folder in
+    a temporary directory on a local disk of this node. Only the last one is created by this call.
 
     Args:
-        configured: `data.cache_dir`, which is always taken if it is set.
+        configured: Config key `data.cache_dir`; None if it is not set.
         folder_in_run: The folder that a run on a single node uses by default.
         has_several_nodes: Whether the run has ranks on other nodes, too.
-        environment: Variables of the environment.
+        environment: Environment variables; SLURM_TMPDIR and TMPDIR are read.
 
     Raises:
-        StoreError: No temporary directory of this node can be written, or the folder there belongs to another user.
+        StoreError: No temporary directory of this node is writable, or the folder there belongs to another user.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")
@@ -72,10 +76,10 @@ def choose_cache_folder(
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; accept an existing one of this user.
+    """Create a folder that only this user can read and write; do nothing if this user has the folder already.
 
     Raises:
-        StoreError: The folder cannot be created, or the name is taken by somebody or something else.
+        StoreError: The folder cannot be created, belongs to another user, or is a symbolic link.
     """
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -85,7 +89,10 @@ def _make_private(path: Path) -> None:
 
 
 def _read_mounts() -> list[tuple[Path, str]]:
-    """Return the mount points of this machine with the types of their file systems; empty where there is no list."""
+    """Return the mount points of this machine with the types of their file systems, in the order of mounting.
+
+    The result is [] on a machine without /proc/self/mounts.
+    """
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:
@@ -95,13 +102,20 @@ def _read_mounts() -> list[tuple[Path, str]]:
 
 
 def _is_on_local_disk(directory: Path, mounts: list[tuple[Path, str]]) -> bool:
-    """Return whether a directory exists and lies on a disk of this node, as far as the list of mounts shows."""
+    """Return whether a directory exists and is on a disk of this node; True if it is under no known mount point.
+
+    Args:
+        directory: The directory to judge.
+        mounts: Mount points and the types of their file systems, in the order of mounting.
+    """
     if not directory.is_dir():
         return False
     resolved = directory.resolve()
-    above = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
-    if not above:
+    mounts_above = [(point, kind) for point, kind in mounts if resolved.is_relative_to(point)]
+    if not mounts_above:
         return True
-    # Of several mounts at one point the last one is seen.
-    _, kind = max(enumerate(above), key=lambda numbered: (len(numbered[1][0].parts), numbered[0]))[1]
-    return not kind.startswith(_NOT_LOCAL_DISKS) and kind not in _IN_MEMORY
+    # The directory is on the innermost mount point. Of several mounts at one point, the last one hides the others;
+    # the sort is stable, so it stays behind them.
+    mounts_above.sort(key=lambda mount: len(mount[0].parts))
+    _, file_system = mounts_above[-1]
+    return not file_system.startswith(_NOT_LOCAL_DISKS) and file_system not in _IN_MEMORY

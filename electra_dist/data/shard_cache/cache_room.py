@@ -1,8 +1,9 @@
-"""Predict which share of a corpus a node fetches again in each epoch because its cache is too small.
+"""Predict which fraction of a corpus a node fetches again in each epoch because its cache is too small.
 
-How: pure functions of the sizes of the cache, of the corpus and of the two windows that a node always holds.
+How: pure functions of three sizes: the cache, the corpus, and the two windows of shards that a node always holds. A
+window is a group of shards whose rows are shuffled together.
 
-Limits: shards that are in use count as if all of them were outside the kept part in proportion to its share; the share
+Limits: the prediction is a mean. It assumes that the kept shards are spread evenly over the windows, so the fraction
 of a single epoch differs by some shards (`benchmarks/shard_cache.py` measures it).
 """
 
@@ -17,26 +18,30 @@ GIGABYTE = 1e9  # bytes; the unit of data.cache_limit_gb
 class CacheRoom(NamedTuple):
     """Sizes in bytes that decide how much of a corpus stays on a node."""
 
-    capacity_bytes: int  # shards that the folder can hold, those that it holds already included
+    capacity_bytes: int  # most bytes of shards that the folder can hold, including those that it holds already
     corpus_bytes: int  # all shards of the corpora on S3
-    windows_bytes: int  # the two windows of shards that a node always holds: one in use, one that is fetched ahead
+    windows_bytes: int  # the two windows of shards that a node always holds: one in use, one being fetched ahead
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return the size of the two largest windows that a corpus can have, in bytes.
+    """Return an upper bound on the size of two windows of a corpus together, in bytes.
+
+    A window is a group of shards whose rows are shuffled together. The bound is the size of the largest shards, as
+    many as two windows have.
 
     Args:
-        shard_bytes: Size of each shard.
-        window_shards: `data.shuffle_window_shards`, the number of shards whose rows are shuffled together.
+        shard_bytes: Size of each shard of the corpus, in bytes.
+        window_shards: Config key `data.shuffle_window_shards`, the number of shards in a window.
     """
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 
 def refetched_share(room: CacheRoom) -> float:
-    """Return the share of the corpus that a node fetches again in each epoch, in [0, 1].
+    """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1].
 
-    The kept part and the streamed shards of two windows fill the cache: with the kept share k, the capacity is
-    k * corpus + (1 - k) * windows. An epoch fetches the rest, 1 - k.
+    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. The
+    cache is full when it holds the kept shards and those shards of two windows that are not kept:
+    capacity = k * corpus + (1 - k) * windows. The result is 1 - k.
     """
     if room.capacity_bytes >= room.corpus_bytes:
         return 0.0
@@ -47,7 +52,7 @@ def refetched_share(room: CacheRoom) -> float:
 
 
 def describe_room(room: CacheRoom) -> str:
-    """Return one phrase for the log: how much of the corpus the cache holds, and what to do if that is not all."""
+    """Return one line for the log: how much of the corpus the cache can hold, and what to do if it is not all."""
     corpus = f"the corpus has {room.corpus_bytes / GIGABYTE:,.1f} GB"
     capacity = f"there is room for {room.capacity_bytes / GIGABYTE:,.1f} GB of shards"
     if room.capacity_bytes >= room.corpus_bytes:

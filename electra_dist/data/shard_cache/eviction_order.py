@@ -1,19 +1,19 @@
-"""Decide in which order a node's cache gives up shards when its room is short.
+"""Decide in which order a node's cache deletes shards when it is full.
 
-Guarantee: a cache that is smaller than the corpus keeps the same part of it in every epoch: the shards that stand
-first in `keep_rank`, as many as fit beside the shards in use. The others are streamed: each is fetched when its window
-comes, and deleted when room is needed after its window. `keep_rank` depends on nothing but the shards, so all ranks of
-a node delete the same shards first, also after a restart.
+Guarantee: a cache that is smaller than the corpus keeps the same shards of it in every epoch: those with the lowest
+`keep_rank`, as many as fit in addition to the shards in use. Every other shard is fetched when the run comes to its
+window (the shards whose rows are shuffled together), and deleted when room is needed after that. `keep_rank` depends
+only on the shards, so all ranks of a node delete the same shards first, also after a restart.
 
-How: a shard's rank is its SHA-256, which is uniformly distributed and unrelated to the order in which a run reads the
-shards. The order of use would be a bad rank, because an epoch uses every shard once: the shard that was used last is
-the one that is needed again latest. A cache of half of the corpus that deletes the least recently used shards fetches
-six of seven shards again in each epoch; this one fetches half of them (`benchmarks/shard_cache.py`).
+How: a shard is ranked by its SHA-256, which is uniformly distributed and unrelated to the order in which a run reads
+the shards. Deleting the least recently used shard would be a bad rule, because an epoch uses every shard once: the
+shard that was used last is the one that is needed again latest. With room for half of the corpus, that rule fetches
+six of seven shards again in each epoch; this module fetches half of them (`benchmarks/shard_cache.py`).
 
-Cost: one sort of the folder's names for each fetch that needs room.
+Cost: one sort of the folder's file names for each fetch that needs room.
 
-Limits: the shards of other corpora that share the folder are deleted first, the least recently used ones before the
-others. Two runs on different corpora in one folder with too little room therefore fetch more than with a folder each.
+Limits: shards of other corpora in the same folder are deleted first, the least recently used one before the others.
+Two runs on different corpora that share a folder with too little room therefore fetch more than with separate folders.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from pathlib import Path
 
 
 def keep_rank(digest: str, preferred: Collection[str] = ()) -> tuple[bool, str]:
-    """Return the rank of a shard; a cache that is too small keeps the shards of the least ranks.
+    """Return the sort key of a shard; a cache that is too small keeps the shards with the lowest keys.
+
+    The key is False for a preferred shard and True for any other, followed by the shard's digest.
 
     Args:
         digest: SHA-256 of the shard in hexadecimal.
-        preferred: Digests of the shards that stand before all others.
+        preferred: Digests of the shards that are kept before all others.
     """
     is_other = digest not in preferred
     return is_other, digest
@@ -43,11 +45,11 @@ def eviction_order(
 ) -> list[Path]:
     """Return the shards of a cache folder that may be deleted, in the order in which to delete them.
 
-    Shards of other corpora come first, the least recently used one before the others. Then come those of the corpus,
-    the one with the largest `keep_rank` (a key that is computed from its digest) first, and the preferred ones last.
+    Shards of other corpora come first, beginning with the least recently used one. The shards of this process's corpus
+    follow in descending order of `keep_rank`, a key computed from the digest; the preferred ones come last.
 
     Args:
-        paths: Files of the folder, each named `<sha256>.tar`.
+        paths: Shards in the folder, each a file named `<sha256>.tar`.
         corpus: Digests of all shards of this process's corpus.
         wanted: Digests of the shards that this process has open or will read soon; they are left out.
         last_used: Returns the Unix time at which a file was opened last.

@@ -1,20 +1,22 @@
-"""Fetch shards from the caches of the other nodes of a run, so that each shard leaves S3 once and not once per node.
+"""Fetch shards from the caches of the other nodes of a run, so that each shard is fetched from S3 once, not per node.
 
-Guarantee: nothing depends on a peer. `PeerGroup.fetch` returns False whenever a peer is away, slow or refuses, and the
-caller then fetches from the store; what a peer sends counts as a shard only after the caller has verified its SHA-256.
-The order of the rows is not concerned.
+The other nodes of the run are called peers; the store is the S3 prefix of the corpus.
 
-How: every shard has an order of owners, a keyed hash over the nodes (rendezvous hashing), which all nodes compute
-alike. A node asks the first owner that it has not found away; if that is the node itself, it fetches from the store.
-So when a node dies, its shards pass to their next owners, and those of the others stay where they are. The owner
-answers that the shard is still to come while it fetches it (`shard_server.py`), together with the number of bytes that
-it has fetched so far. As long as this number grows, the node waits; so a slow link to S3 does not lead to every node
-fetching everything.
+Guarantee: a run needs no peer to go on. `PeerGroup.fetch` returns False if the peers are unreachable, slow or refuse,
+and the caller then fetches from the store. The caller verifies the SHA-256 of what a peer has sent. The order of the
+rows does not depend on where a shard comes from.
 
-Cost: one HTTP request a shard; a further one every two seconds while the owner is still fetching.
+How: each shard has an owner, the node that fetches it from the store for all others, and further owners that replace
+it. This order is a hash of shard and node (rendezvous hashing), so all nodes compute the same order. A node asks the
+shard's first owner that has not just failed; if that is the node itself, it fetches from the store. When a node dies,
+only its shards pass to other owners. While the owner is still fetching a shard, it answers with the number of bytes
+that it has fetched so far (`shard_server.py`). The other node waits as long as this number grows, so a slow link to S3
+does not make every node fetch everything.
 
-Limits: plain HTTP with a token of the run: who can read the cluster's network can read the shards. The nodes must
-agree on the list of nodes, which they exchange at each start.
+Cost: one HTTP request per shard; a further one every two seconds while the owner is still fetching.
+
+Limits: the transfer is plain HTTP with a token of the run, so anybody who can read the cluster's network can read the
+shards. All nodes must have the same list of nodes, which they exchange at each start.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ from typing import NamedTuple
 from electra_dist.data.corpus_manifest import ShardEntry
 from electra_dist.store.atomic_files import writable
 
-PROGRESS_HEADER = "X-Bytes-Fetched"  # of an answer 202: bytes that the owner has fetched from the store so far
-_CONNECT_S = 3.0  # seconds for which a peer may be silent when it is asked
-_READ_S = 10.0  # seconds for which a peer may be silent while it sends or fetches; longer than it holds a request
-_STALLED_S = 20.0  # seconds without progress after which an owner that is still fetching is given up
-_LONGEST_S = 300.0  # seconds after which an owner that has not delivered a shard is given up, in spite of progress
+PROGRESS_HEADER = "X-Bytes-Fetched"  # in an answer 202: number of bytes that the owner has fetched so far
+_CONNECT_S = 3.0  # seconds within which a peer must accept a connection
+_READ_S = 10.0  # seconds for which a peer may send nothing after a request; longer than a server holds a request
+_STALLED_S = 20.0  # seconds without progress after which a node stops waiting for an owner that is still fetching
+_LONGEST_S = 300.0  # seconds after which a node stops waiting for an owner, even if its fetch makes progress
 _AWAY_S = 60.0  # seconds for which a peer that failed is not asked again
-_LEAST_BYTES_PER_S = 1e6  # a peer that sends more slowly is given up
+_LEAST_BYTES_PER_S = 1e6  # a peer that sends more slowly than this has failed
 _PAUSE_S = 0.05  # seconds between two requests for a shard that the owner is still fetching
-_OWNERS_ASKED = 2  # peers that are asked for a shard before it is fetched from the store
-_CHUNK = 1 << 20  # bytes read at a time
+_OWNERS_ASKED = 2  # number of peers that are asked for a shard before it is fetched from the store
+_CHUNK = 1 << 20  # most bytes that are read at a time
 
 
 class Address(NamedTuple):
@@ -52,7 +54,10 @@ class Address(NamedTuple):
 
 
 class PeerGroup:
-    """The nodes of a run as sources of shards, seen from one of them. Thread-safe."""
+    """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe.
+
+    Each shard has an order of owners, in which all nodes agree. `fetch` asks the first owners for the shard.
+    """
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
         """Remember the nodes; no connection is made until the first `fetch`.
@@ -60,7 +65,7 @@ class PeerGroup:
         Args:
             addresses: Address of each node's server, in an order that all nodes share.
             own_node: Index of this node in `addresses`.
-            token: Secret of this start of the run, which the servers ask for.
+            token: Secret of this start of the run, without which a server refuses a request.
         """
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
@@ -68,26 +73,31 @@ class PeerGroup:
         self._own_node = own_node
         self._token = token
         self._lock = threading.Lock()
-        self._away_until: dict[int, float] = {}  # node -> time of `time.monotonic` until which it is not asked
+        self._away_until: dict[int, float] = {}  # failed node -> `time.monotonic()` until which it is not asked
         self.owners = functools.lru_cache(maxsize=65_536)(self._owners)
 
     def _owners(self, digest: str) -> tuple[int, ...]:
-        """Return the indices of all nodes in the order in which they own a shard, its first owner first.
+        """Return the indices of all nodes in the order in which they are asked for a shard; the first is its owner.
+
+        Nodes are sorted by a hash of shard and node, so all nodes compute the same order, and each owns about as many
+        shards as any other.
 
         Args:
             digest: SHA-256 of the shard in hexadecimal.
         """
 
         def weight(node: int) -> bytes:
+            """Return the hash of the shard and a node, by which the nodes are sorted."""
             return hashlib.blake2b(f"{digest} {node}".encode(), digest_size=8).digest()
 
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return the place of a shard in the order in which this node should fetch the shards of a window.
+        """Return the sort key by which this node orders the shards of a window before it fetches them.
 
-        0 is a shard that this node owns, for which other nodes wait. The numbers above it lead each node to another
-        owner first, so that not all of them ask the same one at the same time.
+        The key is 0 for a shard that this node owns, because other nodes wait for it. For other shards it is how far
+        the index of the owner is above that of this node (cyclically), so that the nodes do not all ask the same owner
+        at the same time.
 
         Args:
             digest: SHA-256 of the shard in hexadecimal.
@@ -95,18 +105,22 @@ class PeerGroup:
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return those of the shards whose first owner is this node."""
+        """Return the shards, of those given, that this node fetches from the store for the others (its own shards).
+
+        Args:
+            digests: SHA-256 of each shard in hexadecimal.
+        """
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
-        """Copy a shard from the cache of its owner into a file; return whether that has succeeded.
+        """Copy a shard from another node's cache into a file; return whether the file holds it now.
 
-        The bytes are not verified. False means that this node is to fetch the shard from the store: it is the shard's
-        owner itself, or the owners that were asked could not deliver.
+        False means that the caller must fetch the shard from the store: this node is the shard's owner, or the owners
+        that were asked did not deliver it. The bytes are not verified, which the caller must do.
 
         Args:
             entry: The shard's entry in the manifest.
-            destination: Existing file whose content is replaced.
+            destination: Existing file, whose content is replaced; after False it may hold a part of the shard.
 
         Raises:
             StoreAway: The disk of this node is full or does not respond.
@@ -129,22 +143,29 @@ class PeerGroup:
         return False
 
     def _is_away(self, node: int) -> bool:
-        """Return whether a node has failed so recently that it is not asked again."""
+        """Return whether a node has failed within the last `_AWAY_S` seconds, so that it is not asked again yet."""
         with self._lock:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard, and again while it is fetching it; return whether the shard has come.
+        """Ask a peer for a shard, again and again while the peer is fetching it; return whether the shard has arrived.
+
+        False means that the peer refused, gave an answer that makes no sense, or took too long to fetch the shard.
+
+        Args:
+            address: Address of the peer.
+            entry: The shard's entry in the manifest.
+            destination: Existing file, whose content is replaced.
 
         Raises:
-            _PeerFailure: The peer is away or too slow.
-            HTTPException: Its answer is not HTTP, or ended early.
+            _PeerFailure: The peer cannot be reached, is silent, or sends too slowly.
+            HTTPException: The answer is not HTTP, or ended early.
             StoreError: The file cannot be written.
         """
-        progress = -1
+        most_fetched_bytes = -1
         asked_at = time.monotonic()
-        waits_since = asked_at
-        while time.monotonic() < min(waits_since + _STALLED_S, asked_at + _LONGEST_S):
+        last_progress_at = asked_at
+        while time.monotonic() < min(last_progress_at + _STALLED_S, asked_at + _LONGEST_S):
             connection = http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
             try:
                 answer = _request(connection, entry.sha256, self._token)
@@ -158,27 +179,32 @@ class PeerGroup:
                 if answer.status != http.client.ACCEPTED:
                     return False
                 fetched_bytes = int(answer.headers.get(PROGRESS_HEADER, "0"))
-            except ValueError:
+            except ValueError:  # The number of fetched bytes is not a number.
                 return False
             finally:
                 connection.close()
-            if fetched_bytes > progress:
-                progress = fetched_bytes
-                waits_since = time.monotonic()
+            if fetched_bytes > most_fetched_bytes:
+                most_fetched_bytes = fetched_bytes
+                last_progress_at = time.monotonic()
             time.sleep(_PAUSE_S)
         return False
 
 
 class _PeerFailure(Exception):
-    """The connection to a peer failed, or the peer is too slow."""
+    """Failure of the connection to a peer, or a peer that sends too slowly."""
 
 
 def _request(connection: http.client.HTTPConnection, digest: str, token: str) -> http.client.HTTPResponse:
-    """Send the request for a shard over a new connection and return the peer's answer, whose body is not read yet.
+    """Connect to a peer, send the request for a shard, and return the answer, whose body is not read yet.
+
+    Args:
+        connection: Connection to the peer that is not open yet.
+        digest: SHA-256 of the shard in hexadecimal.
+        token: Secret of this start of the run.
 
     Raises:
         _PeerFailure: The peer cannot be reached or is silent.
-        HTTPException: Its answer is not HTTP.
+        HTTPException: The answer is not HTTP.
     """
     try:
         connection.connect()
@@ -190,7 +216,12 @@ def _request(connection: http.client.HTTPConnection, digest: str, token: str) ->
 
 
 def _receive(answer: http.client.HTTPResponse, num_bytes: int, destination: Path) -> None:
-    """Write the body of an answer to a file and sync it to the disk.
+    """Write the body of a peer's answer to a file and sync the file to the disk.
+
+    Args:
+        answer: The answer, whose body has not been read.
+        num_bytes: Number of bytes that the body must have.
+        destination: Existing file, whose content is replaced.
 
     Raises:
         _PeerFailure: The connection broke, the body ended early, or it came more slowly than `_LEAST_BYTES_PER_S`.
@@ -205,7 +236,7 @@ def _receive(answer: http.client.HTTPResponse, num_bytes: int, destination: Path
             except OSError as error:
                 raise _PeerFailure(str(error)) from None
             if not chunk or time.monotonic() > deadline:
-                raise _PeerFailure(f"{num_received} of {num_bytes} bytes came")
+                raise _PeerFailure(f"{num_received} of {num_bytes} bytes were received")
             out.write(chunk)
             num_received += len(chunk)
         out.truncate()

@@ -1,12 +1,13 @@
 """Serve the shards in this node's cache to the other nodes of the run, over HTTP.
 
-Guarantee: only requests with the token of this start of the run are answered, and only with shards of its corpus. The
-socket is bound to one address, that of the cluster's network. A shard that is not in the cache yet is fetched from the
-store by this node, once, however many nodes ask for it.
+Guarantee: the server sends only shards of the run's corpus, and only for requests with the token of this start of the
+run. The socket is bound to one address, that of this node in the cluster's network. A shard that is not in the cache
+yet is fetched by this node from the store of the corpus, once, however many nodes ask for it.
 
-How: a request is held for up to two seconds until the shard is there. Then the file is sent; otherwise the answer is
-202 (Accepted), with the number of bytes that this node has fetched so far, by which the other node sees that it goes
-on. While a file is sent, a shared flock keeps the cache from deleting it.
+How: a request is held for up to two seconds until the shard is in the cache, and the file is then sent. If the shard
+is still being fetched after that, the answer is 202 (Accepted), with the number of bytes that this node has fetched so
+far, so that the other node sees whether the fetch makes progress. While a file is sent, a shared flock keeps the cache
+from deleting it.
 
 Cost: a thread for each request; the file is sent by the operating system (sendfile).
 
@@ -33,25 +34,26 @@ from electra_dist.data.shard_cache.peer_group import PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 
-_HOLD_S = 2.0  # seconds for which a request waits for a shard that is being fetched
-_SILENT_S = 30.0  # seconds after which a connection that neither sends nor takes bytes is closed
-_SCAN_S = 0.5  # seconds for which a count of the fetched bytes is used again
+_HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
+_SILENT_S = 30.0  # seconds after which a connection over which no bytes pass is closed
+_SCAN_S = 0.5  # seconds for which a count of the fetched bytes is reused before the folder is listed again
 _PATH = re.compile(r"/([0-9a-f]{64})")
 
 
 class ShardServer:
     """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end.
 
-    It listens from the beginning, so that its address can be sent to the other nodes. It serves shards after `serve`.
+    The server listens from the moment it is created, so that its address can be sent to the other nodes. It sends
+    shards once `serve` has been called; before that, its answer to every request is 202 (Accepted).
     """
 
     def __init__(self, host: str, token: str, port: int = 0) -> None:
-        """Begin to listen; a thread answers.
+        """Listen on a port, and answer requests in background threads.
 
         Args:
-            host: Address of this node in the cluster's network; the server is bound to it alone.
-            token: Secret of this start of the run, without which no request is answered.
-            port: Port to listen at; 0 means any free one.
+            host: Address of this node in the cluster's network; the server can be reached at this address only.
+            token: Secret of this start of the run; requests without it get the answer 403 (Forbidden).
+            port: TCP port to listen on; 0 means any free port.
 
         Raises:
             OSError: The address is not one of this node, or the port is in use.
@@ -76,25 +78,26 @@ class ShardServer:
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
-        """Stop to answer and to listen; fetches that have begun go on in threads that end with the process."""
+        """Stop listening and answering; fetches that have begun go on in threads that end with the process."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
 
     def is_allowed(self, authorization: str) -> bool:
-        """Return whether the header Authorization of a request has the token of this run."""
+        """Return whether the Authorization header of a request has the token of this start of the run."""
         return hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode())
 
     @property
     def served(self) -> _ServedCache | None:
-        """Return the cache that is served; None before `serve`."""
+        """Return the cache whose shards are sent to other nodes; None before `serve` is called."""
         return self._served
 
 
 class _ServedCache:
-    """The cache of this node with the shards that are being fetched for other nodes. Thread-safe."""
+    """The cache of this node, together with the fetches of shards that other nodes have asked for. Thread-safe."""
 
     def __init__(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
+        """Prepare to fetch shards of a corpus; the arguments are those of `ShardServer.serve`."""
         self.cache = cache
         self.entries = {entry.sha256: entry for entry in manifest.shards}
         self._store = store
@@ -106,7 +109,10 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Have a shard fetched unless it is in the cache, and wait up to `_HOLD_S` for it.
+        """Wait up to `_HOLD_S` seconds until a shard is in the cache; start a thread that fetches it if necessary.
+
+        Args:
+            digest: SHA-256 of the shard in hexadecimal, a key of `entries`.
 
         Raises:
             UserError: The shard cannot be fetched.
@@ -125,7 +131,10 @@ class _ServedCache:
         fetch.result(timeout=_HOLD_S)
 
     def _fetch(self, entry: ShardEntry, fetch: Future[None]) -> None:
-        """Fetch a shard from the store when there is a free slot, and hand on the result or the error."""
+        """Fetch a shard from the store as soon as fewer than `fetch_threads` fetches are running.
+
+        This is the body of a thread. `fetch` receives None when the shard is in the cache, or the error.
+        """
         with self._slots:
             try:
                 self.cache.ensure(self._store, entry, verify=False, ask_peers=False)
@@ -137,10 +146,11 @@ class _ServedCache:
             del self._fetches[entry.sha256]  # A later request tries again.
 
     def fetched_bytes(self) -> int:
-        """Return about how many bytes of shards this node has fetched since the first call; it never decreases.
+        """Return about how many bytes this node has fetched into its cache; the number never decreases.
 
-        It is the growth of the folder, unfinished downloads included. What is deleted between two looks at the folder
-        lowers its growth, but not below 0.
+        Other nodes use it only to see whether it grows. It is the sum of the growth of the cache folder, unfinished
+        downloads included, from one listing to the next. Files that are deleted between two listings make the growth
+        smaller, but it never counts as less than 0.
         """
         with self._lock:
             if time.monotonic() - self._counted_at > _SCAN_S:
@@ -152,24 +162,28 @@ class _ServedCache:
 
 
 class _HttpServer(http.server.ThreadingHTTPServer):
-    """HTTP server with one thread per request, which end with the process."""
+    """HTTP server that answers each request in a thread of its own; the threads do not keep the process alive."""
 
     daemon_threads = True
     request_queue_size = 512  # Connections of many nodes come at the same time, when a window begins.
     owner: ShardServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that broke; the other node fetches from the store."""
+        """Ignore a connection that broke, because the other node then fetches the shard from the store."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answer to one request for a shard."""
+    """Handler of one connection, over which another node asks for shards."""
 
     server: _HttpServer
     timeout = _SILENT_S
 
     def do_GET(self) -> None:
-        """Send a shard, or say that it is still to come or that there is none."""
+        """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not.
+
+        202: the shard is still being fetched. 403: the token is wrong. 404: the corpus has no such shard. 503: the
+        shard cannot be fetched.
+        """
         if not self.server.owner.is_allowed(self.headers.get("Authorization", "")):
             self._answer(HTTPStatus.FORBIDDEN)
             return
@@ -187,13 +201,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             served.wait_for(digest)
             self._send_shard(served, digest)
         except (FutureTimeout, FileNotFoundError):
-            # A file that is missing has been deleted to make room since it was fetched.
+            # FileNotFoundError: the shard was deleted to make room after it had been fetched; the next request
+            # fetches it again.
             self._answer(HTTPStatus.ACCEPTED, served.fetched_bytes())
         except UserError:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _send_shard(self, served: _ServedCache, digest: str) -> None:
-        """Send the file of a shard; the cache does not delete it meanwhile.
+        """Send the file of a shard, which a shared flock protects from deletion meanwhile.
 
         Raises:
             FileNotFoundError: The shard is no longer in the cache.
@@ -208,11 +223,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.connection.sendfile(stream)
 
     def _answer(self, status: HTTPStatus, fetched_bytes: int = 0) -> None:
-        """Answer without a body."""
+        """Send an answer without a body, with the number of bytes that this node has fetched in a header."""
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.send_header(PROGRESS_HEADER, str(fetched_bytes))
         self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Print nothing: requests of other nodes are no events of this run."""
+        """Print nothing, so that the requests of other nodes do not fill the log of this rank."""

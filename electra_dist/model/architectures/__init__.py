@@ -1,1 +1,1 @@
-"""The architectures that the towers can have, behind one interface (`choice.py`)."""
+"""The parts of a tower in each architecture (`bert`, `modern`), created through one interface (`choice.py`)."""

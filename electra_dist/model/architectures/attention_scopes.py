@@ -1,13 +1,16 @@
-"""Makes the attention mask of a batch in the form that the layers of an architecture read.
+"""Make the attention masks of a batch, and compute attention within a window of tokens.
 
-Guarantee: attention never crosses an example. In a local layer of the architecture `modern`, a token sees the tokens
-of its example that are at most half a window away, itself included. The pads of a row count as one more example.
+The architecture `bert` has one mask for all layers. The architecture `modern` has two kinds of layers: global ones, in
+which a token sees its whole example, and local ones, in which it sees a window of its example.
 
-Cost: one mask per kind of layer and batch, which all layers of both towers read. As a bias that is [B, 1, S, S]
-twice; as blocks of FlexAttention, blocks outside the window are never computed. With a bias, long rows are computed by
-blocks of queries against the keys that they can see. On one core, forward and backward at 2,048 tokens with a window
-of 128 took 29 ms of processor time by blocks and 181 ms at once, and at 512 tokens 27 ms and 47 ms (4 heads of 64
-features, 2,048 tokens in all, fp32).
+Guarantee: a token never sees a token of another example. In a local layer, a token sees itself and the tokens of its
+example that are at most half a window away. The pads of a row count as one more example.
+
+Cost: one mask per kind of layer and batch, which all layers of both towers read. With the backend sdpa a mask is a
+bias [B, 1, S, S]; with flex it is a list of blocks, and blocks outside the window are never computed. With a bias,
+local attention in long rows is computed by blocks of queries against the keys that they can see. On one core, forward
+and backward at 2,048 tokens with a window of 128 took 29 ms of processor time by blocks and 181 ms at once, and at 512
+tokens 27 ms and 47 ms (4 heads of 64 features, 2,048 tokens in all, fp32).
 
 Shapes: B rows, N heads, S tokens, D features of a head.
 """
@@ -26,13 +29,17 @@ from electra_dist.model.row_layout import RowLayout
 def new_attention_mask(
     model: ModelConfig, layout: RowLayout, dtype: torch.dtype, backend: str
 ) -> torch.Tensor | BlockMask | AttentionScopes:
-    """Return the attention mask of a batch, one for all layers or, with the architecture `modern`, one for each kind.
+    """Return the attention mask of a batch, in the form that the encoders of the architecture expect.
 
     Args:
-        model: the architecture and the window of its local layers.
-        layout: structure of the rows, from `row_layout.derive`.
-        dtype: dtype of a bias; flex ignores it.
-        backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for blocks.
+        model: gives the architecture and the window of its local layers.
+        layout: positions and examples of the tokens in each row, from `row_layout.derive`.
+        dtype: dtype of the bias for sdpa; not used for flex.
+        backend: "sdpa" or "flex".
+
+    Returns:
+        For the architecture `bert`, one mask for all layers: with sdpa a bias [B, 1, S, S] of 0 and -inf, with flex a
+        BlockMask. For `modern`, an AttentionScopes with one such mask for each kind of layer.
     """
     global_mask = same_example(layout, dtype, backend)
     if model.architecture == "bert":
@@ -49,51 +56,57 @@ def new_attention_mask(
 def attend_in_windows(
     query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, bias_B1SS: torch.Tensor, reach: int
 ) -> torch.Tensor:
-    """Return the attention of a local layer without dropout, [B, N, S, D], computed by blocks of 2 x `reach` queries.
+    """Return the attention output of a local layer without dropout, [B, N, S, D].
 
-    It is the same function as attention with the whole bias, to rounding.
+    The queries are split into blocks of 2 x `reach` tokens. Each block attends only to the keys that its queries can
+    see, so the cost grows linearly with S. The result equals that of attention with the whole bias, up to rounding.
 
     Args:
-        query_BNSD: queries.
-        key_BNSD: keys.
-        value_BNSD: values.
+        query_BNSD: queries of all heads.
+        key_BNSD: keys of all heads.
+        value_BNSD: values of all heads.
         bias_B1SS: bias of a local layer, -inf where query and key are more than `reach` tokens apart.
-        reach: largest distance in tokens.
+        reach: largest distance, in tokens, at which a query sees a key.
     """
     num_tokens = query_BNSD.shape[2]
-    blocks = []
+    block_outputs = []
     for first in range(0, num_tokens, 2 * reach):
         queries = slice(first, min(first + 2 * reach, num_tokens))
         keys = slice(max(0, first - reach), min(queries.stop + reach, num_tokens))
-        block = F.scaled_dot_product_attention(
+        block_output = F.scaled_dot_product_attention(
             query_BNSD[:, :, queries],
             key_BNSD[:, :, keys],
             value_BNSD[:, :, keys],
             attn_mask=bias_B1SS[:, :, queries, keys],
         )
-        blocks.append(block)
-    return torch.cat(blocks, dim=2)
+        block_outputs.append(block_output)
+    return torch.cat(block_outputs, dim=2)
 
 
 def _window_bias(bias_B1SS: torch.Tensor, reach: int) -> torch.Tensor:
-    """Return an attention bias that is also -inf where query and key are more than `reach` tokens apart."""
-    place_S = torch.arange(bias_B1SS.shape[-1], device=bias_B1SS.device)
-    distance_SS = (place_S[:, None] - place_S[None, :]).abs()
+    """Return an attention bias [B, 1, S, S] with further -inf where query and key are more than `reach` tokens apart.
+
+    Args:
+        bias_B1SS: bias of a global layer, which separates the examples of a row.
+        reach: largest distance, in tokens, at which a query sees a key.
+    """
+    index_S = torch.arange(bias_B1SS.shape[-1], device=bias_B1SS.device)
+    distance_SS = (index_S[:, None] - index_S[None, :]).abs()
     return bias_B1SS.masked_fill(distance_SS > reach, float("-inf"))
 
 
 def _window_blocks(layout: RowLayout, reach: int) -> BlockMask:
-    """Return FlexAttention's blocks for tokens of one example that are at most `reach` tokens apart.
+    """Return FlexAttention's mask of a local layer, in which tokens of one example see each other up to `reach` apart.
 
     Args:
-        layout: structure of the rows.
-        reach: largest distance in tokens.
+        layout: positions and examples of the tokens in each row.
+        reach: largest distance, in tokens, at which a query sees a key.
     """
     example_BS = layout.example_BS
     num_rows, num_tokens = example_BS.shape
 
     def in_window(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether a query sees a key, as FlexAttention's `mask_mod`, which passes index tensors."""
+        """Return whether a query sees a key; FlexAttention calls this `mask_mod` with tensors of indices."""
         is_near = (query - key).abs() <= reach
         return is_near & (example_BS[row, query] == example_BS[row, key])
 

@@ -1,8 +1,9 @@
-"""Makes the parts of a network in the architecture that `model.architecture` names.
+"""Create the embeddings, layers and heads of a network in the architecture that `model.architecture` names.
 
-Guarantee: callers of these functions do not depend on the architecture. The parts of `bert` are those of `encoder.py`
-and `pretraining_heads.py`; those of `modern` are subclasses of them with the same methods and the same shapes of
-inputs and outputs. `attention_scopes.new_attention_mask` belongs to the same interface.
+Guarantee: callers of these functions do not depend on the architecture. The classes for `bert` are in `encoder.py` and
+`pretraining_heads.py`. The classes for `modern` (`modern_encoder.py`, `modern_heads.py`) are subclasses of the same
+base classes, with the same methods and the same shapes of inputs and outputs. `attention_scopes.new_attention_mask`
+makes the attention mask that the layers of either architecture expect.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
-    """Return new embeddings, whose tables are `width` features wide."""
+    """Return a new module that embeds token ids.
+
+    Args:
+        model: gives the architecture, the sizes of the tables, eps and dropout.
+        width: number of features of an entry of the tables.
+    """
     if model.architecture == "modern":
         return ModernEmbeddings(model, width)
     return SharedEmbeddings(model, width)
 
 
 def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return the layers of a new tower.
+    """Return a new module with the layers of one tower.
 
     Args:
-        model: the architecture, eps and dropout.
+        model: gives the architecture, eps and dropout.
         tower: number and sizes of the layers.
-        embedding_size: width of the embeddings that the layers read; a projection precedes them if it is not theirs.
+        embedding_size: width of the embeddings that the layers read. If it differs from the width of the layers, a
+            linear projection precedes them.
     """
     if model.architecture == "modern":
         return ModernEncoder(model, tower, embedding_size)
@@ -35,12 +42,12 @@ def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> 
 
 
 def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> GeneratorHead:
-    """Return a new head that predicts tokens.
+    """Return a new head that predicts the token at each masked slot.
 
     Args:
-        model: the architecture, the size of the vocabulary and eps.
+        model: gives the architecture, the size of the vocabulary and eps.
         hidden_size: width of the states that the head reads.
-        embedding_size: width of the token table, which is the head's output matrix.
+        embedding_size: width of the token table, which is also the output matrix of the head (tied weights).
     """
     if model.architecture == "modern":
         return ModernTokenHead(model, hidden_size, embedding_size)
@@ -48,7 +55,7 @@ def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) ->
 
 
 def new_detection_head(model: ModelConfig) -> DiscriminatorHead:
-    """Return a new head that detects replaced tokens in the states of the discriminator."""
+    """Return a new head that computes, from the states of the discriminator, whether each token was replaced."""
     if model.architecture == "modern":
         return ModernDetectionHead(model)
     return DiscriminatorHead(model)

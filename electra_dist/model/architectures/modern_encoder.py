@@ -1,14 +1,15 @@
-"""Defines the embeddings and layers of the architecture `modern`, which is that of ModernBERT.
+"""Define the embeddings and layers of the architecture `modern`, which is that of ModernBERT.
 
-Guarantee: the same function as Hugging Face's ModernBertModel on the same weights: LayerNorm of the token's entry and
-no further table, LayerNorm before each sub-layer (in the first layer not before attention) and after the last layer,
-rotary positions, a gated feed-forward network (GeGLU), global attention in every third layer and windows in the
-others, no biases. A generator whose width is not that of the tables has a projection before its first layer, for which
-Hugging Face has no counterpart.
+Guarantee: the same function as Hugging Face's ModernBertModel on the same weights. Only tokens have an embedding
+table. LayerNorms stand after the embeddings, before each sub-layer (except attention in the first layer), and after
+the last layer. Positions are rotary, the feed-forward network is gated (GeGLU), and nothing has a bias. Every
+`model.global_every`-th layer attends to whole examples, the others to windows. If the generator's width differs from
+that of the embeddings, a projection precedes its first layer, for which Hugging Face has no counterpart.
 
-How: layers are composed of separate operations that autograd or the compiler combines. Dropout is 0 by default. Where
-it is not, the output of each sub-layer is dropped by `electra_kernels.keyed_dropout` with a seed of its own, so it
-does not depend on how a batch is split; attention probabilities are dropped as in `encoder.SelfAttention`.
+How: layers are composed of separate operations that autograd or the compiler combines. Dropout is 0 by default.
+Otherwise `electra_kernels.keyed_dropout` drops elements of the output of each sub-layer, with a seed of its own, so
+that the result does not depend on how a batch is split. Attention probabilities are dropped as in
+`encoder.SelfAttention`.
 
 Source: Warner et al. 2024 (arXiv 2412.13663).
 
@@ -36,38 +37,49 @@ from electra_dist.model.matrix_products import Linear
 
 
 class LayerScope(NamedTuple):
-    """Which tokens a token of one layer sees, and how its queries and keys are turned."""
+    """Inputs of one layer's attention: which tokens each token sees, and the rotations that encode the positions."""
 
-    mask: torch.Tensor | BlockMask
+    mask: torch.Tensor | BlockMask  # a bias [B, 1, S, S] for sdpa, blocks for flex
     rotation: Rotation
-    reach: int | None  # of a local layer: the largest distance in tokens of a query and a key
+    reach: int | None  # in a local layer, how many tokens to each side a token sees; None in a global layer
 
 
 class ModernDropoutKeys(NamedTuple):
-    """Keys that determine which elements one layer drops; those of sub-layer outputs are None where none is."""
+    """Random keys that determine which elements dropout removes in one layer, for each of its three places."""
 
-    attention: LayerDropoutKeys  # of the attention probabilities
-    attention_output: LayerDropoutKeys | None
-    feed_forward_output: LayerDropoutKeys | None
+    attention: LayerDropoutKeys  # attention probabilities
+    attention_output: LayerDropoutKeys | None  # output of the attention sub-layer; None without dropout there
+    feed_forward_output: LayerDropoutKeys | None  # output of the feed-forward sub-layer; None without dropout there
 
 
 class ModernEmbeddings(Embeddings):
-    """Token table, whose entries are normalised by a LayerNorm without bias."""
+    """Embeddings of the architecture `modern`: a table of tokens, a LayerNorm without bias, and dropout."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
-        """Create the token table of `width` features and the LayerNorm; `model` gives vocabulary, eps and dropout."""
+        """Create the token table and the LayerNorm.
+
+        Args:
+            model: gives the size of the vocabulary, eps and dropout.
+            width: number of features of an entry of the table.
+        """
         super().__init__()
         self.word = nn.Embedding(model.padded_vocab_size, width)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.dropout = model.hidden_dropout
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the entries of the token table, [B, S, E]; positions and token types have no table."""
+        """Return the table entry of each token, [B, S, E], before LayerNorm and dropout.
+
+        Args:
+            ids_BS: int64 token ids.
+            position_BS: not used, because positions are rotary and have no table.
+            token_type_BS: not used, because token types have no table.
+        """
         return self.word(ids_BS)
 
 
 class ModernAttention(SelfAttention):
-    """Multi-head self-attention with rotary positions and without biases."""
+    """Multi-head self-attention of the architecture `modern`: rotary positions, optional windows, no biases."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
         """Create the linear layers; `tower` gives the sizes, `model` the dropout of attention probabilities."""
@@ -79,24 +91,29 @@ class ModernAttention(SelfAttention):
         """Return the projected attention output, [T, H], before dropout and residual.
 
         Args:
-            hidden_TH: normalised states of B rows laid end to end.
-            scope: what the tokens see, and their positions.
-            dropout_keys: keys of the attention probabilities.
+            hidden_TH: states after the LayerNorm, of B rows laid end to end.
+            scope: which tokens each token sees, and the rotations of its position.
+            dropout_keys: random keys for dropout of the attention probabilities.
         """
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
-        turned = rotate_query_and_key(qkv_BS3ND, scope.rotation)
-        if not self._goes_by_blocks(scope, num_tokens=turned.shape[1]):
-            return self.out(self.attend(turned.view(qkv.shape), scope.mask, dropout_keys))
+        rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
+        if not self._uses_blocks(scope, num_tokens=rotated_BS3ND.shape[1]):
+            return self.out(self.attend(rotated_BS3ND.view(qkv.shape), scope.mask, dropout_keys))
         assert isinstance(scope.mask, torch.Tensor) and scope.reach is not None
-        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in turned.unbind(2))
+        query, key, value = (part_BSND.transpose(1, 2) for part_BSND in rotated_BS3ND.unbind(2))
         context_BNSD = attend_in_windows(query, key, value, scope.mask, scope.reach)
         return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
 
-    def _goes_by_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
-        """Return whether attention is computed by blocks of queries: in local layers with a bias and without dropout.
+    def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
+        """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask.
 
-        In rows of up to two windows the blocks would attend to as much as the whole row, so they are computed at once.
+        This holds in local layers with a bias and without dropout, if rows are longer than two windows. In shorter
+        rows a block of queries would attend to almost the whole row, so blocks save nothing.
+
+        Args:
+            scope: mask and reach of the layer.
+            num_tokens: number of tokens in a row.
         """
         if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
             return False
@@ -105,16 +122,19 @@ class ModernAttention(SelfAttention):
 
 
 class ModernLayer(nn.Module):
-    """Transformer layer: attention and gated feed-forward network, each with a LayerNorm before it and a residual."""
+    """Transformer layer of the architecture `modern`: attention, then a gated feed-forward network.
+
+    A LayerNorm precedes each of the two sub-layers, and the sub-layer's input is added to its output.
+    """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
         """Create the sub-layers.
 
         Args:
-            model: dropout and eps.
-            tower: sizes of the sub-layers.
-            number: place of the layer in the tower; layer 0 has no LayerNorm before attention, because the embeddings
-                are normalised already.
+            model: gives dropout and eps.
+            tower: gives the sizes of the sub-layers.
+            number: number of the layer in the tower, from 0. Layer 0 has no LayerNorm before attention, because the
+                embeddings are normalised already.
         """
         super().__init__()
         width = tower.hidden_size
@@ -124,7 +144,8 @@ class ModernLayer(nn.Module):
             self.attention_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.attention = ModernAttention(model, tower)
         self.feed_forward_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
-        self.gated_expand = Linear(width, 2 * tower.intermediate_size, bias=False)  # inner values, then gates
+        # The first half of the outputs are the inner values, the second half are the gates.
+        self.gated_expand = Linear(width, 2 * tower.intermediate_size, bias=False)
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
@@ -132,8 +153,8 @@ class ModernLayer(nn.Module):
 
         Args:
             hidden_TH: states of the previous layer, or the (projected) embeddings, of B rows laid end to end.
-            scope: what the tokens see in this layer, and their positions.
-            dropout_keys: keys of this layer.
+            scope: which tokens each token sees in this layer, and the rotations of its position.
+            dropout_keys: random keys for dropout in this layer.
         """
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
@@ -143,7 +164,12 @@ class ModernLayer(nn.Module):
         return hidden_TH + self._drop(output_TH, dropout_keys.feed_forward_output)
 
     def _drop(self, output_TH: torch.Tensor, dropout_keys: LayerDropoutKeys | None) -> torch.Tensor:
-        """Return the output of a sub-layer after dropout, or unchanged without keys."""
+        """Return the output of a sub-layer after dropout, [T, H]; unchanged if `dropout_keys` is None.
+
+        Args:
+            output_TH: output of the sub-layer for B rows laid end to end.
+            dropout_keys: random keys for this output; None if nothing is dropped.
+        """
         if dropout_keys is None:
             return output_TH
         row_B = dropout_keys.row_B
@@ -153,15 +179,15 @@ class ModernLayer(nn.Module):
 
 
 class ModernEncoder(Encoder):
-    """Layers of one tower of the architecture `modern`, with a LayerNorm after the last one."""
+    """Layers of one tower (generator or discriminator) of the architecture `modern`, with a final LayerNorm."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int) -> None:
-        """Create the layers, the last LayerNorm and, if the widths differ, a projection without bias.
+        """Create the layers, the final LayerNorm and, if the widths differ, a projection of the embeddings.
 
         Args:
-            model: dropout, eps, scopes of the layers and bases of the rotary positions.
-            tower: number and sizes of the layers.
-            embedding_size: width of the embeddings.
+            model: gives dropout, eps, which layers are global, the window of the others, and the rotary bases.
+            tower: gives the number and the sizes of the layers.
+            embedding_size: width of the embeddings that the layers read.
         """
         super().__init__(model, tower, embedding_size)
         if self.embeddings_project is not None:
@@ -171,17 +197,23 @@ class ModernEncoder(Encoder):
         self.model = model
 
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer; `number` is its place in the tower, from 0."""
+        """Return a new layer of this tower.
+
+        Args:
+            model: gives dropout and eps.
+            tower: gives the sizes of the layer.
+            number: number of the layer in the tower, from 0.
+        """
         return ModernLayer(model, tower, number)
 
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
-        """Return the scope and the dropout keys of each layer.
+        """Return the further arguments of each layer's `forward`: its scope and its dropout keys.
 
         Args:
-            attention_mask: the two masks of a batch and the tokens' positions, by `new_attention_mask`.
-            dropout_keys: keys of this tower.
+            attention_mask: masks and positions of the batch, an `AttentionScopes` made by `new_attention_mask`.
+            dropout_keys: random keys for dropout in this tower.
         """
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
@@ -203,11 +235,13 @@ class ModernEncoder(Encoder):
         return inputs
 
     def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the dropout keys of the output of one sub-layer; None where nothing is dropped.
+        """Return the random keys for dropout of the output of one sub-layer; None if nothing is dropped.
+
+        Nothing is dropped outside of training, or if `model.hidden_dropout` is 0.
 
         Args:
-            dropout_keys: keys of this tower.
-            sub_layer: number of the sub-layer in the tower, from which the seed is derived.
+            dropout_keys: random keys for dropout in this tower.
+            sub_layer: number of the sub-layer in the tower, from 0, from which its seed is derived.
         """
         if not self.training or not self.model.hidden_dropout:
             return None
@@ -215,5 +249,5 @@ class ModernEncoder(Encoder):
         return dropout_keys._replace(seed=seed).of_layers(1)[0]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the normalised states of the last layer, [T, H]."""
+        """Return the tower's output, [T, H]: the states of the last layer after the final LayerNorm."""
         return self.final_norm(hidden_TH)

@@ -1,8 +1,10 @@
-"""Defines the heads of the architecture `modern`: Dense, GELU and LayerNorm without biases, then the output.
+"""Define the heads of the architecture `modern`, which predict tokens or detect replaced tokens.
+
+Both have a dense layer, GELU and a LayerNorm without biases, and then an output with a bias. To predict tokens, the
+output is the tied token table with one bias per token; to detect replaced tokens, it is one unit.
 
 Guarantee: the same functions as the heads of Hugging Face's ModernBertForMaskedLM and ModernBertForTokenClassification
-on the same weights. The output of the first is the tied token table plus one bias per token, that of the second one
-unit with a bias. Losses are fp32 whatever the dtype of the parameters.
+on the same weights. Losses are at least fp32, whatever the dtype of the parameters.
 
 Shapes: M masked slots, H hidden width, E embedding width, B rows, S tokens.
 """
@@ -20,30 +22,36 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 class ModernTokenHead(GeneratorHead):
-    """Head that predicts tokens; only the bias of the output distinguishes it from one without any bias."""
+    """Head that predicts tokens, of the architecture `modern`; only its output layer has a bias."""
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
-        """Create the dense layer, the LayerNorm and the output bias; the arguments are those of `GeneratorHead`."""
+        """Create the dense layer, the LayerNorm and the output bias; the output matrix is the token table.
+
+        Args:
+            model: gives the size of the vocabulary and eps.
+            hidden_size: width of the states that the head reads.
+            embedding_size: width of the token table.
+        """
         super().__init__(model, hidden_size, embedding_size)
         self.dense = Linear(hidden_size, embedding_size, bias=False)
         self.layer_norm = nn.LayerNorm(embedding_size, eps=model.layer_norm_eps, bias=False)
 
 
 class ModernDetectionHead(DiscriminatorHead):
-    """Replaced-token-detection head with a LayerNorm before its output unit."""
+    """Head that detects replaced tokens, of the architecture `modern`: it has a LayerNorm before its output unit."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Create the dense layer, the LayerNorm and the output unit in the width of the discriminator."""
+        """Create the dense layer, the LayerNorm and the output unit; `model` gives eps and the head's width."""
         super().__init__(model)
         width = model.discriminator.hidden_size
         self.dense = Linear(width, width, bias=False)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
 
     def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the logit of every token, [B, S] in fp32 (fp64 for fp64 states).
+        """Return for each token the logit of having been replaced, [B, S] in fp32 (fp64 for fp64 states).
 
         Args:
-            hidden_BSH: states of the discriminator.
+            hidden_BSH: states of the discriminator's last layer.
         """
         logits_BS = self.out(self.layer_norm(F.gelu(self.dense(hidden_BSH)))).squeeze(-1)
         return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
@@ -54,9 +62,9 @@ class ModernDetectionHead(DiscriminatorHead):
         """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics.
 
         Args:
-            hidden_BSH: states of the discriminator.
+            hidden_BSH: states of the discriminator's last layer.
             label_BS: bool, True for replaced tokens.
             mask_BS: weight of each token in the loss, bool or float; 0 on pads.
-            backend: `kernels.backend` of the config, which has no effect, because no fused operation is used.
+            backend: not used, because this head has no fused kernel; `DiscriminatorHead` has the same parameter.
         """
         return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: queries and keys are turned by angles that grow with their position.
+"""Rotary position embeddings: queries and keys are rotated by angles that are proportional to their position.
 
 Guarantee: the angles are those of Hugging Face's ModernBERT, computed in fp32 by the same operations. The score of a
 query and a key depends on the distance of their positions only (Su et al. 2021, arXiv 2104.09864).
@@ -14,19 +14,21 @@ import torch
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of the angles by which the features of each token are turned."""
+    """Cosines and sines of the angles by which pairs of features of each token are rotated."""
 
-    cos_BSF: torch.Tensor  # fp32
-    sin_BSF: torch.Tensor  # fp32
+    cos_BSF: torch.Tensor  # fp32, for B rows, S tokens and F pairs of features
+    sin_BSF: torch.Tensor  # fp32, as above
 
 
 def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rotation:
-    """Return the rotation of every token: position times frequency, where frequency f is theta ** (-2 f / D).
+    """Return the rotation of every token, computed in fp32 also under autocast.
+
+    The angle of the f-th pair of features is position * theta ** (-2 f / D), for a head of D features.
 
     Args:
-        position_BS: int64 positions within the example.
-        head_width: features D of a head, an even number.
-        theta: base of the wavelengths.
+        position_BS: int64 position of each token within its example.
+        head_width: number D of features of a head, which must be even.
+        theta: base of the wavelengths (config keys `model.global_rope_theta` and `model.local_rope_theta`).
     """
     with torch.autocast(position_BS.device.type, enabled=False):
         exponent_F = torch.arange(0, head_width, 2, device=position_BS.device).float() / head_width
@@ -36,18 +38,19 @@ def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rot
 
 
 def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return query, key and value with query and key turned, [B, S, 3, N, D] in the dtype of the input.
+    """Return query, key and value with query and key rotated, [B, S, 3, N, D] in the dtype of the input.
 
-    Features f and f + D / 2 of a head are turned together. The products are computed in fp32, or in fp64 for fp64.
+    Features f and f + D / 2 of a head are a pair that is rotated together. The products are computed in fp32, or in
+    fp64 if the input is fp64.
 
     Args:
         qkv_BS3ND: query, key and value of all heads.
-        rotation: of the tokens, for heads of this width.
+        rotation: rotation of each token, from `rotation_of` with `head_width` D.
     """
     query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
     compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
     cos = rotation.cos_BSF[:, :, None, None]
     sin = rotation.sin_BSF[:, :, None, None]
     first, second = query_and_key.to(compute_dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([turned.to(value.dtype), value], dim=2)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(value.dtype), value], dim=2)

@@ -74,7 +74,7 @@ class Reporter:
         Args:
             config: the resolved config of the run.
             engine: read for the device and the name of the optimizer.
-            corpora: the training corpora, one for each phase.
+            corpora: the training corpora of the run.
             restored: state of the restored checkpoint; None at the beginning of a run.
             hosts: name of the host of each rank.
             patience: how long records that a restart needs are waited for, if the disk is full; None: not at all.

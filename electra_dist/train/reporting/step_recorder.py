@@ -42,15 +42,18 @@ class _LogPoint(NamedTuple):
 
 
 class StepRecorder:
-    """Maker of the records of one start's logged steps. It keeps the time of the last one, for the rates."""
+    """Maker of the metrics records of logged steps, for one start of a run.
+
+    It keeps the time of the last record, from which it computes rates such as tokens per second.
+    """
 
     def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
-        """Begin the first interval.
+        """Prepare to make records; the rates of the first record are computed from now on.
 
         Args:
             config: the resolved config of the run.
             device: device of this rank.
-            corpus_sizes: sizes of the training corpora, as `RunCorpora.sizes` gives them.
+            corpus_sizes: sizes of the training corpora: the result of `RunCorpora.sizes`.
             start_step: optimizer steps done before this start.
         """
         self._config = config

@@ -1,4 +1,4 @@
-"""Side files of a corpus: each row knows its documents, whatever the format, the parts and the restarts were."""
+"""Side files of a corpus name the documents of each row, in any input format, with build tasks and restarts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ Key = tuple[str, str, int, str | None, str | None]  # source, file, number, id, 
 
 @pytest.fixture
 def texts_of(prose: Prose, tmp_path: Path) -> dict[Key, str]:
-    """Documents in two folders: text, JSON lines with and without ids, a table with a column `id`; key -> text."""
+    """Write documents of several formats to two folders; return the text of each document by its key.
+
+    The formats are plain text, JSON lines with and without ids, and a table with a column `id`.
+    """
     web = tmp_path / "in" / "web"
     books = tmp_path / "in" / "books"
     web.mkdir(parents=True)
@@ -90,7 +93,7 @@ def examples(folder: Path) -> Iterator[tuple[Key, list[int]]]:
 
 
 def tokens_by_document(folder: Path, vocabulary: Vocabulary) -> dict[Key, Counter[int]]:
-    """Return the tokens of text that the side files give to each document."""
+    """Return, for each document, how often each token id occurs in the examples that the side files assign to it."""
     special = vocabulary.special
     tokens: dict[Key, Counter[int]] = {}
     for key, ids in examples(folder):
@@ -102,7 +105,7 @@ def tokens_by_document(folder: Path, vocabulary: Vocabulary) -> dict[Key, Counte
 
 
 def expected_tokens(text: str, vocabulary: Vocabulary) -> Counter[int]:
-    """Return the tokens of a document, without the builder."""
+    """Return how often each token id occurs in a document, computed without the corpus builder."""
     lines = WordPieceTokenizer(vocabulary, lowercase=True).encode(text.split("\n"))
     return Counter(token for line in lines for token in line)
 
@@ -111,7 +114,7 @@ def expected_tokens(text: str, vocabulary: Vocabulary) -> Counter[int]:
 def test_each_document_has_exactly_its_tokens_in_the_rows_that_are_named_for_it(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path, vocabulary: Vocabulary, packing: str
 ) -> None:
-    """The independent truth is each document, tokenized on its own. Held-out rows have side files of their own."""
+    """The rows of each document are compared with its text, tokenized separately; also those of held-out rows."""
     request = build_request(tmp_path / "in", heldout_fraction=0.2, packing=packing)
 
     build_corpus(request)
@@ -125,7 +128,7 @@ def test_each_document_has_exactly_its_tokens_in_the_rows_that_are_named_for_it(
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
-    """Return the shards and manifests below a folder, without side files, by name."""
+    """Return the content of each shard and manifest below a folder by its name, without side files."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return {name: (folder / name).read_bytes() for name in names if "origins" not in name}
 
@@ -183,7 +186,7 @@ def test_a_bucket_without_one_of_its_side_files_is_built_again(
 def test_a_build_goes_on_as_it_was_begun(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second build is one that a version without side files has begun: it has no notes.json."""
+    """The second build was begun by a version without side files, so it has no notes.json."""
     request = build_request(tmp_path / "in")
     without = dataclasses.replace(request, corpus=request.corpus.model_copy(update={"origins": False}))
     build_part(without, Part(1, 2))
@@ -200,7 +203,7 @@ def test_a_build_goes_on_as_it_was_begun(
 
 
 def flip_a_bit(path: Path) -> None:
-    """Change one bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Every format from an S3 server, read by `corpus build` and through `corpus prepare`: what is read and dropped."""
+"""Inputs of every format on an S3 server: which documents `corpus build` and `corpus prepare` read and drop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HTML = "text/html; charset=utf-8"
 
 
 class Input(NamedTuple):
-    """One format: its files, and what becomes of what is in them."""
+    """Files of one format, and how many of their documents are expected to be read and dropped."""
 
     label: str  # in the table
     files: dict[str, bytes]
@@ -44,18 +44,18 @@ class Input(NamedTuple):
 
 
 def texts(first: int) -> list[str]:
-    """Return the good documents of an input, whose seeds begin at `first`."""
+    """Return `NUM_GOOD` documents of English text, made from the seeds `first`, `first` + 1 and so on."""
     return [english(seed) for seed in range(first, first + NUM_GOOD)]
 
 
 def file_of(write: Callable[[Path], None], path: Path) -> bytes:
-    """Return what a function writes to a file of this name."""
+    """Return the bytes that a function writes to the file `path`."""
     write(path)
     return path.read_bytes()
 
 
 def table_file(cells: list[str | None], kind: str) -> bytes:
-    """Return a table with a column of text as parquet, or as a stream of Arrow, which data sets on disk have."""
+    """Return a table with a column of text as bytes: a parquet file, or a stream of Arrow as Hugging Face saves."""
     table = pa.table({"text": pa.array(cells, pa.string())})
     out = io.BytesIO()
     if kind == "parquet":
@@ -67,7 +67,7 @@ def table_file(cells: list[str | None], kind: str) -> bytes:
 
 
 def zipped(content: bytes) -> bytes:
-    """Return a zip archive with JSON lines."""
+    """Return a zip archive that contains a file of JSON lines, as bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("part.jsonl", content)
@@ -75,7 +75,7 @@ def zipped(content: bytes) -> bytes:
 
 
 def make_inputs(folder: Path) -> dict[str, Input]:
-    """Return the inputs by the names of their folders."""
+    """Return all inputs, keyed by the name of the folder to which each is written."""
     pages = [(f"http://a.example.com/{seed}", page(text), HTML, "200 OK") for seed, text in enumerate(texts(0))]
     pages += [
         ("http://a.example.com/picture", b"\x89PNG", "image/png", "200 OK"),
@@ -145,7 +145,7 @@ def make_inputs(folder: Path) -> dict[str, Input]:
 
 @pytest.fixture
 def inputs(bucket: str, s3: S3Server, tmp_path: Path) -> dict[str, Input]:
-    """The inputs, which are on S3 below `in/`, each in a folder of its own."""
+    """Upload all inputs to S3, each to a folder of its own below `in/`; return them."""
     store = open_store(f"{bucket}/in", s3.endpoint_url)
     made = make_inputs(tmp_path)
     for folder, each in made.items():
@@ -158,7 +158,7 @@ def inputs(bucket: str, s3: S3Server, tmp_path: Path) -> dict[str, Input]:
 def request_of(
     build_request: Callable[..., BuildRequest], jsonl_file: Callable[..., Path], bucket: str, s3: S3Server
 ) -> Callable[[str], BuildRequest]:
-    """`request_of(prefix)`: the build of all inputs below a prefix of the bucket."""
+    """Return the function `request_of(prefix)`, which makes the build of all inputs below a prefix of the bucket."""
 
     def make(prefix: str) -> BuildRequest:
         found = search_inputs([f"{bucket}/{prefix}"], s3.endpoint_url)
@@ -174,7 +174,7 @@ def request_of(
 
 
 def run_prepare(bucket: str, s3: S3Server, names: list[str], work: Path) -> Any:
-    """Prepare all inputs, each as a source of its own, without filters; return prepare.json."""
+    """Run `corpus prepare` without filters on all inputs, each as a source of its own; return prepare.json."""
     from electra_dist.corpus.prepare.preparation import check, finished_report, run
 
     config = PrepareConfig.model_validate(
@@ -195,12 +195,12 @@ def run_prepare(bucket: str, s3: S3Server, names: list[str], work: Path) -> Any:
 
 
 def in_words(counts: dict[str, int]) -> str:
-    """Return counts by reason as a cell of the table."""
+    """Return counts by reason as the text of a table cell."""
     return ", ".join(f"{reason} {number}" for reason, number in sorted(counts.items())) or "-"
 
 
 def table(inputs: dict[str, Input]) -> Iterator[str]:
-    """Yield the lines of the table of docs/corpus_prepare.md."""
+    """Yield the lines that the table of formats in docs/corpus_prepare.md should have."""
     yield "| input, from S3 | `corpus build` reads | drops | `corpus prepare` reads | drops |"
     yield "| --- | --- | --- | --- | --- |"
     for each in inputs.values():
@@ -257,7 +257,7 @@ def test_a_build_that_continues_fetches_only_inputs_that_were_not_read(
     send = botocore.client.BaseClient._make_api_call
 
     def watch(client: Any, operation: str, arguments: Any) -> Any:
-        """Count the GETs of inputs; end the build at a refused one."""
+        """Count the GET requests for inputs, and raise an error at a request for one of the files in `refused`."""
         key = arguments.get("Key", "")
         if operation == "GetObject" and key.endswith(".jsonl"):
             if key.rpartition("/")[2] in refused:

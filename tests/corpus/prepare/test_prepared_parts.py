@@ -1,4 +1,4 @@
-"""Text with planted duplicates and boilerplate: prepared, built in four parts, one of them killed, and merged."""
+"""Text with planted duplicates and boilerplate is prepared, built by four tasks, one of them killed, and merged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def letters_of(corpus: Path, vocabulary: Vocabulary, seq_len: int) -> str:
-    """Return the text of all rows, training and held-out, without spaces and special tokens."""
+    """Return the text of all training and held-out rows, without spaces and special tokens."""
     tokens = vocabulary.text.splitlines()
     special = set(vocabulary.special.values())
     text = []

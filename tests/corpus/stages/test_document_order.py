@@ -143,7 +143,7 @@ def test_sources_are_mixed_and_used_as_often_as_their_epochs(
 def test_every_window_of_the_rows_has_each_sources_weight_within_three_standard_errors(
     build_request: Callable[..., BuildRequest], vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
-    """Three sources of documents of one row each, read one after another, are mixed in the rows of the shards."""
+    """Documents of three sources, one row each, are read source by source; the shards must mix the sources."""
     weights = {"sep": 0.05, "mask": 0.25, "that": 0.70}
     num_documents = {"sep": 1000, "mask": 1400, "that": 5600}  # source_shares changes their shares to the weights
     folder = tmp_path / "in"

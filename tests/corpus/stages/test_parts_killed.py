@@ -1,4 +1,4 @@
-"""A part of a build, and a merge, that are killed at any of their durable operations: the same corpus afterwards."""
+"""A build task or a merge that is killed at any durable operation and run again makes the same corpus."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ NUM_SAMPLED = 12  # kills of the default tests in each phase
 
 
 class Build:
-    """A small build in two parts: the corpus of one process, and folders as they are before each phase."""
+    """Small corpus build by two tasks: the expected corpus, and copies of the output folder before each command.
+
+    A phase is one of the two commands that are killed: "part" (the second task) or "merge".
+    """
 
     def __init__(self, request: BuildRequest, folder: Path) -> None:
-        """Build the corpus at once, and once more in two parts."""
+        """Build the corpus in one process, for comparison, and once more by two tasks."""
         self.request = request
         self.output = Path(request.output)
         build_corpus(dataclasses.replace(request, output=str(folder / "whole")))
@@ -35,12 +38,12 @@ class Build:
         self.before["merge"] = Path(shutil.copytree(self.output, folder / "before-merge"))
 
     def restore(self, phase: str) -> None:
-        """Put the output into the state before a phase."""
+        """Replace the output folder by its copy from before a phase, "part" or "merge"."""
         shutil.rmtree(self.output, ignore_errors=True)
         shutil.copytree(self.before[phase], self.output)
 
     def run(self, phase: str) -> None:
-        """Do a phase as the command does it."""
+        """Run a phase, "part" or "merge", in the way in which its command does."""
         if phase == "part":
             build_part(self.request, Part(2, 2))
         elif (self.output / MANIFEST_KEY).exists():
@@ -62,13 +65,13 @@ def build(
     jsonl_file: Callable[..., Path],
     tmp_path: Path,
 ) -> Build:
-    """Two groups of inputs and several buckets, with held-out rows."""
+    """Return a build of two input files, with held-out rows."""
     inputs = [jsonl_file(prose(30, number), f"{number}.jsonl") for number in range(2)]
     return Build(build_request(inputs, "parts", heldout_fraction=0.2), tmp_path)
 
 
 def check_kills(build: Build, phase: str, choose: Callable[[Sequence[Kill]], Sequence[Kill]]) -> int:
-    """Kill a phase at chosen operations in turn, do it again, and compare the corpus; return the number of kills."""
+    """Kill a phase at each chosen operation, run it again, and compare the corpus; return the number of kills."""
     build.restore(phase)
     operations: list[Operation] = operations_of(lambda: build.run(phase), build.output)
     kills = choose([Kill(operation, moment) for operation in operations for moment in operation.moments])

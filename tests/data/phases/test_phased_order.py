@@ -1,4 +1,4 @@
-"""The order of rows over phases: a pure function of the step, whose phases are those of each corpus alone."""
+"""The order of rows in a run with `data.phases`: each phase has the order of its corpus alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def phased(draw: st.DrawFn) -> tuple[PhasedOrder, list[list[int]], list[int], in
 
 
 def ids_by_hand(rows_per_shard: list[list[int]], first_positions: list[int], window: int, end: int) -> list[int]:
-    """Return the row ids of the first `end` positions: each phase's corpus read alone, ids shifted past the others."""
+    """Return the expected row ids of the first `end` positions, from a `RowOrder` of each corpus alone."""
     ids: list[int] = []
     for number, rows in enumerate(rows_per_shard):
         order = RowOrder(rows, SEED, window)
@@ -138,15 +138,15 @@ def test_the_audit_accepts_a_right_run_and_finds_a_changed_receipt(
 
 
 class NamedRows:
-    """Stand-in for a corpus manifest, which gives the audit the names of rows."""
+    """Substitute for a corpus manifest, from which the audit takes the names of rows."""
 
     def row_name(self, row_id: int) -> str:
-        """Return the id as text."""
+        """Return the id of a row as its name."""
         return str(row_id)
 
 
 class Phases:
-    """Three corpora on disk, all their rows in the order of their ids, and the run that reads them one by one."""
+    """Three corpora on disk, all their rows in the order of their ids, and a run that trains on them in turn."""
 
     def __init__(self, folder: Path) -> None:
         for seed, (name, rows_per_shard) in enumerate(CORPORA.items()):
@@ -173,7 +173,7 @@ class Phases:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Phases:
-    """A run of three phases, which change before the steps 5 and 9."""
+    """Return a run of three phases, the later two of which begin at the steps 5 and 9."""
     return Phases(tmp_path_factory.mktemp("phases"))
 
 

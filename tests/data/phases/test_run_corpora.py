@@ -1,4 +1,4 @@
-"""The corpora of a run with phases: what they are together, and which do not go together."""
+"""The corpora of a run with `data.phases`: the joined manifest and store, and corpora that are refused."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
-    """A folder with the corpora a, b and c of different rows."""
+    """Return a folder with the corpora a, b and c, whose rows differ."""
     for seed, name in enumerate("abc"):
         write_corpus(str(tmp_path / name), [9, 4], seed)
     return tmp_path
 
 
 def change_manifest(corpus: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the content of a corpus.json."""
+    """Change fields in the corpus.json of a corpus."""
     file = corpus / "corpus.json"
     tree = json.loads(file.read_text())
     change(tree)
@@ -83,7 +83,7 @@ def test_shards_of_a_corpus_that_is_not_local_are_fetched_into_the_cache_of_the_
     corpora: Path, tmp_path: Path
 ) -> None:
     class FarStore(LocalStore):
-        """A folder whose files must be fetched, as objects on S3 must."""
+        """Local store without local paths, so that its files must be fetched, as objects on S3 must."""
 
         def local_path(self, key: str) -> None:  # type: ignore[override]
             return None

@@ -1,4 +1,4 @@
-"""Where the cache of a node lies if the config does not name a folder, and what its room leads to."""
+"""The choice of a node's cache folder without `data.cache_dir`, and the prediction of how much is fetched again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choose(tmp_path: Path, *, nodes: int, configured: str | None = None, **envir
 
 @pytest.fixture
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A list of mounts in which tmp_path/disk is a local disk, and the other folders of tmp_path are none."""
+    """Write a list of mounts in which tmp_path/disk is a local disk, and other folders of tmp_path are not."""
     kinds = {"disk": "ext4", "shared": "nfs4", "memory": "tmpfs", "scratch": "lustre"}
     for name in kinds:
         (tmp_path / name).mkdir()
@@ -50,7 +50,7 @@ def test_several_nodes_use_the_first_local_temporary_directory(tmp_path: Path, m
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, mounts: Path) -> None:
-    """Compiled code is loaded from this folder, so that nobody else may have made it."""
+    """Compiled code is loaded from this folder, so no other user may have created it."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "disk" / NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match=r"belongs to another user or is a link; set data.cache_dir"):

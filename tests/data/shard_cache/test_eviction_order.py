@@ -1,4 +1,4 @@
-"""Which part of a corpus a cache that is smaller keeps, and what it fetches again in each epoch."""
+"""The shards that a cache smaller than its corpus keeps, and how many it fetches again in each epoch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digest_of(number: int) -> str:
 
 
 def test_the_order_is_a_function_of_the_shards_alone() -> None:
-    """The names come in any order and with any times of use, as different ranks see them."""
+    """Ranks list the files in different orders and see different times of use; the result must not depend on them."""
     corpus = {digest_of(number) for number in range(20)}
     names = sorted(corpus)
     orders = []
@@ -70,8 +70,10 @@ def bytes_in(folder: Path) -> int:
 def test_a_cache_fetches_only_what_it_does_not_hold_again(
     build_corpus: Callable[..., Any], tmp_path: Path, share: float
 ) -> None:
-    """Over three epochs of a run: the rows are those of the order, the folder stays within its limit, and an epoch
-    fetches the shards that have no room beside the two windows in use, and no more."""
+    """In each of three epochs the rows are right, the folder is within its limit, and only some shards are fetched.
+
+    They are those for which there is no room in addition to the two windows in use.
+    """
     corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS] * NUM_SHARDS)
     remote = Remote(tmp_path / "corpus")
     folder = tmp_path / "cache"

@@ -26,8 +26,11 @@ LONGEST_S = 60.0
 def test_the_next_window_is_fetched_while_the_training_thread_does_not_ask(
     build_corpus: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """After the first batch of each window of an epoch and of the next one's first window, nothing is asked for until
-    the next window is in the cache. The cache has room for two windows only, so that every window is fetched."""
+    """The next window arrives in the cache although the test asks for no further batch.
+
+    This is checked after the first batch of each window, also of the first window of the second epoch. The cache has
+    room for two windows only, so every window is fetched.
+    """
     corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS] * NUM_SHARDS)
     remote = Remote(tmp_path / "corpus")
     limit_bytes = 2 * WINDOW * corpus.manifest.shards[0].bytes

@@ -32,7 +32,7 @@ TOKEN = "secret-of-the-run"
 
 
 class Node:
-    """A node of one rank: its server, its cache folder and a store that counts what this node fetches."""
+    """Node with one rank: its server, its cache folder, and a store that records what the node fetches."""
 
     def __init__(self, corpus: Any, folder: Path, limit_bytes: int | None = None) -> None:
         self.corpus = corpus
@@ -57,15 +57,16 @@ class Node:
 
 @pytest.fixture
 def large(build_corpus: Callable[..., Any], tmp_path: Path) -> Any:
-    """A corpus of shards of equal sizes."""
+    """Return a corpus of shards of equal sizes."""
     return build_corpus(open_store(str(tmp_path / "corpus")), [ROWS] * NUM_SHARDS)
 
 
 @pytest.fixture
 def make_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Node]]]:
-    """`make_nodes(corpus, 3)`: nodes that know one another; they are closed at the end.
+    """Return a function that makes nodes which know one another: `make_nodes(corpus, 3)`.
 
-    They wait so long for one another that no node of a busy machine counts as away.
+    The nodes are closed at the end of the test. Their timeouts are long, so that none counts as failed on a busy
+    machine.
     """
     for name in ("_CONNECT_S", "_READ_S", "_STALLED_S"):
         monkeypatch.setattr(peer_group, name, 60.0)
@@ -87,7 +88,7 @@ def make_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 def read_epochs(
     nodes: list[Node], num_epochs: int, on_step: Callable[[int], None] = lambda step: None
 ) -> list[np.ndarray]:
-    """Read whole epochs on all nodes side by side, each as one rank; return the rows of each step, of all ranks."""
+    """Read whole epochs on all nodes at the same time, one rank per node; return the rows of each step, all ranks."""
     corpus = nodes[0].corpus
     order = RowOrder([ROWS] * NUM_SHARDS, seed=3, window_shards=WINDOW)
     loaders = [
@@ -126,7 +127,7 @@ def test_each_shard_is_fetched_once_for_all_nodes(large: Any, make_nodes: Callab
 def test_small_caches_of_several_nodes_hold_the_corpus_together(
     large: Any, make_nodes: Callable[..., list[Node]]
 ) -> None:
-    """Each of four caches has room for two windows, which are half of the corpus; later epochs fetch nothing."""
+    """A cache holds only a part of the corpus, but four caches together hold all; later epochs fetch nothing."""
     size = large.manifest.shards[0].bytes
     nodes = make_nodes(large, 4, limit_bytes=(2 * WINDOW + NUM_SHARDS // 3) * size)
     read_epochs(nodes, 3)
@@ -151,7 +152,7 @@ def test_the_nodes_agree_on_the_owners_and_share_them_evenly() -> None:
 def test_a_node_that_ends_in_the_middle_is_replaced_by_the_store(
     large: Any, make_nodes: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last node's server ends during the first epoch; the shards that it owns pass to their next owners."""
+    """The server of the last node ends during the first epoch; the next owners then fetch that node's shards."""
     nodes = make_nodes(large, 4)
     survivors = nodes[:3]
     gone = nodes[3]
@@ -169,7 +170,7 @@ def test_a_node_that_ends_in_the_middle_is_replaced_by_the_store(
 
 
 def test_wrong_bytes_of_a_peer_are_refused(large: Any, make_nodes: Callable[..., list[Node]]) -> None:
-    """The files of one node are damaged after it has verified them; the other one notices and asks the store."""
+    """The files of one node are damaged after verification; the other node notices and fetches from the store."""
     nodes = make_nodes(large, 2)
     owner, asking = nodes
     assert owner.cache is not None
@@ -189,7 +190,7 @@ def test_wrong_bytes_of_a_peer_are_refused(large: Any, make_nodes: Callable[...,
 
 
 def answer_with(reply: Callable[[socket.socket], None], stack: contextlib.ExitStack) -> Address:
-    """Listen at a free port and call `reply` with each connection, in a thread; return the address."""
+    """Listen on a free port, and call `reply` with each connection in a thread; return the address."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
     def work() -> None:

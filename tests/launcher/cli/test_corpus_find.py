@@ -57,7 +57,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def marked(mark: str) -> str:
-    """Return a document of 20 lines that consists of one mark."""
+    """Return a document of 20 lines in which one marker word is repeated."""
     return "\n".join([" ".join([mark] * 15)] * 20)
 
 
@@ -116,7 +116,7 @@ def test_the_steps_that_are_named_read_the_sentence_and_no_other_step_does(corpu
 
 
 def write_run(corpus: Path, run: Path) -> Path:
-    """Write a run folder of 60 steps, of which step 3 is skipped and 20 are done; return it."""
+    """Write the folder of a run of 60 steps, of which step 3 is skipped and 20 are done; return its path."""
     run.mkdir()
     config = {
         "run_dir": str(run),
@@ -136,7 +136,7 @@ def write_run(corpus: Path, run: Path) -> Path:
 
 
 def steps_with(corpus: Path, texts: list[list[int]]) -> set[int]:
-    """Return the steps whose batches hold a row with the tokens of one of the texts, by reading all batches."""
+    """Read all batches; return the steps that have a row with the tokens of one of the texts."""
     rows = rows_of(corpus)
     order = RowOrder([len(shard) for shard in rows], SEED, WINDOW)
     expected = set()
@@ -154,7 +154,7 @@ def test_a_text_that_is_in_no_row_is_reported(corpus: Path) -> None:
 
 
 def rows_with(corpus: Path, texts: list[list[int]]) -> set[tuple[str, int]]:
-    """Return the rows that contain the tokens of one of the texts, by reading all rows."""
+    """Read all rows; return those that contain the tokens of one of the texts."""
     names = [entry["name"] for entry in json.loads((corpus / "corpus.json").read_text())["shards"]]
     return {
         (names[shard], row)
@@ -176,7 +176,7 @@ def rows_with(corpus: Path, texts: list[list[int]]) -> set[tuple[str, int]]:
 def test_the_rows_and_steps_of_a_source_or_a_document_are_exactly_those_with_its_marks(
     corpus: Path, tmp_path: Path, option: tuple[str, str], number: int | None
 ) -> None:
-    """The independent truth is the marks that only these documents have, read in all rows and all batches."""
+    """The expected rows and steps are found by marker words of these documents, in all rows and batches."""
     run = write_run(corpus, tmp_path / "run")
     marks = MARKS if number is None else MARKS[number]
     tokens = [[make_vocabulary().ids[mark]] for mark in marks]
@@ -208,7 +208,7 @@ def test_a_row_with_a_text_is_shown_with_its_documents(corpus: Path) -> None:
 
 
 def run_find(*arguments: object) -> Any:
-    """Return the result of `corpus find` with text output."""
+    """Run `corpus find` with text output; return the result of the command."""
     return CliRunner().invoke(app, ["find", *map(str, arguments)])
 
 
@@ -261,7 +261,7 @@ def test_a_corpus_without_side_files_is_searched_by_text_only(corpus: Path, tmp_
 def test_a_source_of_a_later_phase_is_found_in_its_corpus_with_the_steps_of_the_phase(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """The run reads another corpus from step 40 on, whose documents consist of marks that the first one lacks."""
+    """From step 40 on, the run reads another corpus, whose documents have marker words that the first one lacks."""
     (tmp_path / "late").mkdir()
     (tmp_path / "late" / "notes.txt").write_text("\n\n".join([" ".join(["#"] * 500)] * 30))
     request = BuildRequest(

@@ -1,4 +1,4 @@
-"""`corpus stats`: the figures of the page are those of the rows, and the page needs nothing but itself."""
+"""`corpus stats`: the numbers on the page agree with the rows, and the page loads no other file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECIAL = make_vocabulary().special
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of prepared text of two sources, of a folder with a name to escape, and of what is left out."""
+    """Return a corpus of two prepared sources and a folder whose name needs escaping; some inputs are dropped."""
     folder = tmp_path_factory.mktemp("stats")
     prepared = folder / "prepared" / "documents"
     own = folder / "in" / "<i>own"
@@ -69,7 +69,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page, as the command writes it."""
+    """Return the HTML page that the command writes."""
     path = tmp_path_factory.mktemp("page") / "new" / "stats.html"
     result = CliRunner().invoke(app, ["stats", str(corpus), "--output", str(path)])
     assert result.exit_code == 0, result.output
@@ -78,14 +78,14 @@ def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def all_rows(corpus: Path) -> np.ndarray:
-    """Return all rows of the corpus, [rows, seq_len]."""
+    """Return the token ids of all rows of the corpus, [rows, seq_len]."""
     manifest = read_manifest(open_store(str(corpus)))
     shards = [Shard(corpus / entry.name, SEQ_LEN, manifest.numpy_dtype) for entry in manifest.shards]
     return np.concatenate([shard.rows(np.arange(shard.num_rows)) for shard in shards])
 
 
 def figures_of(corpus: Path) -> RowFigures:
-    """Return the counts over the rows of the corpus."""
+    """Return the counts for the page, computed from the rows of the corpus."""
     store = open_store(str(corpus))
     manifest = read_manifest(store)
     return read_row_figures(store, manifest, make_vocabulary(), open_origins(store, manifest))

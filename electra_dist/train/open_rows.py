@@ -1,0 +1,86 @@
+"""Open the two sources of rows of a round of training: the loader of training batches, and the evaluator.
+
+A round is the part of a run from a restored checkpoint to the last step, a stop, or a rollback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch.distributed as dist
+
+from electra_dist.config import Config
+from electra_dist.data.loader import RowLoader
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.model.towers import detects_replacements
+from electra_dist.schedule import value_at
+from electra_dist.store.patience import Patience
+from electra_dist.train.evaluator import Evaluator
+from electra_dist.train.health.rank_monitor import RankMonitor
+from electra_dist.train.input_checks import RunInputs
+from electra_dist.train.node_cache import open_shared_cache, shard_folder
+from electra_dist.train.saving.checkpointer import TrainState
+
+_SILENT_READ_S = 10.0  # a longer wait for rows is reported as one for storage
+
+
+def open_loader(
+    config: Config,
+    inputs: RunInputs,
+    state: TrainState,
+    monitor: RankMonitor,
+    patience: Patience,
+    stack: contextlib.ExitStack,
+) -> RowLoader:
+    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
+
+    Args:
+        config: the resolved config of the run.
+        inputs: the opened corpora.
+        state: gives the first step to load, and the steps to skip.
+        monitor: receives a message when this rank waits for rows for a long time.
+        patience: how long storage that is full or away is waited for.
+        stack: closes the cache of shards; the caller must close the loader itself, before the cache.
+    """
+    corpus = inputs.corpus
+    return RowLoader(
+        cache=open_shared_cache(config, corpus, stack),
+        order=inputs.corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch),
+        global_batch=config.train.global_batch,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        start_step=state.step,
+        skip_steps=state.skips.steps,
+        call=patience.call,
+        on_wait=lambda waited_s: monitor.waits_in_silence(waited_s, f"rows of {corpus.store.url}", _SILENT_READ_S),
+    )
+
+
+def open_evaluator(
+    config: Config, inputs: RunInputs, special: SpecialIds, patience: Patience, stack: contextlib.ExitStack
+) -> Evaluator | None:
+    """Return an evaluator on `log.eval_rows` rows of the corpus `data.heldout`; None if that key is not set.
+
+    Args:
+        config: the resolved config of the run.
+        inputs: the opened corpora.
+        special: ids of the special tokens.
+        patience: how long storage that is full or away is waited for.
+        stack: closes the cache of the held-out corpus.
+    """
+    heldout = inputs.heldout
+    if heldout is None:
+        return None
+    cache = heldout.open_cache(config.data, shard_folder(config, heldout))
+    stack.enter_context(contextlib.closing(cache))
+    objective = config.objective
+    return Evaluator(
+        cache=cache,
+        num_rows=config.log.eval_rows,
+        micro_batch=config.train.micro_batch,
+        seed=config.seed,
+        special=special,
+        context_mask_prob=value_at(objective.mask_prob, 1.0) if detects_replacements(objective) else None,
+        num_shown_rows=config.log.text_samples,
+        call=patience.call,
+    )

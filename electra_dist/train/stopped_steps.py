@@ -1,0 +1,73 @@
+"""Handle steps that the guard has stopped: find the row at fault, and skip steps for a rollback to a checkpoint.
+
+A stopped step is one without an update, because its loss or gradient was not finite or its loss was a spike
+(`loss_guard.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from electra_dist.collectives import gather
+from electra_dist.config import Config
+from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.loader import RowBatch
+from electra_dist.errors import UserError
+from electra_dist.train.loss_guard import first_to_skip
+from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.step import outlier
+
+
+def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float]) -> str:
+    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
+
+    Args:
+        manifest: manifest of the training corpus, from which rows get their names.
+        batch: this rank's rows of the step.
+        losses: the loss of each of these rows.
+
+    Returns:
+        The name of the row (its shard and index), its loss and the median loss, as text for the log; "" if no row
+        stands out.
+    """
+    all_losses: list[float] = []
+    all_row_ids: list[int] = []
+    for rank_losses, rank_row_ids in gather((losses, batch.row_ids.tolist())):
+        all_losses += rank_losses
+        all_row_ids += rank_row_ids
+    index = outlier(all_losses)
+    if index is None:
+        return ""
+    name = manifest.row_name(all_row_ids[index])
+    median = np.nanmedian(all_losses)
+    return f"{name} (loss {all_losses[index]:.4g}, median of the step's rows {median:.4g})"
+
+
+def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
+    """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint.
+
+    Every rank calls this function. It restores nothing: the caller returns to a checkpoint, and rank 0 reports the
+    rollback and then writes the list of skipped steps.
+
+    Args:
+        config: the resolved config of the run.
+        skips: list of the steps that the run skips; its newest stopped steps in a row have reached the limit.
+
+    Returns:
+        The first of the steps that are skipped, and the stopped steps, the last of which is the last one skipped.
+
+    Raises:
+        UserError: the run has already gone back `guard.max_rollbacks` times.
+    """
+    guard = config.guard
+    stopped = skips.streak
+    if skips.rollbacks >= guard.max_rollbacks:
+        raise UserError(
+            f"run {config.run_dir} diverges: step {stopped[-1]:,} after {skips.rollbacks} rollbacks was "
+            f"stopped by the guard again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in "
+            f"a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
+        )
+    # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
+    first = first_to_skip(stopped[0], guard.skip_before)
+    skips.roll_back(first)
+    return first, stopped
