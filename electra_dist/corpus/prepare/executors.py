@@ -100,7 +100,7 @@ def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
 
 
 def forget_completed(config: PrepareConfig, stage: Stage) -> None:
-    """Let all tasks of a stage run again."""
+    """Delete the marks of the completed tasks of a stage, so that the next run repeats all of its tasks."""
     for path in (run_folder(config, stage) / "completions").glob("*"):
         path.unlink()
 
