@@ -13,7 +13,7 @@ Four ways take turns, with 1 and with 2 workers, on the same documents and vocab
     datasets      Hugging Face datasets: from_parquet, shuffle, map(tokenise), then map(group into rows of 512), like
                   its run_mlm example (extra `bench`)
 
-Each way also runs once in a process of its own, whose memory is measured. Then the CPU time of every step of a build
+Each way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build
 is measured (electra_dist/planning/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed.
 From these times the script computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
 benchmarks/results/RECORD.json` computes other plans from the same record.

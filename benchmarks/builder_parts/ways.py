@@ -173,9 +173,11 @@ def tokenise_by_datasets(text: Text, num_workers: int) -> int:
     tokenizer = tokenizers.Tokenizer.from_file(str(text.folder / "tokenizer.json"))
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        """Return the token ids of each document of a batch."""
         return {"ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(batch["text"])]}
 
     def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        """Concatenate the ids of a batch, and cut them into rows of `seq_len` ids."""
         ids = list(itertools.chain.from_iterable(batch["ids"]))
         return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
 
@@ -195,7 +197,7 @@ WAYS: dict[str, Callable[[Text, int], int]] = {
 
 
 def peak_memory(name: str, text: Text, num_workers: int) -> int:
-    """Run a way in a process of its own; return the largest memory of this process and its children, in bytes.
+    """Run a way in a new process; return the peak memory of this process and its descendants, in bytes.
 
     A page that several processes share counts for each of them in equal parts (PSS). A peak between two readings is
     missed.

@@ -54,7 +54,7 @@ def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows"
     Args:
         lengths: length of each example in tokens, each at most `seq_len`.
         seq_len: length of a row in tokens.
-        packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
+        packing: "rows" puts several examples into a row if they fit; "none" puts each example into a separate row.
     """
     if packing == "rows":
         return pack(lengths, seq_len)

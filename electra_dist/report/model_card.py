@@ -154,7 +154,7 @@ def model_card(
 
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
-    """Return whether an exported tower predicts tokens; otherwise it detects replaced ones."""
+    """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
     return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from electra_dist.config import Config
-from electra_dist.corpus_search.row_search import Query, RowSearch, rows_held_out, tokens_of_text
+from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
 from electra_dist.data.corpus_manifest import read_manifest
@@ -50,8 +50,8 @@ def find(
     document: Annotated[
         str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
     ] = None,
-    corpus: Annotated[str | None, typer.Option(help="CORPUS; default: that of RUN")] = None,
-    run: Annotated[Path | None, typer.Option(help="RUN")] = None,
+    corpus: Annotated[str | None, typer.Option(help="the same as CORPUS; default: the corpora of RUN")] = None,
+    run: Annotated[Path | None, typer.Option(help="the same as RUN")] = None,
     least: Annotated[
         int | None,
         typer.Option(
@@ -70,28 +70,24 @@ def find(
     corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None
     corpora = _open(corpus, config, endpoint_url)
-    manifest = corpora.manifest
     search = RowSearch(query, corpora, _progress)
-    num_tokens = None
-    if query.text is not None:
-        tokens = tokens_of_text(query.text, corpora.store, manifest)
-        num_tokens = len(tokens)
-        found = search.rows_with_text(tokens, min(least or _DEFAULT_LEAST, num_tokens))
-    else:
-        found = search.rows_with_documents()
+    found, num_tokens = _search(search, query, corpora, least)
     num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
     num_heldout = 0
     if not query.is_text:
         num_heldout = rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url))
+    sources: list[str] = []
+    if query.source is not None and not len(found.rows):
+        sources = search.sources()  # so that the user sees which names there are
     result = SearchResult(
-        manifest=manifest,
+        manifest=corpora.manifest,
         query=query,
         num_rows=len(found.rows),
         num_shards=len(np.unique(found.shards)),
         hits=search.hits(found, num_listed),
         num_tokens=num_tokens,
         heldout_rows=num_heldout,
-        sources=[] if query.source is None or len(found.rows) else search.sources(),
+        sources=sources,
     )
     if config is not None and run is not None:
         uses, step_counts = uses_of_found_rows(found, num_listed, corpora, config, run)
@@ -100,6 +96,24 @@ def find(
         print_json(json_tree(result))
     else:
         print_result(result, open_console(markup=False))
+
+
+def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
+    """Search for the query's text, source or document.
+
+    Args:
+        search: the search, prepared for the query.
+        query: the text, source or document.
+        corpora: the corpora that are searched; their vocabulary tokenizes the text.
+        least: consecutive tokens of the text that a row must contain; None: all of them, at most `_DEFAULT_LEAST`.
+
+    Returns:
+        The found rows, and the number of tokens of the text; None in its place for a source or a document.
+    """
+    if query.text is None:
+        return search.rows_with_documents(), None
+    tokens = tokens_of_text(query.text, corpora.store, corpora.manifest)
+    return search.rows_with_text(tokens, min(least or _DEFAULT_LEAST, len(tokens))), len(tokens)
 
 
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:

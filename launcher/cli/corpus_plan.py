@@ -88,11 +88,11 @@ def plan(
 
     config = load_config(file, overrides or ())
     preparation = load_section(prepare, PrepareConfig) if prepare else None
-    found = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
+    files = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    measurement = _Measurement(config, found, vocab, text_field, preparation)
+    measurement = _Measurement(config, files, vocab, text_field, preparation)
     rates = read_rates(rates_file) if rates_file else measurement.kept_or_new(console, again=measure)
-    work = _workload(rates, found, tokens, kept, input_file_mb, machines, cores)
+    work = _workload(rates, files, tokens, kept, input_file_mb, machines, cores)
     planned = plan_corpus(rates, measurement.request([], _placeholder(config)), work)
     prices = Prices(core_hour=core_hour_price, thousand_requests=request_price, gigabyte=gb_price)
     num_machines_needed = machines_needed(planned, hours) if hours else None

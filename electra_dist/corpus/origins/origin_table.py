@@ -6,8 +6,8 @@
 | `start` | position of the example's first token, [CLS], in the row, from 0 |
 | `file`, `number` | name of the input file, and number of the document in it, from 0 |
 | `source` | source of the file, a key of `sources` in build.json |
-| `id` | the document's own id (JSON field or table column `id`); null without one |
-| `record_source` | source in the document's record (`metadata.source`, as `corpus prepare` writes it), or null |
+| `id` | id of the document (JSON field or table column `id`); null if it has no id |
+| `record_source` | field `metadata.source` of the document's record, which `corpus prepare` writes; null if missing |
 
 There is a line for each training example, in the order of the rows. An example ends where the next example of its row
 begins, at the first [PAD], or at the end of the row.

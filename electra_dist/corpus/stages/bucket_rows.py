@@ -184,8 +184,8 @@ class _RowMaker:
     def _documents(self, bucket: int) -> list[OrderedDocument]:
         """Return the documents of a bucket in the order of the corpus.
 
-        A document that is used several times may be there several times, because each copy has a key of its own, by
-        which the documents are ordered.
+        Documents are ordered by key. A document that is used several times has another key for each copy, so it may
+        occur several times in a bucket.
         """
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
