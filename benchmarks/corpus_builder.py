@@ -1,4 +1,4 @@
-"""Measure the corpus builder in tokens per second and core, beside datatrove, Hugging Face datasets and tokenizers.
+"""Compare the corpus builder with datatrove, Hugging Face datasets and tokenizers, in tokens per second and core.
 
     python benchmarks/corpus_builder.py            # 10 MB of prose that the Python installation contains
     python benchmarks/corpus_builder.py --text DIR --vocab vocab.txt
@@ -13,13 +13,13 @@ Four ways take turns, with 1 and with 2 workers, on the same documents and vocab
     datasets      Hugging Face datasets: from_parquet, shuffle, map(tokenise), then map(group into rows of 512), like
                   its run_mlm example (extra `bench`)
 
-Each way also runs once in a process of its own, whose memory is read. Then the CPU time of every step of a build is
-measured (electra_dist/planning/corpus_rates.py), with the stages of `corpus prepare` where datatrove is installed, and
-a plan for 33 B tokens is made of them: `electra-dist corpus plan CONFIG --rates benchmarks/results/RECORD.json` makes
-plans of the same record.
+Each way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build
+is measured (electra_dist/planning/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed.
+From these times the script computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
+benchmarks/results/RECORD.json` computes other plans from the same record.
 
 Guarantee: the script exits before any timing if the ways do not find the same number of text tokens. The goal for our
-rate divided by that of tokenizers, 0.85, is printed and does not make the script fail.
+rate divided by that of tokenizers, 0.85, is printed; the script does not fail if the goal is missed.
 
 Limits: local files only; the interpreter's start and the training of a vocabulary are not timed.
 """
@@ -64,10 +64,10 @@ from electra_dist.planning.prepare_rates import measure_preparation
 from electra_dist.tokenizer import Vocabulary
 
 LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.
-WORKERS = (1, 2)
-PLANNED_TOKENS = 33e9
-PLANNED_FILE_BYTES = 250e6
-# The filters and deduplications of configs/corpus_prepare.yaml; the places are not used.
+WORKERS = (1, 2)  # Numbers of workers with which each way is timed.
+PLANNED_TOKENS = 33e9  # Size of the corpus for which a plan is computed.
+PLANNED_FILE_BYTES = 250e6  # Size of each of its input files.
+# The filters and deduplications of configs/corpus_prepare.yaml; folders and sources are not used.
 PREPARATION = {
     "output": "unused",
     "work": "unused",
@@ -79,12 +79,12 @@ PREPARATION = {
 
 
 def read_documents(folder: Path) -> list[str]:
-    """Return the texts of a folder, as for `corpus build --input`."""
+    """Return the texts of all documents below a folder, which are found as by `corpus build --input`."""
     return [decode(document) for document in DocumentStream(find_inputs([folder]))]
 
 
 def installed_ways() -> dict[str, Callable[[Text, int], int]]:
-    """Return the ways whose packages are installed."""
+    """Return the ways to make tokens whose packages are installed: name -> function of text and number of workers."""
     return {
         name: way
         for name, way in ways.WAYS.items()
@@ -93,7 +93,7 @@ def installed_ways() -> dict[str, Callable[[Text, int], int]]:
 
 
 def count_tokens(text: Text) -> int:
-    """Return the number of text tokens; exit if the ways do not agree."""
+    """Return the number of text tokens; end the script if the ways find different numbers."""
     counts = {name: way(text, 1) for name, way in installed_ways().items()}
     if len(set(counts.values())) > 1:
         sys.exit(
@@ -104,25 +104,25 @@ def count_tokens(text: Text) -> int:
 
 
 def measure(text: Text, rounds: int) -> Json:
-    """Time every way at each number of workers, the ways in turn, and read the memory of each.
+    """Time every way at each number of workers, the ways in turn, and measure the memory of each.
 
-    The program exits before any timing if the ways do not find the same number of text tokens.
+    The script ends before any timing if the ways do not find the same number of text tokens.
 
     Args:
         text: Documents and vocabulary.
         rounds: Timed runs of each way.
 
     Returns:
-        Number of tokens and bytes, and by number of workers and name of the way: seconds, tokens per second and core,
-        our rate relative to its own, and the peak of its memory in bytes.
+        `text_tokens` and `text_bytes`, and `workers`: number of workers -> name of the way -> seconds of each round,
+        tokens per second and core, our rate divided by the way's rate, and the way's peak memory in bytes.
     """
     num_tokens = count_tokens(text)
     text_bytes = sum(len(line.encode()) + 1 for line in text.lines)
-    found: Json = {"text_tokens": num_tokens, "text_bytes": text_bytes, "workers": {}}
+    measured: Json = {"text_tokens": num_tokens, "text_bytes": text_bytes, "workers": {}}
     for workers in WORKERS:
         chosen = {name: partial(way, text, workers) for name, way in installed_ways().items()}
         seconds = alternate(chosen, rounds, warm_up=0)
-        found["workers"][workers] = {
+        measured["workers"][workers] = {
             name: {
                 "seconds": seconds[name],
                 "tokens_per_core_s": num_tokens / summary(seconds[name])["median"] / workers,
@@ -131,11 +131,11 @@ def measure(text: Text, rounds: int) -> Json:
             }
             for name in chosen
         }
-    return found
+    return measured
 
 
 def measure_steps(text: Text) -> CorpusRates:
-    """Return the costs of the steps of our build, and of a preparation where datatrove is installed."""
+    """Measure the CPU time of each step of our build and, with datatrove, of each stage of a preparation."""
     files = smallest_files(text.files, SAMPLE_BYTES)
     stages = []
     if importlib.util.find_spec("datatrove") is not None:
@@ -143,16 +143,16 @@ def measure_steps(text: Text) -> CorpusRates:
     return measure_rates(text.request(text.folder / "unused", 1), "documents of the benchmark", hardware(), stages)
 
 
-def report(found: Json, rates: CorpusRates, text: Text) -> list[ResultLine]:
-    """Print the tables and return the rows for docs/results.md.
+def report(measured: Json, rates: CorpusRates, text: Text) -> list[ResultLine]:
+    """Print the tables of all ways and of the steps; return the rows for docs/results.md.
 
     Args:
-        found: Result of `measure`.
+        measured: Result of `measure`.
         rates: Result of `measure_steps`.
         text: Documents and vocabulary.
     """
     lines = []
-    for workers, by_way in found["workers"].items():
+    for workers, by_way in measured["workers"].items():
         rows = [
             [
                 name,
@@ -178,16 +178,13 @@ def report(found: Json, rates: CorpusRates, text: Text) -> list[ResultLine]:
 
 
 def report_steps(rates: CorpusRates, text: Text) -> list[ResultLine]:
-    """Print the rates of the steps and the plan for 33 B tokens; return their rows for docs/results.md."""
+    """Print the rate of each step and the plan for 33 B tokens; return both as rows for docs/results.md."""
     million = {step: rates.tokens_per_core_s(step) / 1e6 for step in STEPS}
     rows = [[step, f"{million[step]:.2f}"] for step in STEPS]
-    rows += [
-        [
-            f"prepare: {stage.stage}",
-            f"{stage.text_bytes / max(stage.cpu_s, 1e-9) * rates.tokens / rates.text_bytes / 1e6:.2f}",
-        ]
-        for stage in rates.prepare
-    ]
+    for stage in rates.prepare:
+        bytes_per_s = stage.text_bytes / max(stage.cpu_s, 1e-9)
+        tokens_per_s = bytes_per_s * rates.tokens / rates.text_bytes
+        rows.append([f"prepare: {stage.stage}", f"{tokens_per_s / 1e6:.2f}"])
     print_table(["step, CPU time", "M tokens / s core"], rows)
     work = workload_of_tokens(rates, PLANNED_TOKENS, file_bytes=PLANNED_FILE_BYTES)
     plan = plan_corpus(rates, text.request(text.folder / "unused", 1), work)
@@ -224,7 +221,7 @@ def write_random_words(folder: Path) -> None:
 
 
 def make_text(arguments: object, config: Config, folder: Path) -> Text:
-    """Return the text that the options ask for, written into a folder.
+    """Write the documents that the options choose, and their vocabulary, into a folder; return them as a `Text`.
 
     Args:
         arguments: Parsed options; `smoke`, `text` and `vocab` are read.
@@ -247,7 +244,7 @@ def make_text(arguments: object, config: Config, folder: Path) -> Text:
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
-    """Measure all ways, print their tables and return the record."""
+    """Measure all ways and the steps of our build, print the tables, and return the record."""
     parse = parser(__doc__, rounds=3)
     parse.add_argument(
         "--text",
@@ -263,16 +260,16 @@ def main(argv: Sequence[str] | None = None) -> Json:
     config = load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
     with tempfile.TemporaryDirectory(prefix="builder-") as name:
         text = make_text(arguments, config, Path(name))
-        found = measure(text, 1 if arguments.smoke else arguments.rounds)
+        measured = measure(text, 1 if arguments.smoke else arguments.rounds)
         rates = measure_steps(text)
-        lines = report(found, rates, text)
-    found["rates"] = rates.model_dump()
+        lines = report(measured, rates, text)
+    measured["rates"] = rates.model_dump()
     packages = installed("tokenizers", "datatrove", "datasets")
-    return finish("corpus_builder", arguments, argv, lines, packages=packages, **found)
+    return finish("corpus_builder", arguments, argv, lines, packages=packages, **measured)
 
 
 if __name__ == "__main__":
-    # Worker processes import the main module by its file. Without `__file__` they do not import this script, and torch
-    # with it, which workers of `electra-dist` do not import either.
+    # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
+    # this script and torch, which workers of `electra-dist` do not import either.
     del __file__
     main()

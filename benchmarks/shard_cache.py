@@ -1,26 +1,26 @@
-"""Measure the cache of shards: what a cache that is too small fetches again, and nodes that share a link to the store.
+"""Measure the cache of shards: what a too small cache fetches again, and how nodes share one link to the store.
 
     python benchmarks/shard_cache.py
 
 It measures two things:
 
-1. The share of the corpus that one node fetches in each epoch after the first one, with caches of 50, 75 and 90 % of
-   the corpus. Beside it stands the share with a cache that deletes the least recently used shards, simulated on the
-   same order of shards.
-2. Eight nodes behind one link to the store (`shard_cache_nodes.py`), each a process with a cache folder of its own and
-   steps of a fixed length. The need is the rate at which nodes that share no shards must fetch to wait for nothing
-   while the first epoch lasts: eight times the corpus in the time of its steps. With links of 100, 75 and 50 % of the
-   need it measures the seconds to the first batch of the slowest node, the share of time that the nodes wait, and the
-   bytes that leave the store, for nodes that fetch everything themselves ("alone") and for nodes that pass shards to
-   one another ("sharing"). Nodes that share need an eighth of that rate; they are measured with 100, 75 and 50 % of
-   this eighth, too. In one more run a node is killed in the middle of the epoch, in another one every cache holds half
-   of the corpus.
+1. The share of the corpus that one node fetches in each epoch after the first, with caches of 50, 75 and 90 % of the
+   corpus. For comparison, a cache that deletes the least recently used shard is simulated on the same order of shards.
+2. Eight nodes behind one link to the store (`shard_cache_nodes.py`). Each node is a process with its own cache folder
+   and steps of a fixed length. It either fetches every shard from the store ("alone"), or the nodes pass shards to one
+   another ("sharing"). Measured are the seconds to the first batch of the slowest node, the share of the time that the
+   nodes wait, and the bytes that leave the store.
 
-Guarantee: every batch is compared with the rows that the order of rows gives for it; the script ends with an error if
-one differs. The bytes are counted where they leave the store.
+   The "need" is the rate of the link at which nodes alone would never wait in the first epoch: eight times the corpus
+   in the time of the epoch's steps. Both kinds of nodes are measured with links of 100, 75 and 50 % of the need.
+   Sharing nodes need an eighth of this rate, so they are also measured with 100, 75 and 50 % of this eighth. In one
+   more run a node is killed in the middle of the epoch; in another, every cache holds half of the corpus.
+
+Guarantee: every batch is compared with the rows that the run's row order gives for it; the script ends with an error
+if a batch differs. Bytes are counted where they leave the store.
 
 Limits: the store is a local HTTP server with a limited rate, not S3. The nodes do not wait for one another at each
-step, and they share the processors of one machine; its load average is in the record and in the table.
+step, and they share the processors of one machine, whose load average is in the record and in the table.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from electra_dist.data.row_order import RowOrder
 from electra_dist.data.verified_shards import ShardCache
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
-LINK_SHARES = (1.0, 0.75, 0.5)  # rate of the link as a share of the need
+LINK_SHARES = (1.0, 0.75, 0.5)  # rate of the link as a share of the need, which the module's docstring defines
 NUM_NODES = 8
 _SEED = 42
 
 
 def least_recently_used(order: RowOrder, num_shards: int, capacity: int, window: int, epochs: int) -> list[float]:
-    """Return the share of the shards that each epoch fetches if the least recently used shard is always deleted.
+    """Simulate a cache that deletes the least recently used shard; return the share of the shards each epoch fetches.
 
     Args:
-        order: Order of the rows, which gives the shards of each window.
+        order: Order of the rows, which gives the order of the shards in each epoch.
         num_shards: Shards of the corpus, all of one size.
         capacity: Shards that the cache holds.
         window: Shards of a window.
@@ -74,7 +74,7 @@ def least_recently_used(order: RowOrder, num_shards: int, capacity: int, window:
 
 
 def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) -> list[Json]:
-    """Read some epochs with caches of several sizes and return what each epoch fetches.
+    """Read some epochs of a corpus with caches of several sizes, and return what each epoch fetches.
 
     Args:
         folder: Empty folder for the corpus and the caches.
@@ -83,8 +83,8 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
         epochs: Epochs to read; the first one fills the cache.
 
     Returns:
-        One JSON object per size: `cache`, the size as a share of the corpus, and the shares of the corpus that the
-        epochs after the first one fetch, `ours` and `least_recently_used`.
+        One JSON object for each size. `cache` is the size as a share of the corpus. `ours` (our cache) and
+        `least_recently_used` (simulated) are the shares of the corpus that each epoch after the first fetches.
     """
     batch = 64
     corpus = write_corpus(str(folder / "corpus"), num_shards, batch, num_shards, seq_len=32)
@@ -119,12 +119,17 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
 
 
 def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
-    """Print what each size of the cache fetches again and return its row for docs/results.md."""
+    """Print what an epoch fetches again with each size of the cache; return the row for docs/results.md.
+
+    Args:
+        sizes: Result of `measure_eviction`.
+        facts: Sizes of the corpus, for the heading.
+    """
     ours = [float(np.mean(size["ours"])) for size in sizes]
-    rival = [float(np.mean(size["least_recently_used"])) for size in sizes]
+    simulated = [float(np.mean(size["least_recently_used"])) for size in sizes]
     rows = [
-        [f"{size['cache']:.0%}", f"{share:.1%}", f"{other:.1%}"]
-        for size, share, other in zip(sizes, ours, rival, strict=True)
+        [f"{size['cache']:.0%}", f"{share:.1%}", f"{simulated_share:.1%}"]
+        for size, share, simulated_share in zip(sizes, ours, simulated, strict=True)
     ]
     print(f"\nshare of the corpus that an epoch after the first one fetches, {facts}")
     print_table(["cache", "fixed part", "least recently used (simulated)"], rows)
@@ -132,12 +137,17 @@ def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
     return ResultLine(
         f"share of the corpus fetched again in an epoch with a cache of {caches} of it, {facts}",
         ", ".join(f"{share:.0%}" for share in ours),
-        "least recently used (simulated): " + ", ".join(f"{share:.0%}" for share in rival),
+        "least recently used (simulated): " + ", ".join(f"{share:.0%}" for share in simulated),
     )
 
 
 def report_nodes(runs: list[Json], facts: str) -> list[ResultLine]:
-    """Print the table of the runs of several nodes and return its rows for docs/results.md."""
+    """Print the table of the runs of several nodes; return the rows of the sharing runs for docs/results.md.
+
+    Args:
+        runs: Result of `measure_links`.
+        facts: Number of nodes and load of the machine, for the heading.
+    """
     rows = [
         [
             run["name"],
@@ -152,15 +162,16 @@ def report_nodes(runs: list[Json], facts: str) -> list[ResultLine]:
     by_name = {run["name"]: run for run in runs}
     lines = []
     for name, run in by_name.items():
-        against = by_name.get(name.replace("sharing", "alone")) if "sharing" in name else None
-        ratio = f"{_figures(against)} if each node fetches everything" if against is not None else ""
-        if "sharing" in name:
-            lines.append(ResultLine(f"{facts}: {name}", _figures(run), ratio))
+        if "sharing" not in name:
+            continue
+        run_alone = by_name.get(name.replace("sharing", "alone"))
+        comparison = "" if run_alone is None else f"{_figures(run_alone)} if each node fetches everything"
+        lines.append(ResultLine(f"{facts}: {name}", _figures(run), comparison))
     return lines
 
 
 def _figures(run: Json) -> str:
-    """Return the figures of a run as text."""
+    """Return the first batch, the waiting and the fetched bytes of a run of several nodes as text."""
     shares = ", ".join(f"{share:.2f}" for share in run["store_share_by_epoch"])
     return (
         f"first batch {run['first_batch_s']:.2f} s, waiting {run['waiting_share']:.0%} of the time, "
@@ -169,12 +180,15 @@ def _figures(run: Json) -> str:
 
 
 def measure_links(folder: Path, cluster: Cluster, link_shares: Sequence[float]) -> list[Json]:
-    """Measure the nodes at all rates of the link, with and without sharing, and in the two runs with faults.
+    """Measure the nodes at all rates of the link, with and without sharing, with a killed node and with small caches.
 
     Args:
         folder: Empty folder for the corpus and the caches.
         cluster: Sizes of the corpus and length of a step.
-        link_shares: Rates of the link as shares of the need.
+        link_shares: Rates of the link as shares of the need (see the module's docstring).
+
+    Returns:
+        Result of `measure_nodes` for each run.
     """
     corpus = folder / "corpus"
     write_corpus(str(corpus), cluster.num_shards, cluster.rows_per_shard, cluster.num_shards, seq_len=cluster.seq_len)
@@ -212,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
     with tempfile.TemporaryDirectory(prefix="shard-cache-") as temporary:
         folder = Path(temporary)
         (folder / "links").mkdir()
-        # The nodes are forked, so they come before the threads of the other measurement.
+        # The nodes are forked, so they run before the other measurement starts threads.
         runs = measure_links(folder / "links", cluster, link_shares)
         load, _, _ = os.getloadavg()
         sizes = measure_eviction(folder / "eviction", num_shards, window, epochs)

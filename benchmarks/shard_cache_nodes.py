@@ -1,11 +1,9 @@
-"""Nodes of a run behind one link to the store, each a process with a cache folder of its own.
+"""Simulate nodes that fetch a corpus over one link to the store, for `shard_cache.py`.
 
-A part of `shard_cache.py`.
-
-How: a process serves the corpus over HTTP and lets only so many bytes a second through, for all nodes together. The
-nodes are forked from the script; each reads its rank's batches and sleeps for the length of a step after each of them.
-Each reports to the script through a pipe of its own, because a lock that processes share would be lost with a killed
-one.
+How: one process serves the corpus over HTTP and limits the bytes per second of all nodes together. Each node is a
+process, forked from the script, with its own cache folder. It reads the batches of its rank and, after each batch,
+sleeps for the length of a step. A node reports through its own pipe, because a queue that processes share has a lock,
+which a killed node might never release.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from electra_dist.store.local_store import LocalStore
 
 _FORK = multiprocessing.get_context("fork")
 _CHUNK = 16 << 10  # bytes that the link lets through at a time
-_LONGEST_S = 180.0  # for which a report of a node is waited for
+_LONGEST_S = 180.0  # longest wait for a report of any node
 _SEED = 42
-_TOKEN = "benchmark"
-_BATCHES_PER_WINDOW = 12
+_TOKEN = "benchmark"  # by which the nodes' shard servers accept requests of one another
+_BATCHES_PER_WINDOW = 12  # steps in which the rows of a shuffle window are used
 
 
 class Cluster(NamedTuple):
-    """Sizes of the simulated run."""
+    """Sizes of a simulated run: nodes, corpus, shuffle window and step."""
 
     num_nodes: int
     num_shards: int
@@ -56,45 +54,45 @@ class Cluster(NamedTuple):
 
     @property
     def global_batch(self) -> int:
-        """Return the rows of a step, such that a window has `_BATCHES_PER_WINDOW` steps."""
+        """Return the rows of a step: a multiple of the nodes, about 1 / `_BATCHES_PER_WINDOW` of a window."""
         rows = self.window_shards * self.rows_per_shard // _BATCHES_PER_WINDOW
         return max(self.num_nodes, rows - rows % self.num_nodes)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the whole steps of an epoch."""
+        """Return the number of whole steps in an epoch."""
         return self.num_shards * self.rows_per_shard // self.global_batch
 
 
 class CountingStore(LocalStore):
-    """Store of a local folder whose objects are fetched, as on S3, and counted."""
+    """Store in a local folder that must be copied from, as S3 must, and counts the fetched objects."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder."""
+        """Open the store in `folder`; no object has been fetched yet."""
         super().__init__(folder)
         self.num_fetched = 0
 
     def local_path(self, key: str) -> None:  # type: ignore[override]
-        """Return None: the objects are not read in place."""
+        """Return None, so that the cache fetches objects instead of reading them in place."""
         return None
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object and count it."""
+        """Copy an object to `destination`, and count it."""
         self.num_fetched += 1
         with replacing(destination) as out, super().local_path(key).open("rb") as stream:
             shutil.copyfileobj(stream, out)
 
 
 class LinkedStore(CountingStore):
-    """Store whose objects are fetched through the link."""
+    """Store whose objects are fetched from `_serve_corpus` over HTTP, at the rate of the link."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Open the store behind the server at `port` of this machine."""
+        """Open the store in `folder`, whose objects the server at `port` of this machine sends."""
         super().__init__(folder)
         self._port = port
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Fetch an object through the link."""
+        """Fetch an object from the server to `destination`, and wait as long as the link needs."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_LONGEST_S)
         with contextlib.closing(connection), replacing(destination) as out:
             connection.request("GET", f"/{key}")
@@ -110,7 +108,7 @@ class _Link:
         self._free_at = time.monotonic()
 
     def pass_through(self, num_bytes: int) -> None:
-        """Wait until the link has carried `num_bytes` after all bytes that came before them."""
+        """Wait until the link has carried `num_bytes`, which follow the bytes of all earlier calls."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
             free_at = self._free_at
@@ -118,19 +116,19 @@ class _Link:
 
 
 def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connection) -> None:
-    """Serve the files of a folder through the link, for ever; the body of the store's process.
+    """Serve the files of a folder over HTTP at a limited rate, until this process is killed.
 
     Args:
         folder: Folder of the corpus.
         bytes_per_s: Rate of the link.
-        num_sent: Shared counter of the bytes sent, which this process alone changes.
-        port: Receives the number of the port.
+        num_sent: Shared counter of the sent bytes; only this process changes it.
+        port: Pipe that receives the number of the server's port.
     """
     link = _Link(bytes_per_s)
     counting = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        """Answer to one request for a file."""
+        """Handler of one request for a file."""
 
         def do_GET(self) -> None:
             """Send the file at the pace of the link."""
@@ -138,7 +136,7 @@ def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connect
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of a node that was killed
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The node was killed.
                 for first in range(0, len(data), _CHUNK):
                     chunk = data[first : first + _CHUNK]
                     link.pass_through(len(chunk))
@@ -147,7 +145,7 @@ def _serve_corpus(folder: Path, bytes_per_s: float, num_sent: Any, port: Connect
                         num_sent.value += len(chunk)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Print nothing."""
+            """Print nothing, instead of a line for each request."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     port.send(server.server_address[1])
@@ -166,10 +164,10 @@ def _run_node(
     script: Connection,
     num_sent: Any,
 ) -> None:
-    """Read the batches of one node and report; the body of a node's process.
+    """Read the batches of one node, and report to the script; the main function of a node's process.
 
     Args:
-        node: Number of the node, which has a single rank.
+        node: Number of the node, from 0; it has a single rank.
         cluster: Sizes of the run.
         store: Store of the corpus.
         folder: Folder of the cache.
@@ -177,7 +175,8 @@ def _run_node(
         num_epochs: Epochs to read.
         is_sharing: Whether the nodes pass shards to one another.
         is_killed: Whether the node kills itself when the first epoch is half over.
-        script: Receives the reports (kind, value), and sends the addresses of all nodes when all are ready.
+        script: Pipe to the script. It receives the reports (kind, value), and sends the addresses of all nodes once
+            all nodes are ready.
         num_sent: Shared counter of the bytes that have left the store.
     """
     manifest = read_manifest(LocalStore(Path(store.url)))
@@ -191,7 +190,8 @@ def _run_node(
     server.serve(cache.node_cache, store, manifest, fetch_threads=4)
     batch = cluster.global_batch
     loader = RowLoader(cache, order, batch, node, cluster.num_nodes, start_step=0)
-    row0 = node * (batch // cluster.num_nodes)
+    rows_per_node = batch // cluster.num_nodes
+    first_row = node * rows_per_node  # first row of the node in each step
     first_batch_s = 0.0
     first_wait_s = 0.0
     for step in range(num_epochs * cluster.steps_per_epoch):
@@ -199,7 +199,7 @@ def _run_node(
         if step == 0:
             first_batch_s = time.monotonic() - begin
             first_wait_s = loader.wait_s
-        _, shards, rows = order.locate(step * batch + row0 + np.arange(batch // cluster.num_nodes))
+        _, shards, rows = order.locate(step * batch + first_row + np.arange(rows_per_node))
         if not np.array_equal(row_ids, order.row_ids(shards, rows)):
             script.send(("error", f"step {step} has other rows than the order gives it"))
             return
@@ -210,7 +210,7 @@ def _run_node(
         time.sleep(cluster.step_s)
     run_s = time.monotonic() - begin - first_batch_s
     script.send(("end", (first_batch_s, (loader.wait_s - first_wait_s) / run_s)))
-    time.sleep(_LONGEST_S)  # The others may still ask this node for shards; the script ends it.
+    time.sleep(_LONGEST_S)  # Other nodes may still ask this node for shards; the script kills the process.
 
 
 def measure_nodes(
@@ -225,23 +225,24 @@ def measure_nodes(
     cache_share: float | None = None,
     num_epochs: int = 1,
 ) -> Json:
-    """Run all nodes until they have read their epochs, and return what was measured.
+    """Run all nodes until each has read its epochs, and return the measured times and bytes.
 
     Args:
         name: Name of the run in the record.
         corpus: Folder of the corpus.
         folder: Folder for the caches of the nodes.
         cluster: Sizes of the run.
-        link_share: Rate of the link as a share of the need of nodes that share nothing.
+        link_share: Rate of the link as a share of the need: the rate at which nodes that share nothing never wait.
         is_sharing: Whether the nodes pass shards to one another.
         kills_one: Whether the last node is killed when the first epoch is half over.
         cache_share: Size of each cache as a share of the corpus; None for no limit.
         num_epochs: Epochs to read.
 
     Returns:
-        A JSON object with `name`, `first_batch_s` of the slowest node, `waiting_share`, the mean share of the time
-        after the first batch in which a node waits for rows, and `store_share_by_epoch`, the bytes that the store has
-        sent while an epoch lasted, over those of the corpus.
+        A JSON object with `name`; `link_bytes_per_s`, the rate of the link; `first_batch_s`, the seconds to the first
+        batch of the slowest node; `waiting_share`, the mean share of the time after the first batch in which a node
+        waits for rows; and `store_share_by_epoch`, the bytes that the store sent in each epoch, divided by the bytes
+        of the corpus.
     """
     corpus_bytes = sum(entry.bytes for entry in read_manifest(LocalStore(corpus)).shards)
     epoch_s = cluster.steps_per_epoch * cluster.step_s
@@ -279,22 +280,25 @@ def measure_nodes(
 
 
 def _start(function: Callable[..., None], *arguments: Any) -> Any:
-    """Start a forked process that calls a function, and return it."""
+    """Fork a process that calls `function` with the arguments; return the process."""
     process = _FORK.Process(target=function, args=arguments, daemon=True)
     process.start()
     return process
 
 
 def _follow(nodes: list[Connection], num_killed: int) -> dict[str, dict[int, Any]]:
-    """Start the nodes when all listen, and collect their reports until all have ended.
+    """Let the nodes begin once all of them listen, and collect their reports until all have ended.
 
     Args:
         nodes: Pipe to each node.
-        num_killed: Number of the nodes that are killed and do not come to their end.
+        num_killed: Number of nodes that are killed before their end.
 
     Returns:
-        By kind of report and number of the node: `end`, its value, and `epoch`, the list of the values; without those
-        of a killed node.
+        Kind of report -> number of the node -> value. For `epoch` the value is a list with one entry per epoch. A
+        killed node has no `end`.
+
+    Raises:
+        SystemExit: a node reports an error, ends too early, or no node reports for `_LONGEST_S` seconds.
     """
     reported: dict[str, dict[int, Any]] = {"address": {}, "epoch": {}, "end": {}}
     living = dict(enumerate(nodes))

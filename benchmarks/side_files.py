@@ -2,10 +2,11 @@
 
     python benchmarks/side_files.py            # 10 MB of prose that the Python installation contains
 
-The same documents are built as plain text (documents without ids) and as JSON lines in which each has a random UUID,
-which cannot be compressed; with rows of 128 and of 512 tokens; each with and without side files.
+Corpora are built of the same documents in eight ways: from plain text, which has no ids, and from JSON lines in which
+each document has a random UUID, which cannot be compressed; with rows of 128 and of 512 tokens; and with and without
+side files.
 
-Limits: the processor time of one build each; other work on the machine changes it by some per cent.
+Limits: processor times are those of a single build each; other work on the machine changes them by some per cent.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ ROW_LENGTHS = (128, 512)
 class Built(NamedTuple):
     """Sizes of a corpus, and the processor time of its build."""
 
-    tokens: int
-    shard_bytes: int
-    side_bytes: int
+    tokens: int  # tokens of the corpus, without [PAD]
+    shard_bytes: int  # size of all shards
+    side_bytes: int  # size of all side files
     fingerprint: str
-    cpu_s: float
+    cpu_s: float  # processor seconds of the build
 
 
 def build(inputs: Path, vocabulary: Vocabulary, folder: Path, seq_len: int, origins: bool) -> Built:
-    """Build a corpus in one process, and return its sizes.
+    """Build a corpus in one process; return the sizes of its shards and side files, and the processor time.
 
     Args:
         inputs: Folder of documents.
@@ -74,12 +75,15 @@ def build(inputs: Path, vocabulary: Vocabulary, folder: Path, seq_len: int, orig
 
 
 def measure(text: Path, vocabulary: Vocabulary, folder: Path) -> dict[str, Json]:
-    """Return the sizes of each case: kind of ids and length of rows -> figures.
+    """Build the corpora of all cases, and return the sizes of their side files relative to shards and tokens.
 
     Args:
         text: Folder with the documents as plain text.
         vocabulary: Vocabulary of the corpora.
         folder: Empty folder for everything that is written.
+
+    Returns:
+        Name of the case (kind of ids, length of rows) -> JSON object with its figures.
     """
     with_ids = folder / "with-ids"
     with_ids.mkdir()
@@ -89,20 +93,20 @@ def measure(text: Path, vocabulary: Vocabulary, folder: Path) -> dict[str, Json]
         for document in DocumentStream(find_inputs([text]))
     ]
     (with_ids / "documents.jsonl").write_text("\n".join(lines))
-    found: dict[str, Json] = {}
+    figures: dict[str, Json] = {}
     for kind, inputs in (("no ids", text), ("UUIDs", with_ids)):
         for seq_len in ROW_LENGTHS:
             name = f"{kind}, rows of {seq_len}"
             without = build(inputs, vocabulary, folder / f"{name}, without", seq_len, origins=False)
             built = build(inputs, vocabulary, folder / name, seq_len, origins=True)
             assert built.fingerprint == without.fingerprint
-            found[name] = {
+            figures[name] = {
                 "tokens_per_document": built.tokens / len(lines),
                 "share_of_shards": built.side_bytes / built.shard_bytes,
                 "bytes_per_token": built.side_bytes / built.tokens,
                 "cpu_ratio": built.cpu_s / without.cpu_s,
             }
-    return found
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
@@ -118,17 +122,17 @@ def main(argv: Sequence[str] | None = None) -> Json:
             write_python_docs(text)
         size = 100 if arguments.smoke else 30_522
         documents = [decode(document) for document in DocumentStream(find_inputs([text]))]
-        found = measure(text, train_vocabulary(lambda: iter(documents), size, True), folder)
+        cases = measure(text, train_vocabulary(lambda: iter(documents), size, True), folder)
     rows = []
     lines = []
-    for case, figures in found.items():
+    for case, figures in cases.items():
         share = f"{100 * figures['share_of_shards']:.2f} %"
         per_token = f"{figures['bytes_per_token']:.3f}"
         rows.append([case, share, per_token, f"{figures['cpu_ratio']:.2f}"])
-        what = f"side files of a corpus, {figures['tokens_per_document']:,.0f} tokens a document, {case}"
-        lines.append(ResultLine(what, f"{per_token} bytes a token", f"{share} of the shards"))
+        title = f"side files of a corpus, {figures['tokens_per_document']:,.0f} tokens a document, {case}"
+        lines.append(ResultLine(title, f"{per_token} bytes a token", f"{share} of the shards"))
     print_table(["case", "of the shards", "bytes a token", "processor time, with / without"], rows)
-    return finish("side_files", arguments, argv, lines, packages=installed("pyarrow", "zstandard"), cases=found)
+    return finish("side_files", arguments, argv, lines, packages=installed("pyarrow", "zstandard"), cases=cases)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The ways to make tokens of text that `corpus_builder.py` compares, on the files of one folder.
+"""Turn text into tokens in the four ways that `corpus_builder.py` compares, and measure the memory of each way.
 
-The folder has the documents as parquet files in `inputs/`, `vocab.txt`, and the same vocabulary as `tokenizer.json`
-for the libraries. Every way shuffles the documents, except `tokenizers`, which only encodes lines in memory:
+All ways read one folder. It holds the documents as parquet files in `inputs/`, `vocab.txt`, and the same vocabulary as
+`tokenizer.json` for the libraries. The ways differ in how they shuffle the documents; `tokenizers` only encodes lines
+in memory and does not shuffle:
 
     ours        build_corpus: over all documents
     datatrove   DocumentTokenizer: within the output file of each task
@@ -36,21 +37,22 @@ from electra_dist.corpus.text_decoding import decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
 from electra_dist.tokenizer import MAX_WORD_CHARS, VOCAB_FILE, Vocabulary
 
-LINES_A_CALL = 2048  # Lines that tokenizers gets in one batch.
-NUM_FILES = 8  # Files into which the documents are divided, so that several workers have some.
-_SAMPLE_S = 0.05  # Time between two readings of the memory.
+LINES_A_CALL = 2048  # Lines in one call of the library tokenizers.
+NUM_FILES = 8  # Files into which the documents are divided, so that several workers have work.
+_SAMPLE_S = 0.05  # Seconds between two readings of the memory.
+# Options of `Dataset.map`.
 _OPTIONS = {"batched": True, "load_from_cache_file": False}
 
 
 class Text:
-    """The documents of a benchmark in a folder, and their vocabulary."""
+    """Documents of the benchmark in a folder, with their vocabulary and the settings of the corpus."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         """Open a folder that `Text.write` has written.
 
         Args:
-            folder: The folder.
-            config: Settings of the corpus.
+            folder: Folder with `inputs/`, vocab.txt and tokenizer.json.
+            config: Configuration of the corpus.
         """
         self.folder = folder
         self.config = config
@@ -58,9 +60,9 @@ class Text:
 
     @classmethod
     def write(cls, folder: Path, config: Config, documents: Sequence[str], vocabulary: Vocabulary) -> Text:
-        """Write documents and a vocabulary into a folder, and open it.
+        """Write documents and a vocabulary into a folder, and return the folder as a `Text`.
 
-        A line ends with a line feed in every document, so that all ways cut words at the same places.
+        Every line end is written as a line feed, so that all ways split the documents into the same lines.
         """
         (folder / "inputs").mkdir(parents=True)
         for number in range(NUM_FILES):
@@ -72,7 +74,7 @@ class Text:
 
     @cached_property
     def files(self) -> list[InputFile]:
-        """Return the files of the documents."""
+        """Return the parquet files of the documents."""
         return find_inputs([self.folder / "inputs"])
 
     @cached_property
@@ -82,7 +84,12 @@ class Text:
         return list(itertools.chain.from_iterable(text.splitlines() for text in texts))
 
     def request(self, output: Path, num_workers: int) -> BuildRequest:
-        """Return the build of these documents."""
+        """Return the description of a build of these documents, for `build_corpus`.
+
+        Args:
+            output: Folder for the corpus.
+            num_workers: Number of worker processes.
+        """
         return BuildRequest(
             inputs=self.files,
             vocabulary=self.vocabulary,
@@ -94,14 +101,14 @@ class Text:
         )
 
     def fresh_folder(self, name: str) -> Path:
-        """Return a folder for the output of a way, without what an earlier round has written."""
+        """Return the path for the output of a way, after the output of an earlier round was deleted from it."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
 
 def encoder(vocabulary: Vocabulary, lowercase: bool) -> tokenizers.Tokenizer:
-    """Return the library's WordPiece tokenizer with our vocabulary and BERT's normalisation and word splitting."""
+    """Return a WordPiece tokenizer of the library tokenizers with our vocabulary and BERT's way to split words."""
     model = tokenizers.models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
@@ -110,7 +117,7 @@ def encoder(vocabulary: Vocabulary, lowercase: bool) -> tokenizers.Tokenizer:
 
 
 def build(text: Text, num_workers: int) -> int:
-    """Build a corpus with our builder and return the number of its text tokens, including the held-out ones."""
+    """Build a corpus with our builder; return the number of text tokens, held-out documents included."""
     with open(os.devnull, "w") as null_device:
         console = BuildConsole(Console(file=null_device))
         built = build_corpus(text.request(text.fresh_folder("corpus"), num_workers), console)
@@ -121,8 +128,8 @@ def encode(text: Text, num_threads: int) -> int:
     """Tokenise all lines with the library's batch call and return the number of tokens.
 
     Args:
-        text: Documents.
-        num_threads: 1, or any larger number to let the library use threads, whose number it chooses itself.
+        text: Documents and vocabulary.
+        num_threads: 1 for a single thread; with a larger number the library chooses the number of threads itself.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
     tokenizer = encoder(text.vocabulary, text.config.corpus.lowercase)
@@ -166,9 +173,11 @@ def tokenise_by_datasets(text: Text, num_workers: int) -> int:
     tokenizer = tokenizers.Tokenizer.from_file(str(text.folder / "tokenizer.json"))
 
     def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        """Return the token ids of each document of a batch."""
         return {"ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(batch["text"])]}
 
     def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        """Concatenate the ids of a batch, and cut them into rows of `seq_len` ids."""
         ids = list(itertools.chain.from_iterable(batch["ids"]))
         return {"ids": [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]}
 
@@ -188,9 +197,15 @@ WAYS: dict[str, Callable[[Text, int], int]] = {
 
 
 def peak_memory(name: str, text: Text, num_workers: int) -> int:
-    """Return the largest memory of a way in bytes, of a process of its own and all that it starts.
+    """Run a way in a new process; return the peak memory of this process and its descendants, in bytes.
 
-    A page that several processes share is counted in parts (PSS). Short peaks between two readings are missed.
+    A page that several processes share counts for each of them in equal parts (PSS). A peak between two readings is
+    missed.
+
+    Args:
+        name: Key of `WAYS`.
+        text: Documents and vocabulary.
+        num_workers: Number of workers of the way.
     """
     code = f"from builder_parts.ways import run_alone; run_alone({name!r}, {str(text.folder)!r}, {num_workers})"
     (text.folder / "config.json").write_text(text.config.model_dump_json())
@@ -209,13 +224,13 @@ def peak_memory(name: str, text: Text, num_workers: int) -> int:
 
 
 def run_alone(name: str, folder: str, num_workers: int) -> None:
-    """Run one way once; `peak_memory` calls this in a process of its own."""
+    """Run one way once on the `Text` in a folder; `peak_memory` calls this function in a new process."""
     config = Config.model_validate_json((Path(folder) / "config.json").read_text())
     WAYS[name](Text(Path(folder), config), num_workers)
 
 
 def _memory_of(root: psutil.Process) -> int:
-    """Return the bytes of memory of a process and of all processes below it."""
+    """Return the memory (PSS) of a process and all of its descendants, in bytes; an ended process counts 0."""
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [root, *root.children(recursive=True)]:
@@ -226,7 +241,7 @@ def _memory_of(root: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drop what this process and its children write to stderr: datatrove's messages."""
+    """Discard what this process and its children write to stderr, such as datatrove's messages."""
     saved = os.dup(2)
     with open(os.devnull, "w") as null_device:
         os.dup2(null_device.fileno(), 2)

@@ -16,20 +16,20 @@ from electra_dist.store.interface import Store
 def rows_of_shards(
     store: Store, manifest: CorpusManifest, shards: Iterable[int]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield the index and the rows, [rows, seq_len], of each shard.
+    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len].
 
-    A shard on S3 is downloaded to a temporary file first, which the next one replaces. Digests are not verified.
+    A shard on S3 is downloaded to a temporary file, which the next shard replaces. Digests are not verified.
 
     Args:
-        store: the corpus.
-        manifest: its manifest.
-        shards: indices of the shards in the manifest; taken one by one, so a progress bar may wrap them.
+        store: store of the corpus.
+        manifest: manifest of the corpus.
+        shards: indices of the shards in the manifest; they are taken one by one, so a progress bar may wrap them.
 
     Raises:
         StoreError: a shard cannot be read.
         ManifestMismatch: a shard does not hold the rows that the manifest lists.
     """
-    from electra_dist.data.shard import Shard  # It imports torch, which takes seconds.
+    from electra_dist.data.shard import Shard  # This module imports torch, which takes seconds.
 
     with tempfile.TemporaryDirectory(prefix="electra-rows-") as folder:
         for index in shards:

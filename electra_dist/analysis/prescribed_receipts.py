@@ -1,13 +1,15 @@
-"""Compute the receipt that the order of rows of one phase of a run prescribes up to any position.
+"""Compute the receipt that a run must have for the rows of one phase of its data, up to any position.
 
-Guarantee: the receipt is the number of the rows of the first positions of the phase, and the sum of the hashes of
-their ids, as `data/row_receipt.py` defines it.
+A receipt is the number of used rows and the sum of the hashes of their ids (`data/row_receipt.py`). A phase is a range
+of steps that read one corpus (`data.phases`).
+
+Guarantee: the receipt is that of exactly the rows that the run's row order puts at the positions of the phase.
 
 How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
 group of shards whose rows are shuffled together), are therefore sums of the receipts of their shards. Only in a window
-that is used in part, the rows are looked up one by one.
+that is used in part are the rows looked up one by one.
 
-Cost: every row id of the corpus is hashed once; 3 us for each row that is looked up.
+Cost: every row id of the corpus is hashed once, and each row that is looked up takes 3 us.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from electra_dist.data.row_order import OrderPhase
 from electra_dist.data.row_receipt import Receipt
 
-_CHUNK = 1 << 16  # positions located together
+_CHUNK = 1 << 16  # positions whose rows are looked up together
 
 
 class PhaseReceipts:
@@ -30,7 +32,10 @@ class PhaseReceipts:
     """
 
     def __init__(self, phase: OrderPhase) -> None:
-        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch."""
+        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch.
+
+        `before` builds its results from them.
+        """
         self._phase = phase
         self._order = phase.order
         # Id of the first row of each shard, and the id after the last row.
@@ -40,11 +45,14 @@ class PhaseReceipts:
         self._newest_query = (0, Receipt())  # position in the phase, receipt of all rows of the phase before it
 
     def before(self, position: int) -> Receipt:
-        """Return the receipt of the rows of this phase at positions of the run below `position`.
+        """Return the receipt of this phase's rows at the first `position` positions of the run.
 
-        Those of skipped steps are included. First come the whole epochs, then the whole shuffle windows, whose
-        receipts are known; the rows of a window that ends after `position` are looked up one by one. The computation
-        continues from the result of the newest query, unless that was for a later position.
+        Rows of skipped steps are included. The receipts of whole epochs and of whole shuffle windows are known; only
+        the rows of a window that ends after `position` are looked up one by one. The computation continues from the
+        result of the newest query, unless that query was for a later position.
+
+        Args:
+            position: number of rows of the whole run, over all its phases.
         """
         if self._phase.end_position is not None:
             position = min(position, self._phase.end_position)

@@ -77,7 +77,7 @@ class Expected:
     """Calculator of the receipt that a run must have after a number of steps, from the run's row order.
 
     A receipt is the number of the rows used so far and the sum of the hashes of their ids. It is the sum of the
-    receipts of the run's phases (`prescribed_receipts.py`), of which a run on one corpus has one.
+    receipts of the run's phases (`prescribed_receipts.py`); a run that reads a single corpus has one phase.
     """
 
     def __init__(self, order: RowSequence, global_batch: int, skipped: Iterable[int]) -> None:
@@ -93,7 +93,7 @@ class Expected:
         self.order = order
         self.global_batch = global_batch
         self.skipped = sorted(skipped)
-        self.num_rows = sum(phase.order.rows_per_epoch for phase in order.phases)  # of all corpora
+        self.num_rows = sum(phase.order.rows_per_epoch for phase in order.phases)  # rows of all corpora
         self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:

@@ -138,7 +138,7 @@ class _PartOfBuild:
         self._records = BuildRecords(self._store)
         self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
         self._groups = group_inputs(request.inputs, request.group_bytes)
-        self._with_origins = False  # whether the build writes side files; set by `run`
+        self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
         """Return whether the output holds the finished corpus already; raises if it holds another one."""
@@ -149,8 +149,8 @@ class _PartOfBuild:
         with_origins = self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes())
         if self._request.corpus.origins != with_origins:
             self._console.say(
-                f"{self._store.url}: this build was begun with corpus.origins {str(with_origins).lower()} and goes on "
-                "so; delete this folder to begin anew"
+                f"{self._store.url}: this build was begun with corpus.origins {str(with_origins).lower()} and keeps "
+                "this setting; to change it, delete this folder and build again"
             )
         self._with_origins = with_origins
         with self._console:

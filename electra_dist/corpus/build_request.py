@@ -48,7 +48,7 @@ class BuildRequest:
     num_workers: int = 1  # processes; 1: the calling process does the work
     endpoint_url: str | None = None  # S3 endpoint; None: AWS
     skipped_inputs: SkippedInputs = field(default_factory=SkippedInputs)  # what the search for inputs left out
-    prepared: dict[str, PreparedText] = field(default_factory=dict)  # of sources that `corpus prepare` made
+    prepared: dict[str, PreparedText] = field(default_factory=dict)  # source -> counts of its preparation
 
     @property
     def shard_bytes(self) -> int:
@@ -92,7 +92,7 @@ class BuildRequest:
         }
 
     def notes(self) -> BuildNotes:
-        """Return what a build records although it decides neither the shards nor corpus.json."""
+        """Return the settings that a build records although they affect neither the shards nor corpus.json."""
         sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
         return BuildNotes(with_origins=self.corpus.origins, sources=sources)
 

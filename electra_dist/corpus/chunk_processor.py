@@ -75,7 +75,7 @@ class Rows:
     """
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
-    places: np.ndarray  # int64 [examples, 3]: row, first id in the row, and index of the document in the chunk
+    places: np.ndarray  # int64 [examples, 3]: row, position of the first token, index of the document in the chunk
     counts: Counter[str] = field(default_factory=Counter)  # text_bytes, text_tokens, examples, rows, tokens
 
 
@@ -91,15 +91,17 @@ class ChunkRows:
     heldout: Rows
     documents: Counter[str]  # documents by outcome: in (all), used, heldout and each kind of SKIPPED_KINDS
     sources: SourceCounts = field(default_factory=dict)  # counts of the documents of each source for the report
-    names: dict[int, DocumentNames] = field(default_factory=dict)  # names of each decoded document, by index
+    names: dict[int, DocumentNames] = field(
+        default_factory=dict
+    )  # index of a decoded document in the chunk -> its names
 
 
 class _Text(NamedTuple):
-    """Text of one decoded document, and the counter of its source."""
+    """Text of one decoded document, its index in the chunk, and the counter of its source."""
 
-    place: int  # of the document in the chunk
+    index: int  # index of the document in the chunk
     text: str
-    document_bytes: int  # before it was decoded
+    document_bytes: int  # size of the document before it was decoded
     counts: DocumentCounts
 
 
@@ -141,9 +143,9 @@ class ChunkProcessor:
             outcomes[outcome] += 1
             document.counts.add_kept(outcome, sentences, self._unk_id)
             if is_heldout:
-                heldout.add(document.place, document.text, sentences)
+                heldout.add(document.index, document.text, sentences)
             else:
-                train.add(document.place, document.text, sentences)
+                train.add(document.index, document.text, sentences)
         num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
         assert outcomes["in"] == len(chunk.documents), "a document was not read"
         num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped
@@ -169,7 +171,7 @@ class ChunkProcessor:
             outcomes: counter to increase: "in" for each document, and the reason (a key of `SKIPPED_KINDS`) for each
                 one that is left out.
             sources: counts by source, to increase in the same way.
-            names: receives the names of each document that can be used, by its index.
+            names: receives an entry for each document that can be used: index in the chunk -> its names.
         """
         for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
@@ -250,22 +252,22 @@ class _RowCollector:
             seed=seed,
         )
         self._examples: list[list[int]] = []
-        self._document_of_example: list[int] = []  # index of its document in the chunk
+        self._document_of_example: list[int] = []  # index of each example's document in the chunk
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
         """Build the examples of one document, and count its bytes and tokens.
 
         Args:
-            index: position of the document in the chunk.
+            index: index of the document in the chunk.
             text: the document; only its size in UTF-8 is used.
             sentences: token ids of each of its lines; each line counts as a sentence.
         """
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
-        num_new = len(self._examples) - len(self._document_of_example)
-        self._document_of_example += [index] * num_new
+        num_new_examples = len(self._examples) - len(self._document_of_example)
+        self._document_of_example += [index] * num_new_examples
 
     def finish(self) -> Rows:
         """Pack the examples of all added documents into rows, and return the rows with their counts.
@@ -292,7 +294,7 @@ class _RowCollector:
         assert num_cls == counts["examples"], "text was encoded as [CLS]"
         assert not (block == self._special["[MASK]"]).any(), "text was encoded as [MASK]"
         documents = np.array(self._document_of_example, np.int64)
-        places[:, 2] = documents[places[:, 2]]  # of each example its document, instead of its own index
+        places[:, 2] = documents[places[:, 2]]  # replaces the index of each example by that of its document
         return Rows(block=block, places=places, counts=counts)
 
 

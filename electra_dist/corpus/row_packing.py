@@ -49,12 +49,12 @@ def make_rows(
 
 
 def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
-    """Return the indices of the examples of each row, in order.
+    """Return which examples each row holds: one list of indices into `lengths` for each row.
 
     Args:
-        lengths: ids of each example, each at most `seq_len`.
-        seq_len: ids of a row.
-        packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
+        lengths: length of each example in tokens, each at most `seq_len`.
+        seq_len: length of a row in tokens.
+        packing: "rows" puts several examples into a row if they fit; "none" puts each example into a separate row.
     """
     if packing == "rows":
         return pack(lengths, seq_len)
@@ -62,13 +62,13 @@ def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows"
 
 
 def places_of_examples(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return where each example lies, int64 [examples, 3]: its row, its first id in the row, and its index.
+    """Return where each example lies, int64 [examples, 3]: row, position of the first token in the row, example index.
 
-    They are ordered by row, and within a row from left to right.
+    The lines of the result are ordered by row, and within a row from left to right.
 
     Args:
-        lengths: ids of each example.
-        groups: indices of the examples of each row, in order.
+        lengths: length of each example in tokens.
+        groups: indices of the examples of each row, as `group_examples` returns them.
     """
     places = []
     for row, group in enumerate(groups):
@@ -87,15 +87,15 @@ def fill_rows(
     pad_id: int,
     dtype: type[np.uint16] | type[np.uint32],
 ) -> np.ndarray:
-    """Return rows that hold every example at its place, [num_rows, seq_len] of `dtype`.
+    """Copy the examples into rows, and return the rows, [num_rows, seq_len] of `dtype`.
 
     Args:
-        examples: lists of ids, each of at most `seq_len`.
-        places: row, first id and index of each example, as `places_of_examples` returns them.
+        examples: token ids of each example, each at most `seq_len` long.
+        places: row, position of the first token and index of each example, as `places_of_examples` returns them.
         num_rows: number of rows.
-        seq_len: ids of a row.
-        pad_id: id that fills the end of a row.
-        dtype: type of the rows; it must hold every id.
+        seq_len: length of a row in tokens.
+        pad_id: id of [PAD], which fills the rest of each row.
+        dtype: type of the rows; it must be able to hold every id.
     """
     rows = np.full((num_rows, seq_len), pad_id, dtype)
     for row, start, index in places.tolist():

@@ -33,8 +33,8 @@ class RawDocument(NamedTuple):
 
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
-    source: str = ""  # the input that it comes from; the report of a build and the side files use it
-    id: str | None = None  # its id in a table that has a column `id`; a JSON line holds its id itself
+    source: str = ""  # source of the input file, for the report of a build and the side files
+    id: str | None = None  # id from a table's column `id`; None for other formats (a JSON line has its id in `data`)
 
 
 class SkippedDocument(Exception):
@@ -60,10 +60,10 @@ class SkippedDocument(Exception):
 
 
 class DocumentNames(NamedTuple):
-    """Names that a document has of its own, beside those of its file."""
+    """Id and source that a document's own record gives it, as opposed to the names of its input file."""
 
-    id: str | None = None  # field `id` of a JSON line, or cell of the column `id`
-    source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes
+    id: str | None = None  # field `id` of a JSON line, or cell of a table's column `id`; None if there is none
+    source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes; None without it
 
 
 class DecodedText(NamedTuple):
@@ -135,7 +135,7 @@ def _num_half_pairs(text: str) -> int:
 
 
 def _parse_record(line: str) -> dict[str, Any]:
-    """Return the object of a JSON line.
+    """Parse a JSON line, and return its object.
 
     Raises:
         SkippedDocument: the line is not a JSON object.
@@ -164,9 +164,9 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:
-    """Return the id and the source in a JSON object; None for each that it does not have.
+    """Return the id (field `id`) and the source (field `metadata.source`) of a document's JSON object.
 
-    An id is a string or an integer. Half a surrogate pair in a name becomes U+FFFD, so that it can be encoded.
+    A name that is missing, or is neither a string nor an integer, is None.
     """
     metadata = record.get("metadata")
     source = metadata.get("source") if isinstance(metadata, dict) else None
@@ -174,7 +174,10 @@ def _names_of_record(record: dict[str, Any]) -> DocumentNames:
 
 
 def name_of_value(value: object) -> str | None:
-    """Return a string or an integer as a name that can be encoded as UTF-8; None for a value of another type."""
+    """Return a string or an integer as text that can be encoded as UTF-8; None for a value of another type.
+
+    Half of a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return _SURROGATE.sub("\ufffd", str(value))

@@ -33,10 +33,10 @@ _LEVEL_NAME = re.compile(r"[0-9]{2}\.zst")
 
 
 class _Record(TypedDict):
-    """Content of sample.json."""
+    """Content of sample.json, which is written when a sample is complete."""
 
-    description: dict[str, str | int]
-    files: dict[str, NonNegativeInt]  # name -> bytes of its texts
+    description: dict[str, str | int]  # the inputs and settings from which the sample was taken
+    files: dict[str, NonNegativeInt]  # name of a file of the sample -> bytes of its texts, uncompressed
 
 
 _RECORD = TypeAdapter(_Record)
@@ -108,7 +108,7 @@ class VocabularySample:
         """Yield the texts of the finished sample, always in the same order.
 
         Raises:
-            UserError: a file of the sample is damaged or cut off.
+            UserError: a file of the sample is damaged or truncated.
         """
         for name, num_bytes in self._files().items():
             path = self._folder / name
@@ -136,13 +136,13 @@ class VocabularySample:
         """Return the content of sample.json.
 
         Raises:
-            OSError: it cannot be read.
-            DamagedJson: it is damaged.
+            OSError: sample.json cannot be read.
+            DamagedJson: sample.json is damaged.
         """
         return validate_json(_RECORD, parse_json_object((self._folder / _DONE_FILE).read_bytes()))
 
     def _damaged(self, path: Path, reason: str) -> UserError:
-        """Return the error for a damaged file of texts."""
+        """Return the error that reports a damaged file of the sample, for the caller to raise."""
         return UserError(f"{path}: damaged, because {reason}; delete {self._folder} and run the command again")
 
 

@@ -1,1 +1,1 @@
-"""Search of a corpus for a text, a source or a document, and of the steps of a run that use what was found."""
+"""Find the rows of a corpus that hold a text, a source or a document, and the steps of a run that use these rows."""

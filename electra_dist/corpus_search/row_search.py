@@ -3,8 +3,8 @@
 Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
 texts, `corpus/origins/document_search.py` for sources and documents).
 
-Cost: a text: one pass over all shards. A source or a document: one pass over the side files. Memory: 16 bytes for each
-row that is found, and Python objects for each row whose documents are asked for.
+Cost: a search for a text reads all shards once; a search for a source or a document reads all side files once. The
+found rows take 16 bytes of memory each, and Python objects for each row whose documents the caller asks for.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
-Progress = Callable[[Iterable[int]], Iterable[int]]  # wraps the indices of the shards, for a progress bar
+Progress = Callable[[Iterable[int]], Iterable[int]]  # yields the shard indices that it is given, with a progress bar
 
 
 class Query(NamedTuple):
-    """What is searched for: one of a text, a source and a document."""
+    """Text, source or document that is searched for; exactly one of the three is set."""
 
     text: str | None = None
     source: str | None = None
@@ -47,7 +47,7 @@ class Query(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Return whether a text is searched for, not a source or a document."""
+        """Return whether a text is searched for, rather than a source or a document."""
         return self.text is not None
 
 
@@ -56,28 +56,32 @@ class FoundRows(NamedTuple):
 
     shards: NDArray[np.int64]  # index of the shard of each row in the manifest
     rows: NDArray[np.int64]  # number of each row within its shard
-    num_tokens: NDArray[np.int64] | None = None  # consecutive tokens of the text in each row, at most
+    num_tokens: NDArray[np.int64] | None = None  # longest run of tokens of the text in each row; None without a text
 
 
 class Hit(NamedTuple):
     """A row that contains what was searched for."""
 
     shard: int  # index of its shard in the manifest
-    row: int  # number within the shard
-    num_tokens: int | None  # consecutive tokens of the text in the row, at most; None without a text
-    documents: list[RowDocument] | None  # those searched for, or with a text all of the row; None without side files
+    row: int  # number of the row within the shard
+    num_tokens: int | None  # longest run of consecutive tokens of the text in the row; None without a text
+    # Documents of the row: those that were searched for, or all if a text was. None if the corpus has no side files.
+    documents: list[RowDocument] | None
 
 
 class RowSearch:
-    """Search of a corpus, or of all corpora of a run, for a query. Shards are numbered over all corpora."""
+    """Search for a text, a source or a document in one corpus, or in all corpora of a run.
+
+    The shards of several corpora are numbered one after another, in the order of the run's phases.
+    """
 
     def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
         """Open the side files, if the corpus has them; no shard is read yet.
 
         Args:
-            query: what is searched for.
-            corpora: the corpora; a corpus without a run is the only one.
-            progress: wraps the indices of the shards in each pass.
+            query: the text, the source or the document.
+            corpora: the corpora of a run, or a single corpus as the only phase.
+            progress: wraps the indices of the shards during each pass over them, for a progress bar.
 
         Raises:
             ManifestMismatch: origins.json is damaged, or belongs to another corpus.
@@ -93,23 +97,29 @@ class RowSearch:
 
     @property
     def has_side_files(self) -> bool:
-        """Return whether all corpora have side files, without which sources and documents cannot be searched for."""
+        """Return whether all corpora have side files, which a search for a source or a document needs."""
         return None not in self._origins
 
     def rows_with_text(self, tokens: list[int], least: int) -> FoundRows:
-        """Return the rows that contain at least `least` consecutive tokens of a text."""
+        """Return the rows that contain at least `least` consecutive tokens of a text; all shards are read.
+
+        Args:
+            tokens: token ids of the text (`tokens_of_text`).
+            least: number of consecutive tokens, at least 1.
+        """
         special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         blocks = rows_of_shards(self._store, self._manifest, self._progress(range(len(self._manifest.shards))))
         found = np.array(list(rows_with_tokens(blocks, tokens, special_ids, least)), np.int64).reshape(-1, 3)
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows that hold the document searched for, or any document of the source searched for.
+        """Return the rows that hold the query's document, or any document of the query's source.
 
-        The side files of the corpus name the documents of each row.
+        All side files are read, and no shard.
 
         Raises:
-            UserError: the corpus has no side files.
+            UserError: one of the corpora has no side files.
+            ManifestMismatch: a side file is damaged.
         """
         if not self.has_side_files:
             without = self._corpora.phases[self._origins.index(None)]
@@ -127,9 +137,9 @@ class RowSearch:
         return FoundRows(shards=np.concatenate(shards), rows=np.concatenate(rows))
 
     def hits(self, found: FoundRows, num_listed: int) -> list[Hit]:
-        """Return the first rows that were found, with their documents if the corpus has side files.
+        """Return the first `num_listed` of the found rows, with their documents if the corpus has side files.
 
-        With a source or a document, these are the documents that were searched for.
+        For a text, all documents of a row are returned; for a source or a document, only those that match the query.
         """
         hits: list[Hit] = []
         shards = found.shards[:num_listed]
@@ -153,14 +163,14 @@ class RowSearch:
         return sorted(names)
 
     def _lines(self, table: pyarrow.Table) -> Mask:
-        """Return which lines of a side file belong to the source or the document."""
+        """Return which lines of a side file belong to the query's source or document, as booleans [lines]."""
         if self._query.source is not None:
             return lines_of_source(table, self._query.source)
         assert self._query.document is not None
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return the side file of a shard, by its index in the manifest."""
+        """Return the table of a shard's side file; `shard` counts over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
         phase = self._phase_of_shard(shard)
@@ -168,20 +178,22 @@ class RowSearch:
         return origins.table(manifest.shards[shard - int(self._first_shards[phase])].name)
 
     def _origins_of_shard(self, shard: int) -> Origins | None:
-        """Return the side files of the corpus of a shard; None if it has none."""
+        """Return the reader of the side files of a shard's corpus; None if the corpus has none."""
         return self._origins[self._phase_of_shard(shard)]
 
     def _phase_of_shard(self, shard: int) -> int:
-        """Return the number of the phase whose corpus a shard belongs to."""
+        """Return the index of the phase whose corpus has the shard; `shard` counts over the shards of all corpora."""
         return int(np.searchsorted(self._first_shards, shard, side="right")) - 1
 
 
 def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
-    """Return how many rows of the held-out corpus have the source or the document; 0 without side files.
+    """Return how many rows of the held-out corpus hold the query's document, or a document of the query's source.
+
+    Without a held-out corpus, or without its side files, the result is 0.
 
     Args:
-        query: the source or the document.
-        location: folder or s3:// prefix of the training corpus.
+        query: the source or the document; a text cannot be searched for by this function.
+        location: folder or s3:// prefix of the training corpus, whose subfolder `heldout` is searched.
         endpoint_url: S3 endpoint; None for AWS.
     """
     store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
@@ -193,10 +205,10 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
 
 
 def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
-    """Return the ids of a text in the vocabulary of a corpus, line by line as the builder tokenizes.
+    """Return the token ids of a text in the vocabulary of a corpus; each line is tokenized by itself, as in a build.
 
     Raises:
-        UserError: the text has no token.
+        UserError: the text has no token, for example because it is only white space.
     """
     name = manifest.tokenizer.vocab_file
     vocabulary = Vocabulary(store.read(name).decode(), f"{store.url}/{name}")

@@ -1,6 +1,6 @@
-"""Compute the steps of a run that use the rows that a search has found.
+"""Compute which steps of a run use the rows that a search has found.
 
-How: the order of a run's rows is a function of its config, and can be inverted (`data/row_positions.py`).
+How: the order in which a run uses rows is a function of its config. `data/row_positions.py` inverts this function.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _BLOCK_ROWS = 1 << 18  # rows whose steps are computed together
 
 
 class RowUse(NamedTuple):
-    """A use of a row by a run."""
+    """Step of a run that uses a certain row."""
 
-    epoch: int
+    epoch: int  # epoch of the corpus in which the step uses the row, from 0
     step: int  # number of the step, from 0
-    is_skipped: bool  # the step is one of those that make no update
-    is_done: bool  # the run has passed the step
+    is_skipped: bool  # whether the run skips the step, so that the row is not trained on
+    is_done: bool  # whether the run has already passed the step
 
 
 class StepsOfRows:
-    """Steps of a run that use any of the rows that were found, gathered from the uses of each row."""
+    """Counter of the steps of a run that use any of the found rows; a step with several of them counts once."""
 
     def __init__(self) -> None:
-        """Start without uses."""
+        """Begin with no steps."""
         self._read: set[int] = set()
         self._to_come: set[int] = set()
         self._skipped: set[int] = set()
 
     def add(self, uses: Sequence[RowUse]) -> None:
-        """Add the uses of one row."""
+        """Add the steps that use one row."""
         for use in uses:
             if use.is_skipped:
                 self._skipped.add(use.step)
@@ -49,16 +49,26 @@ class StepsOfRows:
                 self._to_come.add(use.step)
 
     def counts(self) -> dict[str, int]:
-        """Return how many steps have read one of the rows (read), will (to_come), or are skipped (skipped)."""
+        """Return the number of steps that have read a found row (`read`), will read one (`to_come`) or skip one."""
         return {"read": len(self._read), "to_come": len(self._to_come), "skipped": len(self._skipped)}
 
 
 def uses_of_found_rows(
     found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
-    """Return the uses of the listed rows, and the counts of the steps that use any row.
+    """Return the uses of the first found rows, and the counts of the steps that use any found row.
 
-    The rows are taken in blocks, so that millions of rows need little memory.
+    The rows are processed in blocks of `_BLOCK_ROWS`, so that millions of rows need little memory.
+
+    Args:
+        found: the rows that a search has found.
+        num_listed: number of rows, from the first one, whose uses are returned.
+        corpora: the corpora of the run, in which the rows were found.
+        config: config of the run.
+        run: the run folder.
+
+    Returns:
+        For each of the first `num_listed` rows its uses in order of the steps, and `StepsOfRows.counts` of all rows.
     """
     listed: list[list[RowUse]] = []
     steps = StepsOfRows()
@@ -74,14 +84,14 @@ def uses_of_found_rows(
 def steps_of_rows(
     shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
 ) -> list[list[RowUse]]:
-    """Return for each row the steps of the run that use it, in order, up to the last step of the run.
+    """Return the steps that use each row, in ascending order, from the first to the last step of the whole run.
 
     Args:
-        shards: index of each row's shard in the manifest.
+        shards: index of each row's shard, counted over the shards of all corpora of the run.
         rows: number of each row within its shard.
         corpora: the corpora of the run, in which the rows were found.
         config: config of the run.
-        run: the run folder, whose records say how far the run is and which steps it skips.
+        run: the run folder, whose records hold the last step that was done and the skipped steps.
     """
     from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList

@@ -1,4 +1,4 @@
-"""Show the rows of a corpus that a search has found, and the steps of a run that use them: as text or as JSON."""
+"""Print the rows of a corpus that a search has found, and the steps of a run that use them, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MAX_DOCUMENTS = 3  # documents of a row that the table lists
 
 
 class SearchResult(NamedTuple):
-    """What a search has found: counts over all rows, and the rows that are listed."""
+    """Result of a search: counts over all found rows, and the first found rows one by one."""
 
     manifest: CorpusManifest
-    query: Query  # what was searched for
-    num_rows: int  # rows that were found
-    num_shards: int  # shards with such a row
-    hits: list[Hit]  # the rows that are listed: all, or the first ones
-    num_tokens: int | None = None  # of the text; None for a source or a document
+    query: Query  # the text, source or document that was searched for
+    num_rows: int  # number of found rows
+    num_shards: int  # number of shards with a found row
+    hits: list[Hit]  # the found rows that are listed: all of them, or the first ones
+    num_tokens: int | None = None  # tokens of the text; None for a source or a document
     heldout_rows: int = 0  # rows of the held-out corpus with the source or document
-    sources: Sequence[str] = ()  # all sources of the corpus, if no row of the given one was found
-    uses: list[list[RowUse]] | None = None  # for each listed row the steps of a run that use it; None without a run
+    sources: Sequence[str] = ()  # names of all sources of the corpus; set only if no row of the given source was found
+    uses: list[list[RowUse]] | None = None  # steps of a run that use each listed row; None without a run
     step_counts: dict[str, int] | None = None  # `StepsOfRows.counts` of all rows; None without a run
     num_steps: int = 0  # steps of the whole run
 
     @property
     def sought(self) -> str:
-        """Return what was searched for, for people."""
+        """Return the query in words, such as "the source wiki"."""
         if self.query.source is not None:
             return f"the source {self.query.source}"
         if self.query.document is not None:
@@ -44,16 +44,16 @@ class SearchResult(NamedTuple):
 
 
 def json_tree(result: SearchResult) -> dict[str, Any]:
-    """Return the result as a JSON object; `uses` of a row and `steps` are null without a run."""
+    """Return the result as a JSON object; without a run, `steps` and the `uses` of each row are null."""
     rows = []
-    for place, hit in enumerate(result.hits):
+    for index, hit in enumerate(result.hits):
         rows.append(
             {
                 "shard": result.manifest.shards[hit.shard].name,
                 "row": hit.row,
                 "tokens": hit.num_tokens,
                 "documents": None if hit.documents is None else [document._asdict() for document in hit.documents],
-                "uses": None if result.uses is None else [use._asdict() for use in result.uses[place]],
+                "uses": None if result.uses is None else [use._asdict() for use in result.uses[index]],
             }
         )
     return {
@@ -66,7 +66,7 @@ def json_tree(result: SearchResult) -> dict[str, Any]:
 
 
 def print_result(result: SearchResult, out: Console) -> None:
-    """Print the rows, and the steps that use them if there is a run."""
+    """Print the found rows for people and, if a run was given, the steps that use these rows."""
     all_rows = result.manifest.num_rows
     if not result.num_rows:
         out.print(f"no row of {all_rows:,} contains {result.sought}")
@@ -90,7 +90,7 @@ def print_result(result: SearchResult, out: Console) -> None:
 
 
 def _hit_table(result: SearchResult) -> Table:
-    """Return the table of the rows that are listed."""
+    """Return a table with one line for each listed row; at least one row must be listed."""
     table = Table("shard", "row")
     if result.num_tokens is not None:
         table.add_column("tokens of the text")
@@ -99,27 +99,27 @@ def _hit_table(result: SearchResult) -> Table:
         table.add_column("documents", overflow="fold")
     if result.uses is not None:
         table.add_column("steps that use the row")
-    for place, hit in enumerate(result.hits):
+    for index, hit in enumerate(result.hits):
         cells = [result.manifest.shards[hit.shard].name, str(hit.row)]
         if result.num_tokens is not None:
             cells.append(f"{hit.num_tokens} of {result.num_tokens}")
         if has_documents:
             cells.append(_documents_text(hit.documents or []))
         if result.uses is not None:
-            cells.append("; ".join(_use_text(use) for use in result.uses[place]) or "none")
+            cells.append("; ".join(_use_text(use) for use in result.uses[index]) or "none")
         table.add_row(*cells)
     return table
 
 
 def _documents_text(documents: list[RowDocument]) -> str:
-    """Return the documents of a row for people, such as "texts/wiki: a.jsonl#17", each once."""
+    """Return the first documents of a row in words, such as "texts/wiki: a.jsonl#17", each named once."""
     names = list(dict.fromkeys(f"{document.source}: {document.document}" for document in documents))
     shown = "; ".join(names[:_MAX_DOCUMENTS])
     return shown if len(names) <= _MAX_DOCUMENTS else f"{shown}; and {len(names) - _MAX_DOCUMENTS} more"
 
 
 def _use_text(use: RowUse) -> str:
-    """Return a use of a row for people, such as "12 (epoch 0, read)"."""
+    """Return a use of a row in words: step, epoch and state, such as "12 (epoch 0, read)"."""
     state = "read" if use.is_done else "to come"
     if use.is_skipped:
         state = "skipped"

@@ -190,14 +190,14 @@ def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: boo
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
     if model.architecture == "modern":
-        gradients += 2 * tower.intermediate_size  # of the inner values and of the gates
+        gradients += 2 * tower.intermediate_size  # gradients of the inner values and of the gates
     if recompute:
         return gradients + 7 * hidden + _num_inner(model) * tower.intermediate_size
     return gradients
 
 
 def _num_inner(model: ModelConfig) -> int:
-    """Return how many values per token and feature of `intermediate_size` a feed-forward network keeps."""
+    """Return how many vectors of `intermediate_size` values a feed-forward network keeps for each token."""
     return 4 if model.architecture == "modern" else 2
 
 

@@ -1,13 +1,15 @@
 """Compute what it takes to build a corpus of a given size: core-hours, bytes, spill space, shards, S3 requests, cost.
 
-Guarantee: a plan is a function of its arguments; nothing is measured, read or written here. The numbers of groups,
-spill files, buckets, shards and requests follow the rules of the build itself (`corpus/stages/`), and a test compares
-the requests with those that a build sends.
+Guarantee: a plan is a function of its arguments; this module measures, reads and writes nothing. The numbers of input
+groups, spill files, buckets (ranges of the shuffled documents), shards and requests follow the rules of the build
+itself (`corpus/stages/`). A test compares the requests with those that a build sends.
 
-How: the rates that `corpus_rates.py` measured on a sample are multiplied by the ratio of the sizes.
+How: the costs that `corpus_rates.py` measured on a sample are multiplied by the size of the text over that of the
+sample.
 
-Limits: requests are those of parts that begin at once and are not interrupted, without the retries of requests that
-fail. A GET of a whole object counts as one. The training of a vocabulary is left out.
+Limits: the requests are those of a build whose parts (one for each machine) begin at the same time and are not
+interrupted, without retries of failed requests. A GET of a whole object counts as one request. The training of a
+vocabulary is left out.
 """
 
 from __future__ import annotations
@@ -23,39 +25,40 @@ from electra_dist.corpus.stages.row_sample import SAMPLE_BYTES
 from electra_dist.planning.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2
-_DOCUMENT_BYTES = 64  # that the build adds to the size of every document (`read_group.py`)
+_DOCUMENT_BYTES = 64  # bytes that the build adds to the size of every document in a spill file (`read_group.py`)
+_RECORD_BYTES = 2000.0  # approximate size of the record of an input group or a bucket in progress/
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Text of a planned corpus, and the machines that build it."""
+    """Sizes of the text of a planned corpus, and the machines that build it."""
 
-    text_bytes: float  # of documents, undecoded, as the build reads them
-    input_bytes: float  # of the files that hold them
-    num_files: int
+    text_bytes: float  # bytes of the documents as the build reads them, before decoding
+    input_bytes: float  # bytes of the input files on disk or S3
+    num_files: int  # input files
     num_documents: float
-    raw_text_bytes: float  # of the documents before a preparation; used only if there is one
-    num_machines: int = 1  # each builds one part
-    cores_per_machine: int = 1
+    raw_text_bytes: float  # bytes of the documents before `corpus prepare`; used only if a preparation is planned
+    num_machines: int = 1  # machines; each builds one part of the corpus
+    cores_per_machine: int = 1  # cores of a machine, with one worker process each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices in any currency; 0 leaves the cost out."""
+    """Prices of compute time, requests and traffic, in any one currency; a price of 0 adds nothing to the cost."""
 
-    core_hour: float = 0.0
-    thousand_requests: float = 0.0
-    gigabyte: float = 0.0  # read from or written to storage
+    core_hour: float = 0.0  # price of one core for one hour
+    thousand_requests: float = 0.0  # price of 1,000 requests of any kind
+    gigabyte: float = 0.0  # price of 1e9 bytes that are read from or written to storage
 
     @property
     def any(self) -> bool:
-        """Return whether a price is given."""
+        """Return whether at least one price is not 0."""
         return bool(self.core_hour or self.thousand_requests or self.gigabyte)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Requests to S3 of one step."""
+    """Numbers of the S3 requests of one step of a build, by HTTP method; `list` counts ListObjectsV2."""
 
     get: int = 0
     put: int = 0
@@ -64,22 +67,22 @@ class Requests:
 
     @property
     def total(self) -> int:
-        """Return the number of all requests."""
+        """Return the number of requests of all four kinds together."""
         return self.get + self.put + self.list + self.delete
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """One step of a planned build."""
+    """Core-hours, traffic and S3 requests of one step of a planned build."""
 
-    name: str
+    name: str  # for the table of `electra-dist corpus plan`
     core_hours: float
-    bytes_in: float = 0.0  # read from storage
-    bytes_out: float = 0.0  # written to storage
+    bytes_in: float = 0.0  # bytes read from storage
+    bytes_out: float = 0.0  # bytes written to storage
     requests: Requests = field(default_factory=Requests)
 
     def cost(self, prices: Prices) -> float:
-        """Return the cost of the step."""
+        """Return what the step costs, in the currency of the prices."""
         gigabytes = (self.bytes_in + self.bytes_out) / 1e9
         return (
             self.core_hours * prices.core_hour
@@ -90,28 +93,28 @@ class PlannedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusPlan:
-    """What a build of a corpus takes."""
+    """Steps and sizes of a planned build of a corpus."""
 
-    tokens: float
-    prepare: list[PlannedStep]  # stages of a preparation; empty if there is none
-    parallel: list[PlannedStep]  # steps of the build that all machines share
-    merge: PlannedStep  # the last step, which one process does
+    tokens: float  # tokens of the corpus, without [PAD]
+    prepare: list[PlannedStep]  # stages of `corpus prepare`; empty if no preparation is planned
+    parallel: list[PlannedStep]  # steps of the build that the workers of all machines divide among themselves
+    merge: PlannedStep  # last step of the build, which runs in one process
     spill_bytes: float  # space that the spill files need until the corpus is finished
-    num_groups: int  # groups of input files: so many workers can read at once
-    num_spills: int
-    num_buckets: int  # so many workers can make rows at once
+    num_groups: int  # groups of input files; one worker reads a group, so at most so many workers read at once
+    num_spills: int  # spill files
+    num_buckets: int  # ranges of the shuffled documents; at most so many workers make rows at once
     num_shards: int
     num_machines: int
     cores_per_machine: int
 
     @property
     def steps(self) -> list[PlannedStep]:
-        """Return all steps in their order."""
+        """Return all steps in the order of the build: preparation, parallel steps, merge."""
         return [*self.prepare, *self.parallel, self.merge]
 
     @property
     def hours(self) -> float:
-        """Return the time on all machines, in hours, without waiting for storage."""
+        """Return the duration of the whole build on all machines in hours, if nothing waits for storage."""
         shared = sum(step.core_hours for step in [*self.prepare, *self.parallel])
         return shared / (self.num_machines * self.cores_per_machine) + self.merge.core_hours
 
@@ -125,15 +128,15 @@ def workload_of_tokens(
     num_machines: int = 1,
     cores_per_machine: int = 1,
 ) -> Workload:
-    """Return as much text of the kind of the sample as gives the wanted tokens.
+    """Return the workload of a corpus with a given number of tokens, from text like that of the sample.
 
     Args:
         rates: the measurement, with the sizes of the sample.
-        tokens: tokens of the corpus.
-        file_bytes: size of an input file.
-        kept: share of the text that a preparation keeps.
-        num_machines: machines that build a part each.
-        cores_per_machine: worker processes on each.
+        tokens: wanted tokens of the corpus.
+        file_bytes: size of an input file in bytes.
+        kept: share of the text that a preparation keeps, above 0 and at most 1.
+        num_machines: number of machines; each builds one part of the corpus.
+        cores_per_machine: number of worker processes on each machine.
     """
     text_bytes = tokens * rates.text_bytes / rates.tokens
     input_bytes = text_bytes * rates.input_bytes / rates.text_bytes
@@ -149,44 +152,66 @@ def workload_of_tokens(
 
 
 def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
-    """Return the number of machines that finish in a given time; None if the merge alone takes longer.
+    """Return the least number of machines that finish in a given time; None if the merge alone takes longer.
 
     Args:
-        plan: any plan of the work, with the cores of a machine.
-        hours: wanted time.
+        plan: a plan of the build for any number of machines; its `cores_per_machine` is used.
+        hours: wanted duration of the whole build.
     """
-    left = hours - plan.merge.core_hours
-    if left <= 0:
+    hours_before_merge = hours - plan.merge.core_hours
+    if hours_before_merge <= 0:
         return None
-    shared = sum(step.core_hours for step in [*plan.prepare, *plan.parallel])
-    return max(1, math.ceil(shared / (left * plan.cores_per_machine)))
+    shared_core_hours = sum(step.core_hours for step in [*plan.prepare, *plan.parallel])
+    return max(1, math.ceil(shared_core_hours / (hours_before_merge * plan.cores_per_machine)))
 
 
 def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> CorpusPlan:
-    """Return what a build takes.
+    """Return the plan of a build.
 
     Args:
-        rates: costs of the steps on one core.
-        request: the build, of which the sizes of groups, spill files and shards are used; its inputs are not.
-        work: the text, and the machines.
+        rates: costs of the steps, measured on one core.
+        request: the build; its sizes of groups, spill files and shards and its section `corpus` are used, not its
+            inputs and output.
+        work: sizes of the text, and the machines.
     """
-    text = work.text_bytes
-    scale = text / rates.text_bytes
-    tokens = rates.tokens * scale
-    row_bytes = rates.shard_bytes * scale
-    spill_bytes = rates.spill_bytes * scale
+    scale = work.text_bytes / rates.text_bytes
+    counts = _count_files(rates, request, work)
+    num_records = counts.buckets + counts.groups
+    merge = PlannedStep(
+        name="merge",
+        core_hours=rates.record_cpu_s * num_records / 3600,
+        bytes_in=_RECORD_BYTES * num_records,
+        requests=counts.of_merging(),
+    )
+    return CorpusPlan(
+        tokens=rates.tokens * scale,
+        prepare=_prepare_steps(rates, work),
+        parallel=_parallel_steps(rates, work, counts),
+        merge=merge,
+        spill_bytes=rates.spill_bytes * scale,
+        num_groups=counts.groups,
+        num_spills=counts.spills,
+        num_buckets=counts.buckets,
+        num_shards=counts.shards,
+        num_machines=work.num_machines,
+        cores_per_machine=work.cores_per_machine,
+    )
+
+
+def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _Counts:
+    """Return the numbers of input groups, spill files, buckets and shards that a build will have."""
+    row_bytes = rates.shard_bytes * (work.text_bytes / rates.text_bytes)
     file_bytes = work.input_bytes / work.num_files
     num_groups = _num_groups(work.num_files, file_bytes, request.group_bytes)
-    spill_size = (text + _DOCUMENT_BYTES * work.num_documents) / num_groups
-    num_spills = num_groups * math.ceil(spill_size / request.spill_bytes)
-    num_buckets, shards_per_bucket = divide_into_buckets(text, row_bytes / request.shard_bytes)
-    num_shards = num_buckets * shards_per_bucket
-    counts = _Counts(
+    group_bytes = (work.text_bytes + _DOCUMENT_BYTES * work.num_documents) / num_groups
+    num_spills = num_groups * math.ceil(group_bytes / request.spill_bytes)
+    num_buckets, shards_per_bucket = divide_into_buckets(work.text_bytes, row_bytes / request.shard_bytes)
+    return _Counts(
         files=work.num_files,
         groups=num_groups,
         spills=num_spills,
         buckets=num_buckets,
-        shards=num_shards,
+        shards=num_buckets * shards_per_bucket,
         heldout_buckets=num_buckets if request.corpus.heldout_fraction else 0,
         heldout_shards=_heldout_shards(row_bytes, request),
         sample_pieces=_sample_pieces(work, num_spills),
@@ -194,9 +219,14 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
         workers=work.cores_per_machine,
         side_files=request.corpus.origins,
     )
+
+
+def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list[PlannedStep]:
+    """Return the steps of the build that the workers of all machines divide among themselves, in their order."""
+    scale = work.text_bytes / rates.text_bytes
+    spill_bytes = rates.spill_bytes * scale
     core_hours = {step: seconds * scale / 3600 for step, seconds in rates.cpu_s.items()}
-    record_bytes = 2000.0 * (num_groups + num_buckets)  # a record has about 2 kB
-    parallel = [
+    return [
         PlannedStep(
             name="read the inputs",
             core_hours=core_hours[READ],
@@ -219,36 +249,24 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
         PlannedStep(
             name="write shards",
             core_hours=core_hours[WRITE],
-            bytes_out=row_bytes,
+            bytes_out=rates.shard_bytes * scale,
             requests=counts.of_writing(),
         ),
     ]
-    merge_hours = rates.record_cpu_s * (num_buckets + num_groups) / 3600
-    return CorpusPlan(
-        tokens=tokens,
-        prepare=_prepare_steps(rates, work),
-        parallel=parallel,
-        merge=PlannedStep(name="merge", core_hours=merge_hours, bytes_in=record_bytes, requests=counts.of_merging()),
-        spill_bytes=spill_bytes,
-        num_groups=num_groups,
-        num_spills=num_spills,
-        num_buckets=num_buckets,
-        num_shards=num_shards,
-        num_machines=work.num_machines,
-        cores_per_machine=work.cores_per_machine,
-    )
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return into how many groups `group_inputs` divides files of one size."""
+    """Return the number of groups into which `group_inputs` divides `num_files` files of `file_bytes` each."""
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 
 
 def _sample_pieces(work: Workload, num_spills: int) -> int:
-    """Return how many pieces of spill files the first megabyte of the order of documents has.
+    """Return how many pieces of spill files a build reads for its sample of rows (`row_sample.py`).
 
-    It is read cell by cell from all spill files (`row_sample.py`), and a cell without documents is no request.
+    The sample is the first `SAMPLE_BYTES` of the shuffled documents. The build reads them cell by cell (a cell is one
+    of `NUM_CELLS` equal ranges of the documents' keys) from every spill file, and a cell without documents in a spill
+    file costs no request. The number of documents in a cell is taken as Poisson-distributed.
     """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
     documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
@@ -256,12 +274,12 @@ def _sample_pieces(work: Workload, num_spills: int) -> int:
 
 
 def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
-    """Return the number of shards of the held-out corpus, whose rows are a share of all rows."""
+    """Return the number of shards of the held-out corpus, which has `heldout_fraction` of all rows."""
     return math.ceil(row_bytes * request.corpus.heldout_fraction / request.shard_bytes)
 
 
 def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
-    """Return the stages of a preparation; the first reads all text, the others what is left of it."""
+    """Return the stages of `corpus prepare`: the first stage reads the raw text, each other one the kept text."""
     steps = []
     for number, stage in enumerate(rates.prepare):
         text = work.raw_text_bytes if number == 0 else work.text_bytes
@@ -272,81 +290,92 @@ def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """Numbers of files and processes of a build, from which the numbers of its requests follow."""
+    """Numbers of files and processes of a build, from which the numbers of its S3 requests are computed."""
 
-    files: int
-    groups: int
-    spills: int
-    buckets: int
+    files: int  # input files
+    groups: int  # groups of input files
+    spills: int  # spill files
+    buckets: int  # ranges of the shuffled documents
     shards: int
     heldout_buckets: int  # buckets that have held-out rows
     heldout_shards: int
     sample_pieces: int  # pieces of spill files that are read to estimate the number of shards
-    parts: int
+    parts: int  # parts of the build, one for each machine
     workers: int  # worker processes of each part
     side_files: bool  # whether each shard has a side file (corpus.origins)
 
     def of_reading(self) -> Requests:
-        """Return the requests that find and fetch the inputs: each part lists them and asks for their sizes."""
+        """Return the requests that find and fetch the inputs: each part lists all inputs and asks for their sizes."""
         return Requests(get=self.files * self.parts + self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
-        """Return the requests that begin the build, ask which groups were read, and write spill files and records."""
-        existing = 3  # whether corpus.json, build.json and order.json exist
-        begin = 3  # vocab.txt, notes.json and build.json are written
+        """Return the requests that begin the build, ask which groups were read, and write spill files and records.
+
+        Each part asks, and the parts together write every file once.
+        """
+        begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
+        begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
-            get=(existing + self.groups) * self.parts,
-            put=begin + self.spills + self.groups,
+            get=(begin_get + self.groups) * self.parts,
+            put=begin_put + self.spills + self.groups,
             list=(1 + 2 * _lists(self.groups)) * self.parts,
         )
 
     def of_collecting(self) -> Requests:
-        """Return the requests for the records of the groups, the tables of the spill files, and their pieces."""
-        tables = 2 * self.spills  # the table, and the size of the file
-        of_order = self.groups + tables + self.sample_pieces
-        of_rows = self.groups + tables * self.workers
+        """Return the requests that read the records of the groups, the tables of the spill files and their pieces.
+
+        A piece is a range of a spill file, such as the documents of one bucket.
+        """
+        tables = 2 * self.spills  # for each spill file its table, and the size of the file
+        to_plan_buckets = self.groups + tables + self.sample_pieces
+        to_make_rows = self.groups + tables * self.workers
         return Requests(
-            get=(of_order + of_rows) * self.parts + self.spills * self.buckets,
+            get=(to_plan_buckets + to_make_rows) * self.parts + self.spills * self.buckets,
             put=self.parts,  # order.json, which each part writes
             list=(2 * _lists(self.groups) + _lists(self.buckets)) * self.parts,
         )
 
     def of_writing(self) -> Requests:
-        """Return the requests that write shards and side files, held-out rows, the records of buckets and parts."""
+        """Return the requests that write shards, held-out rows, side files, and the records of buckets and parts."""
         files = self.shards + self.heldout_buckets
         if self.side_files:
             files *= 2
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Return the number of requests of `corpus merge`.
+        """Return the requests of `corpus merge`.
 
-        It reads the records of all parts, writes the manifests, and deletes the records.
+        The merge reads the records of all parts, checks that every shard is there, writes the held-out corpus and the
+        manifests, and deletes the records.
         """
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
-        kept = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2  # and order.json, notes.json
-        checks = 2 * files_per_shard * self.shards  # whether a shard or side file exists, and its size
-        manifests = 2 if self.heldout_shards else 1
-        # order.json and vocab.txt; notes.json; build.json for the merge and for each manifest
-        others = 3 + 2 + 2 * (1 + manifests)
-        side_manifests = manifests if self.side_files else 0  # origins.json
-        written = files_per_shard * self.heldout_shards + 2 * bool(self.heldout_shards) + 2 + side_manifests
+        num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus
+        # In progress/ are the files of groups, spills, buckets, held-out rows and parts, order.json and notes.json.
+        progress_files = self.groups + self.spills + self.buckets + heldout_files + self.parts + 2
+        checks = 2 * files_per_shard * self.shards  # whether each shard and side file exists, and its size
+        # order.json and vocab.txt take 3 requests, notes.json 2; build.json 2 for the merge and for each manifest.
+        other_reads = 3 + 2 + 2 * (1 + num_manifests)
+        written = 2  # corpus.json, and the report build.json
+        if self.heldout_shards:
+            written += files_per_shard * self.heldout_shards + 2  # its shards, vocab.txt and corpus.json
+        if self.side_files:
+            written += num_manifests  # origins.json beside each corpus.json
         return Requests(
-            get=self.groups + self.buckets + checks + heldout_files + others,
-            put=written,  # vocab.txt, corpus.json; build.json
-            list=_lists(self.groups) + _lists((1 + files_per_shard) * self.buckets) + _lists(kept),
-            delete=kept + 1,  # and build.json
+            get=self.groups + self.buckets + checks + heldout_files + other_reads,
+            put=written,
+            list=_lists(self.groups) + _lists((1 + files_per_shard) * self.buckets) + _lists(progress_files),
+            delete=progress_files + 1,  # progress/build.json, too
         )
 
 
 def _lists(num_keys: int) -> int:
-    """Return the number of requests that list so many keys."""
+    """Return the number of ListObjectsV2 requests that list `num_keys` keys; an empty folder takes one, too."""
     return max(1, math.ceil(num_keys / _KEYS_PER_LIST))
 
 
 def total_requests(steps: Sequence[PlannedStep]) -> Requests:
-    """Return the requests of several steps together."""
+    """Return the requests of several steps, added up by kind."""
     return Requests(
         get=sum(step.requests.get for step in steps),
         put=sum(step.requests.put for step in steps),

@@ -1,16 +1,16 @@
 """Measure what each step of a corpus build costs on this machine, for `electra-dist corpus plan` and the benchmark.
 
-Guarantee: the functions that are timed are those of a build: the readers of the inputs, the spill files, the making of
-rows and the writing of shards. What is counted is CPU time of this process, so other load on the machine changes a
-rate less than it changes a wall-clock time.
+Guarantee: the timed functions are those of a build: readers of the inputs, writer and reader of spill files, making
+of rows, and writer of shards. CPU time of this process is measured, which other load on the machine changes less than
+it changes wall-clock time.
 
-How: a sample of documents goes through the steps one after another, in one process and in memory and a temporary
-folder. `corpus_plan.py` makes a plan of the result.
+How: one process passes a sample of documents through the steps one after another, in memory and in a temporary folder.
+`corpus_plan.py` turns the measured costs into a plan for a corpus of any size.
 
 Cost: about 2 s of one core for each million tokens of the sample.
 
-Limits: waiting for a disk or for S3 is not CPU time and is not measured. Text with few different words is faster to
-tokenize than the text of a large corpus.
+Limits: waiting for a disk or for S3 is not CPU time and is not measured. A text with few different words is tokenized
+faster than the text of a large corpus.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from electra_dist.store.open_store import open_store
 
 READ, SPILL, COLLECT, TOKENIZE, WRITE = "read", "spill", "collect", "tokenize", "write"
 STEPS = (READ, SPILL, COLLECT, TOKENIZE, WRITE)  # in the order in which a build does them
-SAMPLE_BYTES = 8_000_000  # of documents
-_NUM_RECORDS = 64  # records of buckets that are read to time the merge
+SAMPLE_BYTES = 8_000_000  # size of the sample's documents; smaller inputs are used as a whole
+_NUM_RECORDS = 64  # records of finished buckets that are read to time the merge of a build
 
 
 class PrepareRate(Section):
-    """Cost of one stage of `corpus prepare`."""
+    """CPU time of one stage of `corpus prepare` on the sample, and the size of the text that the stage read."""
 
     stage: str = Field(description="name of the stage, such as 02-exact-signatures")
     cpu_s: float = Field(ge=0, description="CPU seconds for the sample")
@@ -51,26 +51,26 @@ class PrepareRate(Section):
 
 
 class CorpusRates(Section):
-    """Costs of the steps of a corpus build, measured on a sample of text on one machine."""
+    """CPU times of the steps of a corpus build, and the sizes of the text sample on which they were measured."""
 
-    sample: str = Field(description="the text of the sample")
+    sample: str = Field(description="description of the text of the sample")
     date: str = Field(description="date of the measurement, UTC, as ISO 8601")
     hardware: str = Field(description="processor, cores and memory of the machine")
-    settings: dict[str, str | int | float] = Field(description="values of the config that decide the rates")
-    input_bytes: int = Field(gt=0, description="bytes of the files of the sample, as they are on disk")
-    text_bytes: int = Field(gt=0, description="bytes of its documents, undecoded")
-    documents: int = Field(gt=0, description="number of its documents")
-    spill_bytes: int = Field(gt=0, description="bytes of the spill files")
-    tokens: int = Field(gt=0, description="tokens of the rows without [PAD], training and held-out")
-    shard_bytes: int = Field(gt=0, description="bytes of the shards")
-    cpu_s: dict[str, float] = Field(description="CPU seconds of each step, for the whole sample")
+    settings: dict[str, str | int | float] = Field(description="values of the config on which the rates depend")
+    input_bytes: int = Field(gt=0, description="size of the sample's files on disk, in bytes")
+    text_bytes: int = Field(gt=0, description="size of the sample's documents in bytes, before decoding")
+    documents: int = Field(gt=0, description="number of documents in the sample")
+    spill_bytes: int = Field(gt=0, description="size of the spill files in bytes")
+    tokens: int = Field(gt=0, description="tokens of all training and held-out rows, without [PAD]")
+    shard_bytes: int = Field(gt=0, description="size of the shards in bytes")
+    cpu_s: dict[str, float] = Field(description="step of the build -> its CPU seconds for the whole sample")
     record_cpu_s: float = Field(ge=0, description="CPU seconds in which a merge reads the record of one bucket")
-    prepare: list[PrepareRate] = Field(default=[], description="stages of `corpus prepare`; empty: not measured")
+    prepare: list[PrepareRate] = Field(default=[], description="stages of `corpus prepare`; empty if not measured")
 
     @field_validator("cpu_s")
     @classmethod
     def _has_all_steps(cls, value: dict[str, float]) -> dict[str, float]:
-        """Return the value; raise ValueError if a step is missing, or one is unknown or negative."""
+        """Return `cpu_s`; raise ValueError if a step of `STEPS` is missing, unknown or has negative seconds."""
         if set(value) != set(STEPS) or min(value.values()) < 0:
             raise ValueError(f"must have the seconds of the steps {', '.join(STEPS)}")
         return value
@@ -88,17 +88,17 @@ class CorpusRates(Section):
 def measure_rates(
     request: BuildRequest, sample: str, hardware: str, prepare: Sequence[PrepareRate] = ()
 ) -> CorpusRates:
-    """Return what the steps of a build cost, measured on files from which the documents of a sample are taken.
+    """Measure the CPU time of each step of a build, and return it with the sizes of the sample.
 
     Args:
-        request: the build to measure; its `inputs` are read as a whole, of their documents about `SAMPLE_BYTES` take
-            part in the steps after the reading. `output` and `num_workers` are ignored.
-        sample: what the text is, for the result.
-        hardware: description of the machine, for the result.
-        prepare: measured stages of a preparation, which are only passed on.
+        request: the build to measure. All of its `inputs` are read; the first documents, about `SAMPLE_BYTES`, are the
+            sample that goes through the other steps. `output` and `num_workers` are ignored.
+        sample: description of the text, which the result and error messages repeat.
+        hardware: description of the machine, which the result repeats.
+        prepare: measured stages of `corpus prepare`, which the result repeats.
 
     Raises:
-        UserError: no document gives a row, or a file cannot be read.
+        UserError: no document of the sample gives a row, or a file cannot be read.
         StoreError: a file on S3 cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="corpus-rates-") as folder:
@@ -106,29 +106,20 @@ def measure_rates(
 
 
 class _Measurement:
-    """State of one measurement: the sample on its way through the steps, and the seconds of each."""
+    """Runner of one measurement, which times the steps of a build on a sample; use `run` once."""
 
     def __init__(self, request: BuildRequest, folder: Path) -> None:
-        """Prepare; `folder` receives spill files, shards and records."""
+        """Open `folder`, an empty folder that receives the spill file, the shard and the records."""
         self._request = request
         self._store = open_store(str(folder))
         self._cpu_s: dict[str, float] = {}
 
     def run(self, sample: str, hardware: str, prepare: Sequence[PrepareRate]) -> CorpusRates:
-        """Time all steps; return the result."""
+        """Time all steps in the order of a build; arguments and result are those of `measure_rates`."""
         request = self._request
         documents, text_bytes, share = self._read()
-        ordered = [
-            OrderedDocument(document_key(request.order_seed, 0, number), 0, number, document)
-            for number, document in enumerate(documents)
-        ]
-        begin = time.process_time()
-        spill_bytes = write_spill(self._store, "spill", ordered)
-        self._cpu_s[SPILL] = time.process_time() - begin
-        begin = time.process_time()
-        entries = list(SpillFile(self._store, "spill").documents(range(NUM_CELLS)))
-        self._cpu_s[COLLECT] = time.process_time() - begin
-        tokens, blocks = self._make_rows([entry.document for entry in entries])
+        spill_bytes = self._spill(documents)
+        tokens, blocks = self._make_rows(self._collect())
         if not tokens:
             raise UserError(
                 f"{sample}: no document of the sample gives a row, so nothing can be measured; give another --input, "
@@ -152,9 +143,13 @@ class _Measurement:
         )
 
     def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Read all files; return the sample, its bytes, and its share of the bytes of all documents that were read.
+        """Read all input files, and take the first documents, about `SAMPLE_BYTES`, as the sample.
 
-        The recorded time is that share of the time of reading.
+        The recorded seconds are those of reading all files, times the sample's share of the bytes that were read.
+
+        Returns:
+            The documents of the sample, their size in bytes (at least 1), and the sample's share of the bytes of all
+            documents that were read.
         """
         documents: list[RawDocument] = []
         sample_bytes = 0
@@ -171,23 +166,46 @@ class _Measurement:
         self._cpu_s[READ] = seconds * share
         return documents, max(sample_bytes, 1), share
 
+    def _spill(self, documents: list[RawDocument]) -> int:
+        """Write the documents to a spill file, as the shuffle of a build does; return the file's size in bytes."""
+        seed = self._request.order_seed
+        ordered = [
+            OrderedDocument(document_key(seed, 0, number), 0, number, document)
+            for number, document in enumerate(documents)
+        ]
+        begin = time.process_time()
+        spill_bytes = write_spill(self._store, "spill", ordered)
+        self._cpu_s[SPILL] = time.process_time() - begin
+        return spill_bytes
+
+    def _collect(self) -> list[RawDocument]:
+        """Read the documents of the spill file, as the shuffle of a build does for all buckets; return them."""
+        begin = time.process_time()
+        entries = list(SpillFile(self._store, "spill").documents(range(NUM_CELLS)))
+        self._cpu_s[COLLECT] = time.process_time() - begin
+        return [entry.document for entry in entries]
+
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Turn the documents into rows; return the number of tokens and the blocks of rows."""
+        """Turn the documents into rows, chunk by chunk.
+
+        Returns:
+            The number of tokens without [PAD], and the blocks of training and held-out rows, [rows, seq_len] each.
+        """
         processor = ChunkProcessor(self._request.rules())
         blocks: list[np.ndarray] = []
         tokens = 0
         begin = time.process_time()
         for number, chunk in enumerate(cut_chunks(documents, self._request.chunk_bytes)):
             rows = processor.process(Chunk(documents=chunk, seed=number, heldout_seed=number))
-            for part in (rows.train, rows.heldout):
-                tokens += part.counts["tokens"]
-                if len(part.block):
-                    blocks.append(part.block)
+            for chunk_rows in (rows.train, rows.heldout):
+                tokens += chunk_rows.counts["tokens"]
+                if len(chunk_rows.block):
+                    blocks.append(chunk_rows.block)
         self._cpu_s[TOKENIZE] = time.process_time() - begin
         return tokens, blocks
 
     def _write(self, blocks: Sequence[np.ndarray]) -> tuple[int, FinishedBucket]:
-        """Write the rows as one shard; return its size and the record of a bucket that consists of it."""
+        """Write the rows as one shard; return its size in bytes, and the record of a bucket with this shard."""
         begin = time.process_time()
         rows = np.concatenate(blocks)
         entry = put_shard(self._store, "shard-000000.tar", rows, len(rows))
@@ -198,7 +216,7 @@ class _Measurement:
         return entry.bytes, bucket
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
-        """Return the CPU seconds in which the record of one bucket is read, with the check of its shard."""
+        """Return the CPU seconds that a merge needs to read a bucket's record and to check the bucket's shard."""
         records = BuildRecords(self._store)
         for number in range(_NUM_RECORDS):
             records.record_bucket(bucket.model_copy(update={"number": number}), np.empty((0, 0)))
@@ -208,7 +226,7 @@ class _Measurement:
 
 
 def rate_settings(request: BuildRequest) -> dict[str, str | int | float]:
-    """Return the values of a build that decide its rates; rates of other values are not those of this build."""
+    """Return the settings of a build on which its rates depend, for `CorpusRates.settings`."""
     corpus = request.corpus
     return {
         "seq_len": request.seq_len,
@@ -220,7 +238,10 @@ def rate_settings(request: BuildRequest) -> dict[str, str | int | float]:
 
 
 def smallest_files(files: Sequence[InputFile], num_bytes: int) -> list[InputFile]:
-    """Return the smallest files that are not empty, in their order, until together they have `num_bytes` on disk."""
+    """Return the smallest files that together have at least `num_bytes` on disk, or all files if they have less.
+
+    Empty files are left out. The result keeps the order of `files`.
+    """
     chosen: set[str] = set()
     size = 0
     for file in sorted(files, key=lambda file: (file.size, file.location)):

@@ -59,7 +59,10 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def _phases(config: Config) -> list[dict[str, Any]]:
-    """Return corpus, first step, steps and tokens (positions of rows) of each phase; one entry without phases."""
+    """Return the corpus, first step, number of steps and tokens of each phase of `data.phases`.
+
+    A run without phases has one entry. Tokens are positions of rows, padding included.
+    """
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     tokens_per_step = config.train.global_batch * config.data.seq_len

@@ -192,7 +192,7 @@ def _shape(tower: TowerConfig) -> str:
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
     """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash.
 
-    A run with several phases has the tokens of each phase in place of the epochs.
+    For a run with `data.phases`, the tokens of each phase are shown in place of the epochs.
     """
     train = config.train
     seq_len = config.data.seq_len
@@ -214,7 +214,7 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
 
 
 def _phase_rows(config: Config) -> list[list[str]]:
-    """Return the rows of the table of data that name the corpus of each phase, with its tokens and its share."""
+    """Return one row of the table of data for each phase: its tokens, its share of the steps, and its corpus."""
     global_batch = config.train.global_batch
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)

@@ -1,12 +1,12 @@
 """Measure what each stage of a preparation (`corpus prepare`) costs on this machine, for `electra-dist corpus plan`.
 
-How: the steps of datatrove run in this process on a sample. The filters run on the files of the sample, then the
-deduplication on all of its documents, also on those that the filters drop: the sample of a plan is small, and a
-deduplication of a few documents would be all fixed cost. A plan therefore counts a deduplication for all text that the
-filters keep.
+How: the steps of datatrove run in this process on a sample. First the filters run on the files of the sample. Then
+the deduplication runs on all documents of the sample, also on those that the filters drop, because the sample is small
+and the time of deduplicating a few documents would be fixed cost only. A plan charges the deduplication for the text
+that the filters keep.
 
-Limits: the memory that the search for duplicates needs is not measured; datatrove keeps the hashes of a range at a
-time. Searches grow a little faster than the text (they sort), which is not extrapolated.
+Limits: the memory of the search for duplicates is not measured; datatrove keeps the hashes of one range at a time. The
+search sorts, so its time grows a little faster than the text; the plan does not extrapolate this.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from electra_dist.store.json_file import read_json_object
 
 
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Return the cost of each stage of a preparation, measured on local files.
+    """Return the CPU time of each stage of a preparation, measured on local files.
 
     Args:
-        config: the preparation; its sources, folders and executor are not used.
-        files: text of the sample, on a local disk.
-        text_field: JSON field or column that holds the text.
+        config: the preparation; its sources, folders and executor are replaced by those of the measurement.
+        files: files with the text of the sample, on a local disk.
+        text_field: JSON field or table column that holds the text.
 
     Raises:
         UserError: a file that the filters need is missing, or a file of the sample cannot be read.
@@ -46,15 +46,26 @@ def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_
         folder = Path(name)
         filters = config.model_copy(update={"deduplication": DeduplicationSection()})
         rates = _run_stages(filters, folder / "filters", files, text_field)
-        if any(part is not None for part in config.deduplication.__dict__.values()):
-            bare = {"filters": type(config.filters)(), "formatting": type(config.formatting)()}
-            duplicates = config.model_copy(update=bare)
+        has_deduplication = any(method is not None for method in config.deduplication.__dict__.values())
+        if has_deduplication:
+            without_filters = {"filters": type(config.filters)(), "formatting": type(config.formatting)()}
+            duplicates = config.model_copy(update=without_filters)
+            # The first stage reads and filters; its cost is known from the run above.
             rates += _run_stages(duplicates, folder / "duplicates", files, text_field)[1:]
         return rates
 
 
 def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Run all stages of a preparation in this process, one after another; return the cost of each but the report."""
+    """Run all stages of a preparation but the last in this process, and return the CPU time of each stage.
+
+    The last stage writes the report; it takes little time and is not run.
+
+    Args:
+        config: the preparation; its sources, folders and executor are replaced.
+        folder: new folder for the output and the work files.
+        files: files with the text of the sample, on a local disk.
+        text_field: JSON field or table column that holds the text.
+    """
     from datatrove.utils.logging import logger
 
     from electra_dist.corpus.prepare.preparation import check
@@ -66,9 +77,14 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
         SourceSection(name=f"file-{number}", path=file.location, text_field=text_field)
         for number, file in enumerate(files)
     )
-    places = {"output": str(folder / "output"), "work": str(folder / "work"), "sources": sources}
-    local = {**places, "executor": ExecutorSection(), "samples_per_filter": 0}
-    preparation = check(config.model_copy(update=local))
+    changes = {
+        "output": str(folder / "output"),
+        "work": str(folder / "work"),
+        "sources": sources,
+        "executor": ExecutorSection(),
+        "samples_per_filter": 0,
+    }
+    preparation = check(config.model_copy(update=changes))
     work = folder / "work"
     work.mkdir(parents=True)
     write_plan(preparation.plan, work)
@@ -76,12 +92,12 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
     text_bytes = 1
     for stage in preparation.stages[:-1]:
         begin = _cpu_seconds()
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of datatrove
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of datatrove
             for task in range(stage.num_tasks):
                 data = None
                 for step in stage.steps:
                     data = step.run(data, task, stage.num_tasks)
-                deque(data or (), maxlen=0)
+                deque(data or (), maxlen=0)  # The steps are generators, which run when they are read.
         cpu_s = _cpu_seconds() - begin
         if stage is preparation.stages[0]:
             record = read_json_object(work / stage.name / RECORDS_DIR / record_of_task(0), "plan again")
@@ -91,6 +107,6 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended, such as extractors of HTML."""
+    """Return the CPU seconds of this process and of its ended child processes, such as those that extract HTML."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime

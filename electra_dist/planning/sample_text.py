@@ -1,56 +1,66 @@
-"""Make a text to measure rates on, whose words are as unequally frequent as those of a language.
+"""Write an artificial text on which `corpus plan` measures rates, with word frequencies like those of a language.
 
-How: the rank of every word is drawn by the law of Zipf and Mandelbrot, P(rank) ~ 1 / (rank + 2.7). The frequent words
-are those of the language reference that every Python installation contains; the rare ones are joined from parts of
-these. A tokenizer meets new words all the time, as in a large corpus; in a text of few words it would only look them
-up, several times as fast.
+How: every word is drawn by its rank with the Zipf-Mandelbrot law, P(rank) ~ 1 / (rank + 2.7). Frequent words are
+those of the language reference that every Python installation contains; rare words are joined from parts of these. The
+tokenizer therefore meets new words all the time, as in a large corpus. In a text of few words it would only look words
+up in its cache, which is several times as fast.
 
-Limits: this is no language. Rates on a text of the user's are better.
+Limits: the text is not a language. Rates on the user's own text (`corpus plan --input`) are more accurate.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 _NUM_WORDS = 60_000  # different words that may occur
-_RANK_SHIFT = 2.7  # of the law of Zipf and Mandelbrot
-_WORDS_IN_SENTENCE = (6, 30)  # least and most
+_RANK_SHIFT = 2.7  # constant of the Zipf-Mandelbrot law
+_WORDS_IN_SENTENCE = (6, 30)  # least number, and the number above the largest
 _SENTENCES_IN_LINE = (1, 8)
 _LINES_IN_DOCUMENT = (1, 24)
-_BYTES_PER_WORD = 5  # at least, with the space
+_BYTES_PER_WORD = 5  # lower bound of the mean, with the space; so enough words are drawn
 
 
 def write_sample_text(path: Path, num_bytes: int) -> None:
-    """Write documents as JSON lines, about `num_bytes` of text; the same Python gives the same bytes."""
+    """Write documents with about `num_bytes` of text to `path`, as JSON lines with the field `text`.
+
+    Equal arguments give equal bytes with the same versions of Python and NumPy.
+    """
     draw = np.random.default_rng(1)
     words = _words(draw)
-    shares = 1 / (np.arange(len(words)) + 1 + _RANK_SHIFT)
-    bounds = np.cumsum(shares / shares.sum())
-    ranks = np.minimum(np.searchsorted(bounds, draw.random(num_bytes // _BYTES_PER_WORD)), len(words) - 1)
-    chosen = iter(ranks.tolist())
+    weights = 1 / (np.arange(len(words)) + 1 + _RANK_SHIFT)
+    cumulative = np.cumsum(weights / weights.sum())
+    uniform = draw.random(num_bytes // _BYTES_PER_WORD)
+    ranks = np.minimum(np.searchsorted(cumulative, uniform), len(words) - 1)
+    drawn_words = (words[rank] for rank in ranks.tolist())
     size = 0
     with path.open("w", encoding="utf-8") as out:
         while size < num_bytes:
-            lines = []
-            for _ in range(draw.integers(*_LINES_IN_DOCUMENT)):
-                sentences = []
-                for _ in range(draw.integers(*_SENTENCES_IN_LINE)):
-                    sentence = " ".join(words[next(chosen)] for _ in range(draw.integers(*_WORDS_IN_SENTENCE)))
-                    sentences.append(f"{sentence.capitalize()}.")
-                lines.append(" ".join(sentences))
-            text = "\n".join(lines)
+            num_lines = draw.integers(*_LINES_IN_DOCUMENT)
+            text = "\n".join(_line(drawn_words, draw) for _ in range(num_lines))
             out.write(json.dumps({"text": text}) + "\n")
             size += len(text)
 
 
+def _line(drawn_words: Iterator[str], draw: np.random.Generator) -> str:
+    """Return one line of a document: some sentences, whose words are taken from `drawn_words`."""
+    sentences = []
+    for _ in range(draw.integers(*_SENTENCES_IN_LINE)):
+        num_words = draw.integers(*_WORDS_IN_SENTENCE)
+        sentence = " ".join(itertools.islice(drawn_words, int(num_words)))
+        sentences.append(f"{sentence.capitalize()}.")
+    return " ".join(sentences)
+
+
 def _words(draw: np.random.Generator) -> list[str]:
-    """Return all words, the most frequent first."""
+    """Return `_NUM_WORDS` words, the most frequent first; the rare words are drawn with `draw`."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     counts: Counter[str] = Counter()
     for topic in sorted(topics):

@@ -154,7 +154,7 @@ def model_card(
 
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
-    """Return whether an exported tower predicts tokens; otherwise it detects replaced ones."""
+    """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
     return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
 
 
@@ -236,7 +236,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
 
 
 def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the rows of the table that name the training data: one for each corpus that was read.
+    """Return the rows of the table of the training that name the training data: one for each corpus that was read.
 
     Args:
         export: the weights that were exported, whose step decides which phases were reached.
@@ -263,7 +263,7 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
     A source is shown by the last folders of its name, as few as make the names differ.
 
     Args:
-        sources: "tokens" and "licence" of each source.
+        sources: source of the corpus -> its "tokens" and "licence", from environment.json.
     """
     if not sources:
         return ""

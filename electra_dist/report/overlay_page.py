@@ -62,10 +62,12 @@ def unique_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return a name for each path: as few of its last parts as make all names differ; whole paths if none do.
+    """Return a name for each path: its last components, as few as make all names differ.
+
+    If two paths are equal, no number of components makes the names differ, and the whole paths are returned.
 
     Args:
-        all_parts: the parts of each path, such as ("runs", "a"); at least one path.
+        all_parts: the components of each path, such as ("runs", "a"); at least one path.
     """
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []

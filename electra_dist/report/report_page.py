@@ -243,7 +243,7 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return one row for the corpus of each phase of the data with its use so far; empty without `data.phases`."""
+    """Return a row (name, value) for the corpus of each phase, with its use so far; empty without `data.phases`."""
     phases = run.environment.get("corpus", {}).get("phases", ())
     if run.config is None:
         return []

@@ -30,7 +30,7 @@ def tiles(run: RunRecord) -> str:
 
 
 def tile_section(all_tiles: Sequence[Tile]) -> str:
-    """Return the HTML section of some tiles, which are escaped."""
+    """Return the HTML section that shows the tiles; values and remarks are escaped, names must need no escaping."""
     cells = (
         f'<div class="tile"><span class="name">{name}</span><span class="value">{html.escape(value)}</span>'
         f'<span class="more">{html.escape(remark).replace(" %", "&nbsp;%")}</span></div>\n'

@@ -1,4 +1,4 @@
-"""`electra-dist corpus find`: rows of a corpus with a text, a source or a document, and the steps that read them."""
+"""Command `electra-dist corpus find`: rows with a text, a source or a document, and the steps that read these rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from electra_dist.config import Config
-from electra_dist.corpus_search.row_search import Query, RowSearch, rows_held_out, tokens_of_text
+from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
 from electra_dist.data.corpus_manifest import read_manifest
@@ -23,16 +23,16 @@ from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 
-_PART = 16  # tokens of a longer text that a row must contain, unless --least is given
+_DEFAULT_LEAST = 16  # consecutive tokens of a longer text that a row must contain, unless --least is given
 _USAGE = 'give CORPUS [RUN] "TEXT", or CORPUS [RUN] with --source NAME or --document ID'
 
 
 class Request(NamedTuple):
-    """What the command line asks for."""
+    """Arguments of the command: where to search, and what to search for."""
 
-    corpus: str | None  # None: the corpus of the run
-    run: Path | None
-    query: Query
+    corpus: str | None  # folder or s3:// prefix; None: the corpora of the run
+    run: Path | None  # run folder; None: no steps are printed
+    query: Query  # text, source or document
 
 
 def find(
@@ -50,45 +50,44 @@ def find(
     document: Annotated[
         str | None, typer.Option(help="find the rows of this document: its id, or FILE#NUMBER (counted from 0)")
     ] = None,
-    corpus: Annotated[str | None, typer.Option(help="CORPUS; default: that of RUN")] = None,
-    run: Annotated[Path | None, typer.Option(help="RUN")] = None,
+    corpus: Annotated[str | None, typer.Option(help="the same as CORPUS; default: the corpora of RUN")] = None,
+    run: Annotated[Path | None, typer.Option(help="the same as RUN")] = None,
     least: Annotated[
         int | None,
-        typer.Option(min=1, help=f"consecutive tokens that a row must contain; default: all, at most {_PART}"),
+        typer.Option(
+            min=1, help=f"consecutive tokens of TEXT that a row must contain; default: all, at most {_DEFAULT_LEAST}"
+        ),
     ] = None,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the rows with TEXT, a source or a document and, for a run, the steps that have read them or will.
+    """Find the rows that hold TEXT, a source or a document and, for a run, the steps that use these rows.
 
-    TEXT is searched in all shards; sources and documents are looked up in the side files that `corpus build` writes
-    (corpus.origins). Exit codes: 0 found or not, 78 wrong arguments, no side files, or a damaged corpus.
+    TEXT is searched for in all shards. Sources and documents are looked up in the side files that `corpus build`
+    writes (corpus.origins). Exit codes: 0 the search is complete, also if no row was found; 78 wrong arguments, no
+    side files, or a damaged corpus.
     """
     corpus, run, query = _parse_request(words or [], Query(source=source, document=document), corpus, run)
     config = open_run(run) if run else None
     corpora = _open(corpus, config, endpoint_url)
-    manifest = corpora.manifest
     search = RowSearch(query, corpora, _progress)
-    num_tokens = None
-    if query.text is not None:
-        tokens = tokens_of_text(query.text, corpora.store, manifest)
-        num_tokens = len(tokens)
-        found = search.rows_with_text(tokens, min(least or _PART, num_tokens))
-    else:
-        found = search.rows_with_documents()
+    found, num_tokens = _search(search, query, corpora, least)
     num_listed = len(found.rows) if as_json else min(len(found.rows), MAX_SHOWN)
     num_heldout = 0
     if not query.is_text:
         num_heldout = rows_held_out(query, corpora.phases[0].url, _endpoint_url(config, endpoint_url))
+    sources: list[str] = []
+    if query.source is not None and not len(found.rows):
+        sources = search.sources()  # so that the user sees which names there are
     result = SearchResult(
-        manifest=manifest,
+        manifest=corpora.manifest,
         query=query,
         num_rows=len(found.rows),
         num_shards=len(np.unique(found.shards)),
         hits=search.hits(found, num_listed),
         num_tokens=num_tokens,
         heldout_rows=num_heldout,
-        sources=[] if query.source is None or len(found.rows) else search.sources(),
+        sources=sources,
     )
     if config is not None and run is not None:
         uses, step_counts = uses_of_found_rows(found, num_listed, corpora, config, run)
@@ -99,13 +98,33 @@ def find(
         print_result(result, open_console(markup=False))
 
 
+def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
+    """Search for the query's text, source or document.
+
+    Args:
+        search: the search, prepared for the query.
+        query: the text, source or document.
+        corpora: the corpora that are searched; their vocabulary tokenizes the text.
+        least: consecutive tokens of the text that a row must contain; None: all of them, at most `_DEFAULT_LEAST`.
+
+    Returns:
+        The found rows, and the number of tokens of the text; None in its place for a source or a document.
+    """
+    if query.text is None:
+        return search.rows_with_documents(), None
+    tokens = tokens_of_text(query.text, corpora.store, corpora.manifest)
+    return search.rows_with_text(tokens, min(least or _DEFAULT_LEAST, len(tokens))), len(tokens)
+
+
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
-    """Return the S3 endpoint that the user gave, or that of the run; None for AWS."""
+    """Return the S3 endpoint that the user gave or, without it, that of the run; None for AWS."""
     return endpoint_url or (config.data.endpoint_url if config is not None else None)
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
-    """Open a corpus or, without one, all corpora of a run. Their shards are then listed as those of one corpus.
+    """Open the given corpus or, if none is given, all corpora of the run.
+
+    The shards of several corpora are numbered as if they were one corpus.
 
     Args:
         corpus: folder or s3:// prefix; None: the corpora of the run.
@@ -113,7 +132,7 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
         endpoint_url: URL of the S3 endpoint; None: that of the run or, without a run, AWS.
 
     Raises:
-        UserError: neither a corpus nor a run is given, or one corpus of a run that reads several.
+        UserError: neither a corpus nor a run is given, or a corpus is given for a run that reads several corpora.
     """
     if config is not None and corpus is None:
         return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
@@ -130,38 +149,38 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
 
 
 def _progress(shards: Iterable[int]) -> Iterable[int]:
-    """Return the indices of shards with a progress bar on stderr."""
+    """Yield the indices of shards, with a progress bar on stderr."""
     return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
 def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
-    """Return what the command line asks for.
+    """Interpret the positional arguments and options of the command.
 
-    The last word is the text unless a source or a document is given; words before it are the corpus and the run. A run
-    folder may stand alone, because its config names the corpus.
+    Without --source and --document, the last word is the text. The words before the text are the corpus and the run,
+    in this order. A run folder may be given alone, because its config names the corpora.
 
     Args:
-        words: arguments of the command.
-        query: its options --source and --document.
-        corpus: its option --corpus.
-        run: its option --run.
+        words: positional arguments of the command.
+        query: values of the options --source and --document.
+        corpus: value of the option --corpus.
+        run: value of the option --run.
 
     Raises:
-        UserError: there are too few or too many words, or both a source and a document.
+        UserError: there are too few or too many words, or both a source and a document are given.
     """
     if query.source is not None and query.document is not None:
-        raise UserError("--source and --document: give one of the two")
-    places = list(words)
+        raise UserError("--source and --document: both are given; give one of them")
+    remaining = list(words)
     if query.source is None and query.document is None:
-        if not places:
+        if not remaining:
             raise UserError(f"nothing to find; {_USAGE}")
-        query = query._replace(text=places.pop())
-    if places and corpus is None:
-        corpus = places.pop(0)
-    if places and run is None:
-        run = Path(places.pop(0))
-    if places:
-        raise UserError(f"{places[0]}: one argument too many; {_USAGE} (a text of several words in quotes)")
+        query = query._replace(text=remaining.pop())
+    if remaining and corpus is None:
+        corpus = remaining.pop(0)
+    if remaining and run is None:
+        run = Path(remaining.pop(0))
+    if remaining:
+        raise UserError(f"{remaining[0]}: one argument too many; {_USAGE} (a text of several words in quotes)")
     if run is None and corpus is not None and "://" not in corpus and is_run_folder(Path(corpus)):
         return Request(None, Path(corpus), query)
     return Request(corpus, run, query)

@@ -1,4 +1,4 @@
-"""Command `electra-dist corpus plan`: what it takes to build a corpus, from the rates of this machine."""
+"""Command `electra-dist corpus plan`: time, space, requests and cost of a corpus build, from rates of this machine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from electra_dist.tokenizer import Vocabulary
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson, ConfigFile, Overrides
 
-if TYPE_CHECKING:  # these modules load what a build loads
+if TYPE_CHECKING:  # These modules import all that a build needs, which takes seconds.
     from electra_dist.corpus.build_request import BuildRequest
     from electra_dist.planning.corpus_plan import CorpusPlan, Prices, Requests, Workload
     from electra_dist.planning.corpus_rates import CorpusRates, PrepareRate
 
-DEFAULT_TOKENS = 33e9  # of ELECTRA-Large's corpus
+DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus
 CACHE_DIR = Path("~/.cache/electra-dist")
 _MADE_TEXT = "made text, in which words are as unequally frequent as in English"
-_VOCABULARY_DOCUMENTS = 100  # of the sample, on which a vocabulary is trained where none is given
+_VOCABULARY_DOCUMENTS = 100  # documents of the sample on which a vocabulary is trained if --vocab is not given
 
 
 def plan(
@@ -48,67 +48,68 @@ def plan(
         typer.Option(min=1, help="tokens of the corpus, such as 33e9; default: those of --input, or 33e9"),
     ] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="text to plan for and to measure on, as for `corpus build`")
+        list[str] | None,
+        typer.Option("--input", help="text to plan for and to measure on, given as for `corpus build`"),
     ] = None,
     vocab: Annotated[
-        Path | None, typer.Option(help="vocab.txt to measure with; default: one is trained on the sample")
+        Path | None, typer.Option(help="vocab.txt to measure with; default: a vocabulary is trained on the sample")
     ] = None,
-    text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
+    text_field: Annotated[str, typer.Option(help="JSON field or table column that holds the text")] = "text",
     prepare: Annotated[
-        Path | None, typer.Option(help="YAML file of `corpus prepare`, whose stages are planned, too")
+        Path | None, typer.Option(help="YAML file of `corpus prepare`; its stages are planned, too")
     ] = None,
     kept: Annotated[float, typer.Option(min=0.001, max=1, help="share of the text that --prepare keeps")] = 1.0,
     rates_file: Annotated[
         Path | None,
         typer.Option(
-            "--rates", help="JSON with rates (of benchmarks/corpus_builder.py, too) instead of a measurement"
+            "--rates", help="JSON file with rates, also a record of benchmarks/corpus_builder.py; nothing is measured"
         ),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="measure again, although rates are kept")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="measure again, even if rates were kept")] = False,
     input_file_mb: Annotated[
-        float, typer.Option(min=0.001, help="size of an input file in MB, where --input is not given")
+        float, typer.Option(min=0.001, help="size of an input file in MB, if --input is not given")
     ] = 250.0,
-    machines: Annotated[int, typer.Option(min=1, help="machines that build a part each")] = 1,
-    cores: Annotated[int, typer.Option(min=1, help="cores of a machine, one worker each")] = 16,
+    machines: Annotated[int, typer.Option(min=1, help="number of machines; each builds one part")] = 1,
+    cores: Annotated[int, typer.Option(min=1, help="cores of a machine; one worker uses one core")] = 16,
     hours: Annotated[
-        float | None, typer.Option(min=0.001, help="wanted time; prints how many machines finish in it")
+        float | None, typer.Option(min=0.001, help="wanted duration; prints how many machines are needed")
     ] = None,
     core_hour_price: Annotated[float, typer.Option(min=0, help="price of one core-hour, in any currency")] = 0.0,
     request_price: Annotated[float, typer.Option(min=0, help="price of 1,000 requests to S3")] = 0.0,
-    gb_price: Annotated[float, typer.Option(min=0, help="price of a GB that is read from or written to S3")] = 0.0,
+    gb_price: Annotated[float, typer.Option(min=0, help="price of 1 GB read from or written to S3")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Estimate what building a corpus takes: core-hours, bytes, spill space, shards, S3 requests, machines and cost.
 
-    The rates come from a measurement of some seconds on this machine, which is kept in ~/.cache/electra-dist. All
-    prices are 0 unless they are given, and the cost is then left out. Nothing else is written.
+    The rates are measured on this machine in some seconds and kept in ~/.cache/electra-dist; nothing else is written.
+    Prices are 0 unless they are given; without any price, the cost is left out.
     """
     from electra_dist.planning.corpus_plan import Prices, machines_needed, plan_corpus
 
     config = load_config(file, overrides or ())
     preparation = load_section(prepare, PrepareConfig) if prepare else None
-    found = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
+    files = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    measurement = _Measurement(config, found, vocab, text_field, preparation)
+    measurement = _Measurement(config, files, vocab, text_field, preparation)
     rates = read_rates(rates_file) if rates_file else measurement.kept_or_new(console, again=measure)
-    work = _workload(rates, found, tokens, kept, input_file_mb, machines, cores)
+    work = _workload(rates, files, tokens, kept, input_file_mb, machines, cores)
     planned = plan_corpus(rates, measurement.request([], _placeholder(config)), work)
     prices = Prices(core_hour=core_hour_price, thousand_requests=request_price, gigabyte=gb_price)
-    wanted = machines_needed(planned, hours) if hours else None
+    num_machines_needed = machines_needed(planned, hours) if hours else None
     if as_json:
-        print_json(_as_json(planned, rates, prices, hours, wanted))
+        print_json(_as_json(planned, rates, prices, hours, num_machines_needed))
         return
     out = open_console(soft_wrap=False, markup=False)
     out.print(_table(planned, prices))
-    for line in _remarks(planned, rates, work, hours, wanted):
+    for line in _remarks(planned, rates, work, hours, num_machines_needed):
         out.print(line, soft_wrap=True)
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Return the rates in a JSON file: one that this command has kept, or a record of benchmarks/corpus_builder.py.
+    """Return the rates in a JSON file that this command has kept, or in a record of benchmarks/corpus_builder.py.
 
     Raises:
-        UserError: the file is missing or damaged, or holds no rates.
+        UserError: the file is missing or damaged, or has no rates.
     """
     from electra_dist.planning.corpus_rates import CorpusRates
 
@@ -121,7 +122,7 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """The measurement that a command line asks for, and the file in which it is kept."""
+    """Measurement of the rates for one command line, kept in a file of `CACHE_DIR` for later calls."""
 
     def __init__(
         self,
@@ -131,14 +132,15 @@ class _Measurement:
         text_field: str,
         preparation: PrepareConfig | None,
     ) -> None:
-        """Prepare; nothing is measured yet.
+        """Keep the settings of the measurement; nothing is measured yet.
 
         Args:
             config: the configuration of the corpus.
-            files: the inputs; empty: a text is made.
-            vocab: vocab.txt; None trains one on the sample.
-            text_field: JSON field or column that holds the text.
-            preparation: the preparation to measure, too; None: none.
+            files: the input files; if there are none, an artificial text is measured (`sample_text.py`).
+            vocab: path of vocab.txt; None trains a vocabulary on the sample.
+            text_field: JSON field or table column that holds the text.
+            preparation: configuration of `corpus prepare`, whose stages are measured, too; None measures the build
+                only.
         """
         self._config = config
         self._files = files
@@ -147,13 +149,13 @@ class _Measurement:
         self._preparation = preparation
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call has kept for the same text and settings; otherwise measure and keep.
+        """Return the rates that an earlier call has kept for the same text, settings and machine, or measure them.
 
-        A kept file that is damaged is replaced.
+        New rates are kept for later calls. A kept file that is damaged is replaced.
 
         Args:
-            console: receives a line before a measurement.
-            again: measure in any case.
+            console: receives a line of text before a measurement.
+            again: whether to measure even if rates were kept.
         """
         path = CACHE_DIR.expanduser() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
@@ -161,7 +163,7 @@ class _Measurement:
                 return read_rates(path)
             except UserError as error:
                 console.print(f"{error}; measured again", markup=False)
-        console.print(f"measuring the steps of a build on this machine, some seconds; kept in {path}", markup=False)
+        console.print(f"measuring the steps of a build for some seconds; the rates are kept in {path}", markup=False)
         rates = self._measure()
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as out:
@@ -169,7 +171,7 @@ class _Measurement:
         return rates
 
     def request(self, files: list[InputFile], vocabulary: Vocabulary) -> BuildRequest:
-        """Return the build of some files with the settings of the config; its output is not used."""
+        """Return a build of the given files with the settings of the config, for measuring and planning only."""
         from electra_dist.corpus.build_request import BuildRequest
 
         return BuildRequest(
@@ -183,7 +185,7 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return 16 hexadecimal digits that differ between measurements of other text, settings or machines."""
+        """Return 16 hexadecimal digits that are equal only for the same text, settings and machine."""
         config = self._config
         values = {
             "machine": cpu(),
@@ -198,7 +200,7 @@ class _Measurement:
         return hashlib.sha256(canonical_json(values).encode()).hexdigest()[:16]
 
     def _measure(self) -> CorpusRates:
-        """Measure on the smallest input files, or on a text that is made."""
+        """Measure on the smallest input files or, if there are no inputs, on an artificial text; return the rates."""
         from electra_dist.planning.corpus_rates import SAMPLE_BYTES, measure_rates, smallest_files
         from electra_dist.planning.sample_text import write_sample_text
 
@@ -215,7 +217,11 @@ class _Measurement:
             return measure_rates(request, sample, f"{cpu()['model']}", stages)
 
     def _measure_preparation(self, files: list[InputFile]) -> list[PrepareRate]:
-        """Measure the stages of the preparation on the sample; return nothing without a preparation."""
+        """Measure the stages of `corpus prepare` on the files of the sample; return [] if no preparation is planned.
+
+        Raises:
+            UserError: datatrove or another package of the extra `corpus` is not installed.
+        """
         if self._preparation is None:
             return []
         try:
@@ -225,7 +231,11 @@ class _Measurement:
         return measure_preparation(self._preparation, files, self._text_field)
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
-        """Return the vocabulary that was given, or train one on the sample and fill it up to model.vocab_size."""
+        """Return the user's vocabulary, or train one on the sample, filled with unused entries to model.vocab_size.
+
+        Raises:
+            UserError: no document of the sample has text.
+        """
         if self._vocab is not None:
             return Vocabulary.read(self._vocab)
         corpus = self._config.corpus
@@ -244,14 +254,14 @@ class _Measurement:
 
 
 def _placeholder(config: Config) -> Vocabulary:
-    """Return a vocabulary of model.vocab_size entries that stands for that of the corpus in sizes."""
+    """Return a vocabulary of model.vocab_size entries, which a plan needs only for its number of entries."""
     from electra_dist.tokenizer import SPECIAL_TOKENS
 
     return _filled(Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"), config.model.vocab_size)
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return a vocabulary with entries that no text has, up to `size`: the number of entries decides bytes per id."""
+    """Return the vocabulary, filled to `size` entries with [unused...], because the size decides the bytes per id."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
@@ -265,7 +275,17 @@ def _workload(
     machines: int,
     cores: int,
 ) -> Workload:
-    """Return the text of the plan: that of the inputs, or as much as gives the wanted tokens."""
+    """Return the sizes of the text to plan for: that of the inputs, or as much as gives the wanted tokens.
+
+    Args:
+        rates: the measured rates.
+        files: the input files; empty without --input.
+        tokens: wanted tokens of the corpus; None: those of the inputs or, without inputs, `DEFAULT_TOKENS`.
+        kept: share of the text that `corpus prepare` keeps.
+        input_file_mb: size of an input file in MB; not used if the plan is for the text of the inputs.
+        machines: number of machines.
+        cores: cores of a machine.
+    """
     from electra_dist.planning.corpus_plan import Workload, workload_of_tokens
 
     if not files or tokens is not None:
@@ -291,7 +311,7 @@ def _workload(
 
 
 def _table(plan: CorpusPlan, prices: Prices) -> Table:
-    """Return the table of the steps, with a column of the cost if a price is given."""
+    """Return the table of the steps of a plan and their sums, with a column of the cost if a price is given."""
     from electra_dist.planning.corpus_plan import total_requests
 
     columns = ["step", "core-hours", "GB read", "GB written", "GET", "PUT", "LIST", "DELETE"]
@@ -300,10 +320,13 @@ def _table(plan: CorpusPlan, prices: Prices) -> Table:
         column.justify = "right"
 
     def add(name: str, hours: float, size: tuple[float, float], requests: Requests, cost: float) -> None:
-        """Add one row."""
+        """Add the row of one step, or of all steps; `size` has the bytes read and the bytes written."""
+        gigabytes = [f"{num_bytes / 1e9:,.1f}" for num_bytes in size]
         numbers = [requests.get, requests.put, requests.list, requests.delete]
-        cells = [name, f"{hours:,.2f}", *(f"{part / 1e9:,.1f}" for part in size), *(f"{n:,}" for n in numbers)]
-        table.add_row(*cells, *([f"{cost:,.2f}"] if prices.any else []))
+        cells = [name, f"{hours:,.2f}", *gigabytes, *(f"{number:,}" for number in numbers)]
+        if prices.any:
+            cells.append(f"{cost:,.2f}")
+        table.add_row(*cells)
 
     for step in plan.steps:
         add(step.name, step.core_hours, (step.bytes_in, step.bytes_out), step.requests, step.cost(prices))
@@ -314,22 +337,33 @@ def _table(plan: CorpusPlan, prices: Prices) -> Table:
 
 
 def _remarks(
-    plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, wanted: int | None
+    plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
 ) -> list[str]:
-    """Return the lines below the table: sizes, times, and what was assumed."""
-    at_once = min(plan.num_groups, plan.num_buckets)
+    """Return the lines below the table: sizes of the corpus, duration, and the rates and assumptions behind them.
+
+    Args:
+        plan: the plan.
+        rates: the rates on which it is based.
+        work: sizes of the text.
+        hours: duration that the user wants; None: no wanted duration.
+        num_machines_needed: machines that finish in `hours`; None if no number of machines does.
+    """
+    most_busy_cores = min(plan.num_groups, plan.num_buckets)
     lines = [
         f"{format_count(plan.tokens)} tokens from {work.text_bytes / 1e9:,.1f} GB of text in {work.num_files:,} "
         f"files: {plan.num_shards:,} shards; {plan.num_groups:,} groups of inputs and {plan.num_buckets:,} buckets, "
-        f"so at most {at_once:,} cores have work",
+        f"so at most {most_busy_cores:,} cores have work",
         f"spill files: {plan.spill_bytes / 1e9:,.1f} GB in the output until the corpus is merged",
         f"time on {plan.num_machines} x {plan.cores_per_machine} cores: {format_duration(plan.hours * 3600)}, if "
         "storage keeps up",
     ]
-    if hours is not None and wanted is None:
+    if hours is not None and num_machines_needed is None:
         lines.append(f"no number of machines finishes in {hours:g} h, because the merge, one process, takes longer")
     elif hours is not None:
-        lines.append(f"for {hours:g} h: {wanted} machines of {plan.cores_per_machine} cores (--machines {wanted})")
+        lines.append(
+            f"for {hours:g} h: {num_machines_needed} machines of {plan.cores_per_machine} cores "
+            f"(--machines {num_machines_needed})"
+        )
     lines.append(
         f"rates: {rates.tokens_per_core_s_of_build / 1e6:.2f} M tokens/s a core in all steps, measured on "
         f"{rates.text_bytes / 1e6:.1f} MB, {rates.sample}; {rates.hardware}, {rates.date[:10]}"
@@ -343,13 +377,13 @@ def _remarks(
 
 
 def _as_json(
-    plan: CorpusPlan, rates: CorpusRates, prices: Prices, hours: float | None, wanted: int | None
+    plan: CorpusPlan, rates: CorpusRates, prices: Prices, hours: float | None, num_machines_needed: int | None
 ) -> dict[str, Any]:
-    """Return the plan as a tree for --json."""
+    """Return the plan, with the cost of each step and the rates, as a JSON object for --json."""
     steps = [asdict(step) | {"cost": step.cost(prices)} for step in plan.steps]
     tree = asdict(plan) | {"steps": steps, "hours": plan.hours, "rates": rates.model_dump()}
-    for replaced in ("prepare", "parallel", "merge"):
-        del tree[replaced]
+    for key in ("prepare", "parallel", "merge"):  # `steps` has them all
+        del tree[key]
     if hours is not None:
-        tree["machines_for_wanted_hours"] = wanted
+        tree["machines_for_wanted_hours"] = num_machines_needed
     return tree

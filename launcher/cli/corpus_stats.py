@@ -1,4 +1,4 @@
-"""`electra-dist corpus stats`: one HTML page about a corpus."""
+"""Command `electra-dist corpus stats`, which writes one HTML page about a corpus."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def stats(
     output: Annotated[Path, typer.Option(help="HTML file to write")] = _DEFAULT_OUTPUT,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Write one HTML page about a corpus: sources, licences, lengths, padding, [UNK], what was left out, samples.
+    """Write one HTML page about a corpus: sources, licences, lengths, padding, [UNK], left-out text, samples.
 
-    All shards are read once. The page needs no other file and no network. Exit codes: 0 written, 78 no corpus, or a
-    damaged one.
+    All shards are read once. The page needs no other file and no network. Exit codes: 0 the page was written, 78 the
+    corpus is missing or damaged.
     """
-    # It imports matplotlib and torch, which `electra-dist --help` does without.
+    # The module imports matplotlib and torch, which take seconds and which `electra-dist --help` does not need.
     from electra_dist.report.corpus_stats.stats_page import write_stats_page
 
     def progress(shards: Iterable[int]) -> Iterable[int]:
+        """Yield the indices of shards, with a progress bar on stderr."""
         return track(list(shards), "reading", console=Console(stderr=True), transient=True)
 
     name = corpus.rstrip("/").rpartition("/")[2]

@@ -302,7 +302,7 @@ def _step(seen: Facts) -> str:
 
 
 def _phase_lines(seen: Facts) -> list[str]:
-    """Return a line with the corpus that the next step reads and the change that follows; [] without `data.phases`."""
+    """Return the line that names the present corpus and the next one with its first step; [] without `data.phases`."""
     if not seen.config.data.phases:
         return []
     corpora = seen.config.data.training_corpora()

@@ -105,7 +105,8 @@ def _json_tree(
         result: result of the audit; at least one receipt was checked.
         expected: the run's row order, global batch and skipped steps.
         damaged: one line for each checkpoint whose manifest is damaged.
-        corpora: the corpora of the run's phases; `phases` lists the rows used of each, or is empty without phases.
+        corpora: the corpora of the run's phases. `phases` of the result has the rows used of each corpus; it is empty
+            for a run with one corpus.
     """
     last = result.last
     assert last is not None

@@ -192,7 +192,10 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield the side files of a corpus, which name the documents of its rows; a corpus may have none."""
+    """Yield one part for each side file of a corpus; nothing if the corpus has no side files.
+
+    Side files name the documents of each row. If origins.json itself is damaged, a single part reports that.
+    """
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -206,7 +209,7 @@ def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
 
 
 def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
-    """Return the part for the side file of a shard."""
+    """Return the part that verifies the side file of one shard against the digest in origins.json."""
     return Part(
         url=f"{store.url}/{file.name}",
         kind="side file",

@@ -68,8 +68,8 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 def _cache_folder(config: Config) -> Path:
     """Return the folder in which this node will cache shards.
 
-    WORLD_SIZE of a launcher of ranks, or SLURM_NNODES of a Slurm job, says whether the run has several nodes; without
-    either, one node is assumed.
+    The choice depends on whether the run has several nodes. This is read from WORLD_SIZE, which a launcher of ranks
+    sets, or from SLURM_NNODES, which Slurm sets; without both variables, one node is assumed.
 
     Raises:
         StoreError: this node has no temporary directory that can be used.
@@ -89,7 +89,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
     Args:
         config: the resolved config of the run.
         corpora: URL -> manifest of each corpus of the run.
-        cache_folder: folder in which this node caches shards; None: that of a run on a single node.
+        cache_folder: folder in which this node caches shards; None: `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,

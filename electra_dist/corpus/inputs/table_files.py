@@ -1,4 +1,4 @@
-"""Read the texts of one column of a table: a CSV, TSV, parquet or Arrow file, with the ids of a column `id`.
+"""Read documents from a table (CSV, TSV, parquet or Arrow): their texts from one column, their ids from `id`.
 
 CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two quotes within it stand for one. TSV
 has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
@@ -25,7 +25,7 @@ _PARQUET_BATCH_ROWS = 1024
 _MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
 _MAX_COLUMNS_SHOWN = 20  # in an error message
 _MAX_NAME_CHARS = 40
-_ID_COLUMN = "id"  # column with the ids of the documents, in a table that has one
+_ID_COLUMN = "id"  # optional column with the ids of the documents
 
 
 class NoTextColumn(Exception):
@@ -51,7 +51,9 @@ def _short_name(column: str) -> str:
 
 
 def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[RawDocument]:
-    """Yield the cells of one column as documents; without data for a row of another number of cells than the first.
+    """Yield the cells of one column as undecoded documents.
+
+    A row with another number of cells than the first row gives a document whose `data` is None.
 
     Args:
         stream: the file, decompressed; it is closed at the end.
@@ -86,7 +88,7 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
 
 
 def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
-    """Yield the cells of one column of a parquet file as undecoded documents; without data for a null cell.
+    """Yield the cells of one column of a parquet file as undecoded documents; `data` is None for a null cell.
 
     Args:
         stream: the file, opened to read bytes.
@@ -105,7 +107,7 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
 
 
 def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
-    """Yield the cells of one column of an Arrow file as undecoded documents; without data for a null cell.
+    """Yield the cells of one column of an Arrow file as undecoded documents; `data` is None for a null cell.
 
     Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
 
@@ -128,7 +130,7 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
 
 
 def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocument]:
-    """Yield the cells of the column of the text as bytes (strings as UTF-8), each with its id if there are ids."""
+    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), and the id."""
     cells = batch.column(text_field).cast(pyarrow.large_binary())
     if not _has_ids(batch.schema):
         for cell in cells:
@@ -139,7 +141,7 @@ def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocum
 
 
 def _has_ids(schema: pyarrow.Schema) -> bool:
-    """Return whether a table has one column `id` of strings or integers."""
+    """Return whether a table has exactly one column `id`, with strings or integers, so that it gives ids."""
     if schema.names.count(_ID_COLUMN) != 1:
         return False
     column_type = schema.field(_ID_COLUMN).type

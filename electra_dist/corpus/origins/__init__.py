@@ -1,1 +1,1 @@
-"""Side files of a corpus: which documents are in each row, how they are written and searched."""
+"""Write and search the side files of a corpus, which name the documents in each of its rows."""

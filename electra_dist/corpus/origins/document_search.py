@@ -1,6 +1,9 @@
-"""Find the rows of a corpus that hold documents of a source, or one document, by the side files.
+"""Find the rows of a shard that hold one document or the documents of a source, by the shard's side file.
 
-Guarantee: the rows that are found are exactly those with an example of such a document.
+A side file is a table with one line for each training example of the shard (`origin_table.py`). A search first marks
+lines (`lines_of_source`, `lines_of_document`) and then looks up the rows of these lines (`rows_of_lines`).
+
+Guarantee: the rows that are found are exactly those with an example of the document or of the source.
 
 Cost: one pass over the side files, which are a small part of the shards; no shard is read.
 """
@@ -14,42 +17,43 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
-Mask = NDArray[np.bool_]  # for each line of a side file, whether it is one that is searched for
+Mask = NDArray[np.bool_]  # [lines of a side file]: whether the line belongs to what is searched for
 
 
 class RowDocument(NamedTuple):
-    """Document with an example in a row."""
+    """Document from which one training example of a row was made."""
 
-    start: int  # place of the first id of the example in the row
-    source: str  # source that its record names, or source of its file
-    document: str  # its id, or FILE#NUMBER
-    place: str  # FILE#NUMBER: name of the input file, and number of the document in it from 0
+    start: int  # position of the example's first token in the row, from 0
+    source: str  # source that the document's record names; without one, the source of its input file
+    document: str  # id of the document; without one, FILE#NUMBER as in `place`
+    place: str  # FILE#NUMBER: name of the input file, and number of the document in this file, from 0
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return which lines of a side file belong to a source.
+    """Return which lines of a side file belong to a source, as booleans [lines].
 
     Args:
-        table: the side file.
-        source: name of the source, as build.json or the documents' records name it; the last folders of a name are
-            enough, such as "wiki" for texts/wiki.
+        table: the side file, with the columns of `origin_table.SCHEMA`.
+        source: name of the source in build.json or in the documents' records (`metadata.source`). The last folders
+            of a name are enough, such as "wiki" for texts/wiki.
     """
     return _is_source(table.column("source"), source) | _is_source(table.column("record_source"), source)
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
-    """Return where a name is the source or ends with its folders."""
+    """Return which names equal `source` or end with "/" and `source`; a null name does not."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
     return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Return which lines of a side file belong to a document.
+    """Return which lines of a side file belong to a document, as booleans [lines].
 
     Args:
-        table: the side file.
-        document: id of the document, or FILE#NUMBER: the name of its file below the input, and its number from 0.
+        table: the side file, with the columns of `origin_table.SCHEMA`.
+        document: id of the document, or FILE#NUMBER: name of its input file as the column `file` has it, and number
+            of the document in this file, from 0. Several documents with the same id are all found.
     """
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), document))
     file, _, number = document.rpartition("#")
@@ -60,24 +64,26 @@ def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
 
 
 def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
-    """Return a column of booleans as a new array, in which nulls are false."""
+    """Return a column of booleans as a new, writable array in which nulls have become False."""
     return np.array(pyarrow.compute.fill_null(values, False), bool)
 
 
 def rows_of_lines(table: pyarrow.Table, lines: Mask) -> NDArray[np.int64]:
-    """Return the rows that have one of some lines of a side file, in order, each once."""
+    """Return the rows of the marked lines of a side file: row numbers in the shard, ascending, each once."""
     return np.unique(table.column("row").to_numpy()[lines]).astype(np.int64)
 
 
 def documents_of_rows(
     table: pyarrow.Table, rows: NDArray[np.integer], lines: Mask | None = None
 ) -> dict[int, list[RowDocument]]:
-    """Return the documents of some rows of a shard, from left to right: row -> documents.
+    """Return the documents of the given rows of a shard: row -> its documents from left to right.
+
+    A document with several examples in a row is listed once for each. A row without any marked line has no entry.
 
     Args:
         table: side file of the shard.
-        rows: numbers of the rows.
-        lines: which lines count; None for all.
+        rows: numbers of the rows in the shard, from 0.
+        lines: the lines of the side file that count; None for all lines.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:
@@ -92,7 +98,7 @@ def documents_of_rows(
 
 
 def sources_of_table(table: pyarrow.Table) -> set[str]:
-    """Return the names of all sources in a side file."""
+    """Return the names of all sources in a side file: those of input files and those in the documents' records."""
     names: set[str] = set()
     for column in ("source", "record_source"):
         names.update(table.column(column).unique().to_pylist())

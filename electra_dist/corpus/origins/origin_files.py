@@ -1,13 +1,13 @@
-"""Write and read the side files of a corpus, which say from which documents each row was made.
+"""Write and read the side files of a corpus, which name the documents from which each row was made.
 
-Guarantee: the side files follow from the inputs and the parameters of the build, like the shards, and need no other
-part of the build. origins.json lists them with their digests and names the fingerprint of the corpus; the corpus
-itself does not depend on them. A side file is used only if its bytes have the digest and the fingerprint is that of
-the corpus.
+Guarantee: the side files are a function of the inputs and the settings of the build, as the shards are. origins.json
+lists the side files with their digests and holds the fingerprint of the corpus. A side file is used only if its bytes
+have this digest and the corpus has this fingerprint. The corpus itself does not depend on its side files.
 
-How: a parquet file for each shard (`origin_table.py`), in the folder origins/ beside the shards.
+How: each shard has one parquet file (`origin_table.py`) in the folder origins/ beside the shards.
 
-Limits: corpora without origins.json (indexed, of earlier versions, or built with `corpus.origins: false`) have none.
+Limits: a corpus has no side files if it was indexed, built by an earlier version, or built with
+`corpus.origins: false`; origins.json is then missing.
 """
 
 from __future__ import annotations
@@ -32,30 +32,35 @@ _NEXT_STEP = "restore it, or delete origins.json, which no run needs"
 
 
 class OriginFile(Section):
-    """Entry of the side file of one shard."""
+    """Entry of origins.json for the side file of one shard."""
 
     shard: str = Field(description="name of the shard")
     name: str = Field(description="key of the side file, relative to corpus.json")
-    examples: Annotated[int, Field(ge=0)] = Field(description="lines of its table")
-    bytes: Annotated[int, Field(ge=0)] = Field(description="size of the file")
-    sha256: Sha256 = Field(description="SHA-256 of the file in hexadecimal")
+    examples: Annotated[int, Field(ge=0)] = Field(
+        description="lines of the side file: one for each example of the shard"
+    )
+    bytes: Annotated[int, Field(ge=0)] = Field(description="size of the side file in bytes")
+    sha256: Sha256 = Field(description="SHA-256 of the side file in hexadecimal")
 
 
 class OriginsManifest(Section):
-    """Content of origins.json."""
+    """Content of origins.json, which lists the side files of a corpus."""
 
     format: Literal[1] = Field(default=1, description="version of the file's format")
-    corpus: Sha256 = Field(description="fingerprint of the corpus")
-    files: tuple[OriginFile, ...] = Field(description="the side files, in the order of the shards")
+    corpus: Sha256 = Field(description="fingerprint of the corpus to which the side files belong")
+    files: tuple[OriginFile, ...] = Field(description="entries of the side files, in the order of the shards")
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the side file of a shard, and return its entry.
+    """Write the side file of a shard, and return its entry for origins.json.
 
     Args:
-        store: the training or the held-out corpus.
+        store: store of the training corpus or of the held-out corpus.
         shard: name of the shard, such as shard-000007.tar.
-        table: documents of its rows, which count from 0.
+        table: one line for each example of the shard (`origin_table.SCHEMA`); its rows count from 0.
+
+    Raises:
+        StoreError: the file cannot be written.
     """
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
@@ -66,26 +71,29 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json.
+    """Write origins.json, after all side files of the corpus have been written.
 
     Args:
-        store: the training or the held-out corpus; the side files must have been written.
-        manifest: manifest of this corpus.
-        files: entries of all side files, in the order of the shards.
+        store: store of the training corpus or of the held-out corpus.
+        manifest: manifest of this corpus, whose fingerprint is recorded.
+        files: entries that `put_origins` has returned, in the order of the shards.
+
+    Raises:
+        StoreError: the file cannot be written.
     """
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
 
 class Origins:
-    """Reader of the side files of a corpus."""
+    """Reader of the side files of a corpus, which verifies each file; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
-        """Prepare to read; use `open_origins`.
+        """Keep the entries of the side files; nothing is read yet.
 
         Args:
             store: store of the corpus.
-            entries: name of a shard -> entry of its side file.
+            entries: name of a shard -> entry of its side file, in the order of the shards.
         """
         self._store = store
         self._entries = entries
@@ -96,11 +104,14 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the table of a shard, with the columns of `origin_table.SCHEMA`.
+        """Return the side file of a shard as a table with the columns of `origin_table.SCHEMA`.
+
+        Args:
+            shard: name of the shard, such as shard-000007.tar.
 
         Raises:
             StoreMissing: the side file is missing.
-            ManifestMismatch: its bytes are not those that origins.json lists.
+            ManifestMismatch: its SHA-256 is not the one in origins.json, or it is not a table with these columns.
         """
         entry = self._entries[shard]
         data = self._store.read(entry.name, must_exist=True)
@@ -111,15 +122,17 @@ class Origins:
         try:
             return table_from_bytes(data)
         except ValueError as error:
-            raise ManifestMismatch(f"{self._store.url}/{entry.name}: no side file ({error}); {_NEXT_STEP}") from None
+            raise ManifestMismatch(f"{self._store.url}/{entry.name}: not a side file: {error}; {_NEXT_STEP}") from None
 
 
 def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
-    """Return the side files of a corpus; None if it has none.
+    """Return the reader of a corpus's side files; None if the corpus has no origins.json.
+
+    This function reads and checks origins.json only; `Origins.table` verifies each side file.
 
     Args:
         store: store of the corpus.
-        manifest: its manifest.
+        manifest: manifest of the corpus.
 
     Raises:
         ManifestMismatch: origins.json is damaged, or belongs to another corpus.

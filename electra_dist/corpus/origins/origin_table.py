@@ -1,15 +1,16 @@
-"""Make the table that says which documents are in the rows of a shard, and write it as a parquet file.
+"""Make the table that names the documents in the rows of a shard, and convert it to and from a parquet file.
 
 | column | content |
 | --- | --- |
 | `row` | number of the row in the shard, from 0 |
-| `start` | place of the first id of the example ([CLS]) in the row, from 0 |
+| `start` | position of the example's first token, [CLS], in the row, from 0 |
 | `file`, `number` | name of the input file, and number of the document in it, from 0 |
 | `source` | source of the file, a key of `sources` in build.json |
-| `id` | the document's own id (JSON field or table column `id`); null without one |
-| `record_source` | source in the document's record (`metadata.source`, as `corpus prepare` writes it), or null |
+| `id` | id of the document (JSON field or table column `id`); null if it has no id |
+| `record_source` | field `metadata.source` of the document's record, which `corpus prepare` writes; null if missing |
 
-There is a line for each example, in the order of the rows; the example reaches to the next `start` or to [PAD].
+There is a line for each training example, in the order of the rows. An example ends where the next example of its row
+begins, at the first [PAD], or at the end of the row.
 
 Guarantee: equal examples give equal bytes with equal versions of pyarrow.
 """
@@ -41,21 +42,21 @@ _COMPRESSION_LEVEL = 9  # of zstd; a shard's table takes milliseconds at any lev
 
 
 class Origin(NamedTuple):
-    """Where a document of a build comes from."""
+    """Input file, number, source and own names of a document of a build."""
 
-    file: str  # name of its input file
-    number: int  # position in the file, from 0
-    source: str  # source of the file
-    names: DocumentNames  # names of its own
+    file: str  # name of the document's input file
+    number: int  # number of the document in the file, from 0
+    source: str  # source of the file, a key of `sources` in build.json
+    names: DocumentNames  # id and source that the document's own record has
 
 
 def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.Table:
-    """Return a table with one line for each example: where it begins, and which document it is of.
+    """Return a table with one line for each example: where the example begins, and from which document it was made.
 
     Args:
-        places: int64 [examples, 3], sorted by row: row, position of the example's first token in the row, and index of
-            its document in `origins`.
-        origins: the documents.
+        places: int64 [examples, 3], sorted by row. The columns are the row, the position of the example's first token
+            in the row, and the index of the example's document in `origins`.
+        origins: the documents of the examples.
     """
     documents = [origins[index] for index in places[:, 2].tolist()]
     columns = [
@@ -72,7 +73,7 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
 
 
 def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
-    """Return the table of consecutive blocks of rows.
+    """Return one table for consecutive blocks of rows; its row numbers go on from block to block.
 
     Args:
         parts: for each block its table, whose rows count from 0, and its number of rows.
@@ -86,19 +87,22 @@ def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
 
 
 def rows_of_table(table: pyarrow.Table, first_row: int, num_rows: int) -> pyarrow.Table:
-    """Return the part of a table for a range of its rows, which count from 0 in the result."""
+    """Return the lines of a table for the rows [first_row, first_row + num_rows), renumbered from 0.
+
+    The table must be sorted by row.
+    """
     start, end = np.searchsorted(table.column("row").to_numpy(), [first_row, first_row + num_rows])
     return _shifted(table.slice(int(start), int(end - start)), -first_row)
 
 
 def _shifted(table: pyarrow.Table, offset: int) -> pyarrow.Table:
-    """Return a table with `offset` added to its rows."""
+    """Return a copy of a table with `offset` added to each row number."""
     rows = pyarrow.array(table.column("row").to_numpy() + offset, pyarrow.int32())
     return table.set_column(0, SCHEMA.field("row"), rows)
 
 
 def table_to_bytes(table: pyarrow.Table) -> bytes:
-    """Return a table as the bytes of a parquet file."""
+    """Return a table as the bytes of a zstd-compressed parquet file; equal tables give equal bytes."""
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(
         table.combine_chunks(),
@@ -114,10 +118,10 @@ def table_to_bytes(table: pyarrow.Table) -> bytes:
 
 
 def table_from_bytes(data: bytes) -> pyarrow.Table:
-    """Return the table in the bytes of a parquet file.
+    """Return the table that `table_to_bytes` has written, with the columns of `SCHEMA`.
 
     Raises:
-        ValueError: the bytes are no parquet file with the columns of such a table.
+        ValueError: the bytes are not a parquet file, or the file does not have these columns.
     """
     try:
         return pyarrow.parquet.read_table(io.BytesIO(data)).select(SCHEMA.names).cast(SCHEMA)

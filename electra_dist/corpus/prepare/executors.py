@@ -100,7 +100,7 @@ def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
 
 
 def forget_completed(config: PrepareConfig, stage: Stage) -> None:
-    """Let all tasks of a stage run again."""
+    """Delete the marks of the completed tasks of a stage, so that the next run repeats all of its tasks."""
     for path in (run_folder(config, stage) / "completions").glob("*"):
         path.unlink()
 
@@ -117,7 +117,7 @@ class TaskKilled(Exception):
 class _WatchedExecutor(LocalPipelineExecutor):
     """Local executor of datatrove on processes whose death is noticed.
 
-    The pool that datatrove takes waits for ever for the task of a process that was killed.
+    The pool that datatrove takes waits forever for the task of a process that was killed.
     """
 
     def run(self) -> None:
@@ -206,7 +206,7 @@ def _slurm_executor(
         job_name=f"prepare-{stage.name}",
         qos=settings.qos,
         env_command="\n".join(setup),
-        # A job whose dependency failed would wait in the queue for ever.
+        # A job whose dependency failed would wait in the queue forever.
         sbatch_args={"kill-on-invalid-dep": "yes", **settings.options},
         max_array_size=settings.max_array_size,
         depends=depends,

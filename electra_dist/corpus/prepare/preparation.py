@@ -80,7 +80,7 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
     """Return prepare.json if the preparation is complete; None if it is not.
 
     Raises:
-        UserError: the output holds the result of another preparation, or prepare.json is damaged.
+        UserError: prepare.json is damaged, or belongs to another preparation.
     """
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
@@ -93,7 +93,7 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
         raise damaged_file(place, error, "delete it and run the same command again, or set another `output`") from None
     if report["config"] != json.loads(json.dumps(preparation.plan.identity)):
         raise UserError(
-            f"{place}: is the result of another preparation; set another `output`, or delete the files in this one"
+            f"{place}: is the result of another preparation; set another `output`, or delete the files in this folder"
         )
     return report
 
@@ -105,7 +105,9 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 
 
 def _begin(preparation: Preparation) -> None:
-    """Make the work folder and write plan.json; let the report be written again if it was deleted.
+    """Make the work folder and write plan.json.
+
+    If prepare.json was deleted, the last stage, which writes it, is made to run again.
 
     Raises:
         UserError: the work folder holds another preparation.

@@ -40,7 +40,7 @@ Tree = dict[str, Any]
 
 
 class SourceReport(TypedDict):
-    """Counts of one source in prepare.json."""
+    """Entry of prepare.json for one source: its licence, files, documents and characters."""
 
     license: str
     files: int
@@ -53,7 +53,7 @@ class SourceReport(TypedDict):
 
 
 class OutputFile(TypedDict):
-    """A file with documents in prepare.json."""
+    """Entry of prepare.json for one output file with documents."""
 
     name: str
     sha256: str
@@ -62,7 +62,7 @@ class OutputFile(TypedDict):
 
 
 class PrepareReport(TypedDict):
-    """Content of prepare.json."""
+    """Content of prepare.json, the report that marks a preparation as complete."""
 
     format: int
     documents_in: int

@@ -68,7 +68,7 @@ class SourceReport(TokenCounts):
     bytes: int = Field(description="their size on disk")
     documents_in: int = Field(description="documents read")
     documents_skipped: int = Field(description="documents left out, for any reason")
-    licence: str | None = Field(default=None, description="licence of its text; null: not stated")
+    licence: str | None = Field(default=None, description="licence of the source's text; null: not stated")
 
 
 class BuildReport(Section):
@@ -94,7 +94,7 @@ class BuildReport(Section):
     )
     sources: dict[str, SourceReport] = Field(description="the same by source")
     prepared: dict[str, PreparedText] = Field(
-        default={}, description="counts of prepare.json for each source that `corpus prepare` has made"
+        default={}, description="source that `corpus prepare` made -> counts of its prepare.json"
     )
 
 
@@ -112,7 +112,7 @@ def make_report(
         stream: counts of the files and documents that were read, after the last one.
         sources: counts of documents by source (`document_counts.py`), over all shards.
         undecodable: `corpus.undecodable` of the build.
-        notes: licences of sources, and what `corpus prepare` has counted.
+        notes: licences of the sources, and the counts of `corpus prepare`.
     """
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def _source_report(source: str, counts: Counter[str], stream: StreamCounts, note
         source: name of the source.
         counts: counts of the documents of this source.
         stream: counts of the files read, for all sources.
-        notes: licences of all sources.
+        notes: licences of all sources, and the counts of `corpus prepare`.
     """
     return SourceReport(
         **_token_counts(counts),
@@ -210,15 +210,15 @@ def read_report(store: Store) -> BuildReport | None:
 
 
 def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
-    """Return the tokens and the licence of each source of a corpus, for the records of a run that trains on it.
+    """Return the tokens and the licence of each source of a corpus, which a run records in environment.json.
 
-    The result is empty if the corpus has no build.json, or if that cannot be read, because no run needs it.
+    The result is empty if build.json is missing or damaged, because a run does not need that file.
 
     Args:
-        store: the corpus.
+        store: store of the corpus.
 
     Returns:
-        Source -> {"tokens": tokens of its documents, "licence": text, or None if it is not stated}.
+        Name of a source -> {"tokens": tokens of its documents, "licence": its licence, None if it is not stated}.
     """
     try:
         report = read_report(store)

@@ -1,6 +1,7 @@
-"""Hold what is known about the sources of a corpus beside its text: licences, and what `corpus prepare` has counted.
+"""Collect the licences of a corpus's sources and the counts of `corpus prepare`, for the reports of a build.
 
-Guarantee: a preparation is recognized by its prepare.json, which is written last. Nothing of it decides a shard.
+Guarantee: an input counts as made by `corpus prepare` only if prepare.json lies beside it, which a preparation writes
+last. Licences and counts have no influence on the shards.
 """
 
 from __future__ import annotations
@@ -20,31 +21,34 @@ _DOCUMENTS_FOLDER = "documents"  # in the output of a preparation
 
 
 class PreparedSource(Section):
-    """Counts of one source of a preparation."""
+    """Licence of one source of `corpus prepare`, and the numbers of its documents."""
 
-    license: str = Field(description="licence that the preparation's YAML file states")
-    documents_in: int = Field(description="documents read")
-    documents_dropped: int = Field(description="documents dropped by any step")
-    documents_out: int = Field(description="documents kept")
+    license: str = Field(description="licence of the source as the YAML file of the preparation states it")
+    documents_in: int = Field(description="documents that the preparation read")
+    documents_dropped: int = Field(description="documents that any step of the preparation dropped")
+    documents_out: int = Field(description="documents that the preparation kept")
 
 
 class PreparedText(Section):
-    """Counts of a preparation, whose documents are a source of a corpus."""
+    """Counts of one run of `corpus prepare`, whose output is one source of a corpus."""
 
-    sources: dict[str, PreparedSource] = Field(description="counts by source of the preparation")
+    sources: dict[str, PreparedSource] = Field(description="source of the preparation -> its licence and counts")
     dropped: dict[str, dict[str, dict[str, int]]] = Field(
-        description="step -> reason -> source -> documents that the step dropped"
+        description="step -> reason -> source -> number of documents that the step dropped"
     )
 
 
 class SourceNotes(Section):
-    """What is known about the sources of a corpus beside its text."""
+    """Licences of a corpus's sources, and the counts of the sources that `corpus prepare` made."""
 
-    licences: dict[str, str] = Field(default={}, description="licence by source, as corpus.licences states it")
-    prepared: dict[str, PreparedText] = Field(default={}, description="counts of the preparation of a source")
+    licences: dict[str, str] = Field(default={}, description="source -> its licence, as corpus.licences states it")
+    prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
 
     def licence(self, source: str) -> str | None:
-        """Return the licence of a source: as the config states it, or those of its preparation; None if unknown."""
+        """Return the licence of a source; None if it is unknown.
+
+        corpus.licences comes first; without an entry there, all licences in the source's preparation are listed.
+        """
         if source in self.licences:
             return self.licences[source]
         if source in self.prepared:
@@ -53,11 +57,13 @@ class SourceNotes(Section):
 
 
 def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[str, PreparedText]:
-    """Return the counts of each input that `corpus prepare` has made, by the name of the source in the build.
+    """Return the counts of `corpus prepare` for each input that it made: name of the source in the build -> counts.
+
+    Inputs that no preparation made have no entry.
 
     Args:
-        inputs: files, folders and s3:// URLs that the user gave. The folder `documents` of a preparation's output is
-            recognized, and the output itself if it is a local folder.
+        inputs: files, folders and s3:// URLs that the user gave. An input is recognized if it is the folder
+            `documents` of a preparation's output, or, on a local disk, the output folder itself.
         endpoint_url: S3 endpoint; None for AWS.
 
     Raises:
@@ -65,9 +71,9 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
         StoreError: S3 refuses access.
     """
     prepared: dict[str, PreparedText] = {}
-    for given in inputs:
-        is_remote = given.startswith("s3://")
-        path = given.rstrip("/") if is_remote else os.path.normpath(given)
+    for location in inputs:
+        is_remote = location.startswith("s3://")
+        path = location.rstrip("/") if is_remote else os.path.normpath(location)
         folder, _, name = path.rpartition("/")
         if name == _DOCUMENTS_FOLDER:
             text = _read_preparation(folder or ".", endpoint_url)
@@ -83,7 +89,7 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
 
 
 def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
-    """Return the counts in the prepare.json of a folder; None if there is none.
+    """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json.
 
     Raises:
         UserError: prepare.json is damaged.

@@ -58,7 +58,7 @@ class RowSettings:
     endpoint_url: str | None  # S3 endpoint of the output
     sources: list[str]  # source of each input file of the build
     file_names: list[str]  # name of each input file of the build
-    with_origins: bool  # whether to write side files
+    with_origins: bool  # whether to write side files, which name the documents of each row
     spills: list[str]  # keys of all spill files
     order: CorpusOrder
     rules: Rules
@@ -112,23 +112,24 @@ class _RowMaker:
             heldout=sum_counts(chunk.heldout.counts for chunk in chunks),
             sources=add_sources(chunk.sources for chunk in chunks),
         )
-        with_origins = self._settings.with_origins
-        self._records.record_bucket(
-            record, heldout_rows, _join_origins(heldout, heldout_origins) if with_origins else None
-        )
+        heldout_table = _join_origins(heldout, heldout_origins) if self._settings.with_origins else None
+        self._records.record_bucket(record, heldout_rows, heldout_table)
         return record
 
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write the rows of a bucket, divided evenly among its shards; return the entries of shards and side files.
+        """Write the training rows of a bucket to its shards, with their side files; return the entries of both.
+
+        The rows are divided evenly among `shards_per_bucket` shards.
 
         A bucket with fewer rows than shards writes fewer shards; their numbers are then missing in the corpus.
 
         Args:
             bucket: number of the bucket.
             chunks: training rows of each chunk.
-            tables: documents of the rows of each chunk; empty if the build writes no side files.
+            tables: for each chunk, the table of the documents of its training rows (`origin_table.py`); empty if the
+                build writes no side files.
         """
         num_shards = self._settings.order.shards_per_bucket
         rows = self._join_rows(chunk.block for chunk in chunks)
@@ -136,9 +137,9 @@ class _RowMaker:
         entries: list[ShardEntry] = []
         origin_files: list[OriginFile] = []
         first_row = 0
-        for place, shard_rows in enumerate(np.array_split(rows, num_shards)):
+        for index, shard_rows in enumerate(np.array_split(rows, num_shards)):
             if len(shard_rows):
-                name = f"shard-{bucket * num_shards + place:06d}.tar"
+                name = f"shard-{bucket * num_shards + index:06d}.tar"
                 num_tokens = int(np.count_nonzero(shard_rows != self._pad_id))
                 entries.append(put_shard(self._store, name, shard_rows, num_tokens))
                 if table is not None:
@@ -148,7 +149,7 @@ class _RowMaker:
         return entries, origin_files
 
     def _origins(self, documents: Sequence[OrderedDocument], chunk: ChunkRows) -> list[Origin]:
-        """Return where each document of a chunk comes from."""
+        """Return the origin (input file, number, source, own names) of each document of a chunk, in their order."""
         no_names = DocumentNames()
         return [
             Origin(
@@ -181,9 +182,10 @@ class _RowMaker:
             first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
-        """Return the documents of a bucket in the order of the corpus; a document of several copies may repeat.
+        """Return the documents of a bucket in the order of the corpus.
 
-        The key of each is that of its copy.
+        Documents are ordered by key. A document that is used several times has another key for each copy, so it may
+        occur several times in a bucket.
         """
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
@@ -202,7 +204,12 @@ class _RowMaker:
 
 
 def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> pyarrow.Table:
-    """Return the documents of the rows of several chunks, one after another."""
+    """Return one table of documents for the rows of several chunks, one chunk after another.
+
+    Args:
+        chunks: rows of each chunk.
+        tables: table of each chunk, whose rows count from 0.
+    """
     return joined((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
 
 

@@ -8,7 +8,7 @@ so that a corpus is never a mixture of two builds.
 | file in progress/ | what it records |
 | --- | --- |
 | build.json | the parameters of the build |
-| notes.json | what does not decide the shards: whether side files are written, and licences |
+| notes.json | settings that do not affect the shards: whether side files are written, and licences |
 | groups/NNNNNN.json, spills/NNNNNN-NNNNNN | an input group was read: its counts, and its documents |
 | order.json | all groups were read: the number of buckets, and how often each source is used |
 | buckets/NNNNNN.json, buckets/NNNNNN.heldout.npy | a bucket's shards were written: counts, held-out rows |
@@ -46,7 +46,7 @@ from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
 PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
-# Keys of the section `corpus` that decide neither the shards nor corpus.json.
+# Keys of the config section `corpus` that affect neither the shards nor corpus.json.
 NO_PARAMETERS = ("origins", "licences")
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
@@ -88,10 +88,12 @@ class CorpusOrder(Section):
 
 
 class BuildNotes(Section):
-    """Record of settings that decide neither the shards nor corpus.json."""
+    """Content of notes.json: settings of a build that affect neither the shards nor corpus.json."""
 
     with_origins: bool = Field(default=False, description="whether the build writes side files (corpus.origins)")
-    sources: SourceNotes = Field(default=SourceNotes(), description="licences and preparation, for build.json")
+    sources: SourceNotes = Field(
+        default=SourceNotes(), description="licences of the sources and counts of `corpus prepare`, for build.json"
+    )
 
 
 class FinishedBucket(Section):
@@ -108,9 +110,12 @@ class FinishedBucket(Section):
     sources: dict[str, dict[str, int]] = Field(
         description="counts of the documents of each source for build.json (document_counts.py)"
     )
-    origins: list[OriginFile] = Field(default=[], description="entries of its side files; empty without side files")
+    origins: list[OriginFile] = Field(
+        default=[], description="entries of the side files of the shards; empty without side files"
+    )
     heldout_origins: str | None = Field(
-        default=None, description="SHA-256 of buckets/NNNNNN.heldout.parquet, in hexadecimal; null: it does not exist"
+        default=None,
+        description="SHA-256 of buckets/NNNNNN.heldout.parquet in hexadecimal; null: there is no such file",
     )
 
 
@@ -152,14 +157,14 @@ class BuildRecords:
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
         """Write the parameters and vocab.txt of a build, or compare the parameters with those in the store.
 
-        From then on, a build with other parameters is refused in the same folder. The licences of the newest call
-        count. The first call decides whether the build writes side files, so that a corpus has them for all shards or
-        for none; a build that an earlier version began writes none.
+        From then on, a build with other parameters is refused in the same folder. The first call decides whether the
+        build writes side files, so that a corpus has them for all shards or for none; a build that an earlier version
+        began writes no side files. Of the licences, those of the newest call are used.
 
         Args:
             parameters: JSON values that, with the text, determine the corpus.
             vocabulary_text: content of vocab.txt.
-            notes: settings that decide neither the shards nor corpus.json.
+            notes: settings that affect neither the shards nor corpus.json.
 
         Returns:
             Whether the build writes side files.
@@ -198,11 +203,15 @@ class BuildRecords:
         return parameters
 
     def notes(self) -> BuildNotes:
-        """Return what does not decide the shards; the defaults for a build that an earlier version began."""
+        """Return the content of notes.json, or the defaults for a build that an earlier version began.
+
+        Raises:
+            ManifestMismatch: notes.json is damaged.
+        """
         return self._read(_NOTES_KEY, BuildNotes) if self._store.exists(_NOTES_KEY) else BuildNotes()
 
     def damaged_parameters(self, error: DamagedJson) -> UserError:
-        """Return the error for parameters in the store that no build has written."""
+        """Return the error that reports damaged parameters (progress/build.json), for the caller to raise."""
         return damaged_file(
             f"{self._store.url}/{_BUILD_KEY}", error, f"delete {_FOLDER} and the shards beside it, and build again"
         )
@@ -236,7 +245,8 @@ class BuildRecords:
         Args:
             bucket: the record, whose field `heldout_rows` is a number and must be `len(heldout_rows)`.
             heldout_rows: rows of its held-out documents, [rows, seq_len]; may be empty.
-            heldout_origins: documents of these rows (`origin_table.py`); None if the build writes no side files.
+            heldout_origins: table of the documents of these rows (`origin_table.py`); None if the build writes no side
+                files.
         """
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
@@ -292,7 +302,7 @@ class BuildRecords:
         return table_from_bytes(data)
 
     def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
-        """Return the error for a file in progress/ that cannot be parsed."""
+        """Return the error that reports a damaged file in progress/, for the caller to raise."""
         return ManifestMismatch(
             f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the build "
             "again"
@@ -346,7 +356,7 @@ class BuildRecords:
             ) from None
 
     def _has_files(self, bucket: FinishedBucket) -> bool:
-        """Return whether the store has the shards and the side files of a bucket, with the recorded sizes."""
+        """Return whether the store has all shards and side files of a bucket with the recorded sizes."""
         has_shards = all(self._has_file(entry) for entry in bucket.entries)
         return has_shards and all(self._has_file(file) for file in bucket.origins)
 

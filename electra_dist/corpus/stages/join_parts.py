@@ -37,7 +37,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Parameters of a build that the merge uses."""
+    """Parameters in progress/build.json that the merge of a build reads, with their types for the check."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool
@@ -60,9 +60,9 @@ class JoinedCorpus:
 
 
 def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
-    """Return a corpus that is finished already, and delete the records of its build if there are any.
+    """Return a corpus that is finished already, and delete records of its build that are still in progress/.
 
-    A build or merge that was killed after it wrote corpus.json has left records in progress/.
+    A build or merge that is killed after it has written corpus.json leaves its records there.
 
     Args:
         output: folder or s3:// prefix of the corpus.
@@ -189,10 +189,10 @@ class _Join:
         return [finished[number] for number in range(self._order.num_buckets)]
 
     def _write_heldout(self, with_origins: bool) -> CorpusManifest | None:
-        """Write all held-out rows as a corpus of their own; return its manifest, or None if no row was held out.
+        """Write the held-out corpus; return its manifest, or None if no row was held out.
 
         Args:
-            with_origins: whether the build writes side files.
+            with_origins: whether the build writes side files; the held-out corpus then has them, too.
         """
         pad_id = self._vocabulary.special["[PAD]"]
         entries: list[ShardEntry] = []
@@ -214,7 +214,7 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield the buckets and the rows, [rows, seq_len], of each shard of the held-out corpus.
+        """Yield for each shard of the held-out corpus the buckets of its rows, and the rows, [rows, seq_len].
 
         The held-out rows of each bucket are in a file of their own, which is much smaller than a shard. Consecutive
         files are joined until they reach the size of a shard; only the last shard may be smaller.
@@ -239,11 +239,11 @@ class _Join:
             yield buckets, np.concatenate(blocks)
 
     def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Return the content of corpus.json of the training or the held-out corpus.
+        """Return the content of corpus.json for the training corpus or the held-out corpus; nothing is written.
 
         Args:
-            entries: entries of its shards (name, size, digest, counts), in order.
-            totals: counts of its documents, tokens and rows.
+            entries: entries of the corpus's shards (name, size, digest, counts), in order.
+            totals: counts of the corpus's documents, tokens and rows.
         """
         builder = {key: value for key, value in self._records.parameters().items() if key != "tokenizer"}
         ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16

@@ -9,7 +9,7 @@ from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.text_decoding import RawDocument
 
-SAMPLE_BYTES = 1_000_000  # of documents; takes about half a second
+SAMPLE_BYTES = 1_000_000  # size of the documents that are sampled; they take about half a second
 _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 

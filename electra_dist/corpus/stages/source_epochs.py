@@ -42,14 +42,14 @@ def refuse_unknown_sources(key: str, given: Collection[str], sources: Collection
     """Raise an error if a key of the config names a source that the inputs do not have.
 
     Args:
-        key: the key, for the message.
-        given: names that it has.
+        key: the key of the config, such as corpus.licences, for the message.
+        given: names of sources that the user has given under this key.
         sources: names of the sources of the inputs.
 
     Raises:
-        UserError: a name is not a source.
+        UserError: a given name is not a source of the inputs.
     """
     unknown = sorted(set(given) - set(sources))
     if unknown:
         all_sources = ", ".join(sorted(sources))
-        raise UserError(f"{key}: {unknown[0]} is no source of these inputs; the sources are {all_sources}")
+        raise UserError(f"{key}: {unknown[0]} is not a source of these inputs; use one of {all_sources}")

@@ -1,1 +1,1 @@
-"""The page of `electra-dist corpus stats`: what a corpus consists of, in figures, diagrams and samples."""
+"""Write the HTML page of `electra-dist corpus stats`: figures, diagrams and samples of a corpus."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -14,25 +15,25 @@ from electra_dist.report.curves import svg_for_page
 from electra_dist.report.hover_values import SIZE_INCHES
 from electra_dist.report.plot_style import SERIES, svg_style
 
-_MAX_TICKS = 9
+_MAX_TICKS = 9  # labels below the bars, at most
 
 
 def draw_bars(title: str, labels: Sequence[str], values: Sequence[int]) -> str:
-    """Return a bar diagram as an <svg> element; equal arguments give equal text.
+    """Return a bar diagram as the text of an <svg> element; equal arguments give equal text.
 
     Args:
-        title: above the diagram; it must need no HTML escaping.
-        labels: text below each bar; of many bars only some labels are shown, at even distances.
-        values: height of each bar.
+        title: text above the diagram, without characters that HTML must escape.
+        labels: text below each bar; if there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
+        values: height of each bar; as many as labels.
     """
     with matplotlib.rc_context(svg_style() | {"svg.hashsalt": title}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         axes.bar(range(len(values)), values, width=0.86, color=SERIES[0])
         axes.set_title(title, loc="left")
-        step = -(-len(labels) // _MAX_TICKS)
-        places = range(0, len(labels), step)
-        axes.set_xticks(list(places), [labels[place] for place in places])
+        bars_per_label = math.ceil(len(labels) / _MAX_TICKS)
+        labelled_bars = range(0, len(labels), bars_per_label)
+        axes.set_xticks(list(labelled_bars), [labels[bar] for bar in labelled_bars])
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -1,8 +1,8 @@
-"""Count what is in the rows of a corpus: tokens, padding, [UNK], examples, tokens by source; and take samples.
+"""Count tokens, padding, [UNK] and examples in the rows of a corpus, count tokens by source, and take sample rows.
 
-Guarantee: all counts are sums over all rows, so they do not depend on the order of the shards.
+Guarantee: every count is a sum over all rows, so no count depends on the order of the shards.
 
-Cost: one pass over the shards, and one over the side files where the corpus has them. Memory: the rows of one shard.
+Cost: all shards are read once, and all side files once if the corpus has them. The memory is that of one shard's rows.
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
 
-NUM_BINS = 32  # bars of a histogram over the length of a row
-_NUM_SAMPLES = 12
+NUM_BINS = 32  # bars of a histogram of lengths from 0 to seq_len tokens
+_NUM_SAMPLES = 12  # rows whose text is shown
 _CONTINUATION = "##"  # begins a word-piece that continues a word
 
 
 @dataclass
 class RowSample:
-    """A row of the corpus as text."""
+    """Text of one row of the corpus, and the documents from which the row was made."""
 
-    shard: str
-    row: int
-    texts: list[str]  # of the examples, from left to right
-    documents: list[RowDocument]  # of the examples, from left to right; empty without side files
+    shard: str  # name of the row's shard
+    row: int  # number of the row in the shard, from 0
+    texts: list[str]  # text of each example, from left to right
+    documents: list[RowDocument]  # document of each example, from left to right; empty without side files
 
 
 @dataclass
 class RowFigures:
-    """Counts over all rows of a corpus. The bin of a length is length * NUM_BINS // (seq_len + 1)."""
+    """Counts over all rows of a corpus, and some sample rows.
 
-    tokens: int = 0  # ids that are not [PAD]
-    unk_tokens: int = 0
+    Both histograms have `NUM_BINS` bins; a length in tokens belongs to the bin length * NUM_BINS // (seq_len + 1).
+    """
+
+    tokens: int = 0  # tokens that are not [PAD]
+    unk_tokens: int = 0  # tokens that are [UNK]
+    # [NUM_BINS] each: number of rows by their padding in tokens, and number of examples by their length in tokens
     rows_by_padding: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
     examples_by_length: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
-    rows_by_examples: Counter[int] = field(default_factory=Counter)  # examples in a row -> rows
-    # (source of the file, source in the record or None) -> ids with [CLS] and [SEP]; empty without side files
+    rows_by_examples: Counter[int] = field(default_factory=Counter)  # number of examples in a row -> number of rows
+    # (source of the file, source in the record or None) -> tokens with [CLS] and [SEP]; empty without side files
     tokens_by_source: Counter[tuple[str, str | None]] = field(default_factory=Counter)
     samples: list[RowSample] = field(default_factory=list)
 
@@ -58,14 +62,14 @@ def read_row_figures(
     origins: Origins | None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> RowFigures:
-    """Return the counts over all rows of a corpus, and the text of some rows at even distances.
+    """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
 
     Args:
-        store: the corpus.
-        manifest: its manifest.
-        vocabulary: its vocabulary.
-        origins: its side files; None if it has none.
-        progress: wraps the indices of the shards, for a progress bar.
+        store: store of the corpus.
+        manifest: manifest of the corpus.
+        vocabulary: vocabulary of the corpus.
+        origins: reader of the corpus's side files; None if the corpus has no side files.
+        progress: wraps the indices of the shards while they are read, for a progress bar.
 
     Raises:
         StoreError: a shard or side file cannot be read.
@@ -76,9 +80,9 @@ def read_row_figures(
     for shard, rows in rows_of_shards(store, manifest, progress(range(len(manifest.shards)))):
         name = manifest.shards[shard].name
         table = None if origins is None else origins.table(name)
-        ends = _add_rows(figures, rows, vocabulary)
+        tokens_of_rows = _add_rows(figures, rows, vocabulary)
         if table is not None:
-            _add_sources(figures, table, ends)
+            _add_sources(figures, table, tokens_of_rows)
         for row in sampled.get(shard, []):
             documents = [] if table is None else documents_of_rows(table, np.array([row])).get(row, [])
             figures.samples.append(RowSample(name, row, _texts(rows[row], vocabulary), documents))
@@ -86,7 +90,7 @@ def read_row_figures(
 
 
 def _sampled_rows(manifest: CorpusManifest) -> dict[int, list[int]]:
-    """Return the rows whose text is shown, at even distances in the corpus: index of the shard -> rows."""
+    """Return the evenly spaced rows whose text is shown: index of a shard -> row numbers within the shard."""
     counts = np.array([shard.rows for shard in manifest.shards])
     num_samples = min(_NUM_SAMPLES, manifest.num_rows)
     row_ids = (np.arange(num_samples) * 2 + 1) * manifest.num_rows // (2 * num_samples)
@@ -99,7 +103,7 @@ def _sampled_rows(manifest: CorpusManifest) -> dict[int, list[int]]:
 
 
 def _add_rows(figures: RowFigures, rows: NDArray[np.integer], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """Add the rows of a shard to the counts; return the tokens of each row, int64 [rows]."""
+    """Add the rows of a shard, [rows, seq_len], to the counts; return the tokens of each row without [PAD], [rows]."""
     special = vocabulary.special
     seq_len = rows.shape[1]
     num_tokens = np.count_nonzero(rows != special["[PAD]"], axis=1)
@@ -116,7 +120,7 @@ def _add_rows(figures: RowFigures, rows: NDArray[np.integer], vocabulary: Vocabu
 
 
 def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
-    """Return how many lengths, in [0, seq_len], are in each of `NUM_BINS` bins of equal width."""
+    """Return how many of the lengths, each in [0, seq_len], fall into each of `NUM_BINS` equally wide bins."""
     bins = lengths.astype(np.int64) * NUM_BINS // (seq_len + 1)
     return np.bincount(bins, minlength=NUM_BINS)
 
@@ -124,21 +128,30 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each example, which ends where the next one of its row begins, or with the row.
+    """Return the length of each example in tokens, int64 [examples].
+
+    An example ends where the next example of its row begins; the last example of a row ends with the row's last token
+    before [PAD].
 
     Args:
         rows: [examples] row of each example, ascending.
-        starts: [examples] position of its first token in the row, ascending within a row.
+        starts: [examples] position of each example's first token in its row, ascending within a row.
         num_tokens: [rows] tokens of each row, without [PAD].
     """
     ends = num_tokens[rows].astype(np.int64)
-    has_next = rows[:-1] == rows[1:]
-    ends[:-1][has_next] = starts[1:][has_next]
+    has_next_in_row = rows[:-1] == rows[1:]
+    ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]
     return ends - starts
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the ids of each example to the counts of its source."""
+    """Add the tokens of a shard's examples to the counts of their sources.
+
+    Args:
+        figures: counts to increase.
+        table: side file of the shard.
+        num_tokens: [rows] tokens of each row of the shard, without [PAD].
+    """
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
@@ -148,7 +161,10 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
 
 
 def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
-    """Return the text of each example of a row; word-pieces are joined, [CLS], [SEP] and [PAD] are left out."""
+    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD].
+
+    The pieces of a word are joined, and words are separated by a space.
+    """
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():

@@ -1,10 +1,11 @@
 """Write one page about a corpus: its sources, lengths, padding, what was left out, and samples of its text.
 
-Guarantee: self-contained (no other file, no network) and written atomically. The page names sources by their last
-folders, as few as make the names differ, and documents as the build recorded them. It names no user or host.
+Guarantee: the page needs no other file and no network, and it is written atomically. A source is named by the last
+folders of its path, as few as make the names differ; a document is named as the build recorded it. The page names no
+user or host.
 
-Limits: a corpus without build.json (indexed, or of an earlier version) has no figures of documents, one without side
-files none of the documents in a row.
+Limits: without build.json (the corpus was indexed, or built by an earlier version), the page has no figures of sources
+and documents. Without side files, it does not name the documents of the sample rows.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store
 
 _NOT_STATED = "not stated"
-_SAMPLE_CHARACTERS = 700  # of an example; the rest is not shown
+_SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
 
 
 def write_stats_page(
     store: Store, name: str, path: Path, progress: Callable[[Iterable[int]], Iterable[int]] = iter
 ) -> Path:
-    """Write the page of a corpus, and return its path. Missing folders are created.
+    """Write the HTML page of a corpus, and return the path of the page. Missing folders are created.
 
     Args:
-        store: the corpus.
-        name: of the corpus, for the title.
-        path: the HTML file to write; an existing one is replaced.
+        store: store of the corpus.
+        name: name of the corpus, for the title.
+        path: the HTML file to write; an existing file is replaced.
         progress: wraps the indices of the shards while they are read, for a progress bar.
 
     Raises:
@@ -59,13 +60,13 @@ def write_stats_page(
 
 
 def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    """Return the HTML text of the page; nothing is written.
+    """Return the HTML text of the page of a corpus; nothing is written.
 
     Args:
-        name: of the corpus, for the title.
+        name: name of the corpus, for the title; it is escaped.
         manifest: manifest of the corpus.
-        report: its build.json; None if it has none.
-        figures: counts over its rows.
+        report: content of the corpus's build.json; None if the corpus has no build.json.
+        figures: counts over the rows of the corpus.
     """
     title = html.escape(name)
     short_names = _short_names(report)
@@ -91,8 +92,8 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
-    """Return the figures at the top of the page."""
-    num_places = manifest.num_rows * manifest.seq_len
+    """Return the tiles at the top of the page: tokens, documents, rows, padding, [UNK] and examples."""
+    num_positions = manifest.num_rows * manifest.seq_len
     num_examples = sum(number * rows for number, rows in figures.rows_by_examples.items())
     tiles = [
         ("Tokens", format_count(figures.tokens), "with [CLS] and [SEP], without [PAD]"),
@@ -101,7 +102,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
             f"{manifest.num_rows:,}",
             f"of {manifest.seq_len} tokens, in {plural(len(manifest.shards), 'shard')}",
         ),
-        ("Padding", f"{100 * (1 - figures.tokens / num_places):.2f} %", "share of all places in rows"),
+        ("Padding", f"{100 * (1 - figures.tokens / num_positions):.2f} %", "share of all positions in rows"),
         ("[UNK]", f"{100 * figures.unk_tokens / max(figures.tokens, 1):.3f} %", f"{figures.unk_tokens:,} tokens"),
         ("Examples", f"{num_examples:,}", f"{num_examples / manifest.num_rows:.2f} in a row"),
     ]
@@ -113,7 +114,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
-    """Return for each source the last folders of its name, as few as make the names differ."""
+    """Return the names that the page shows: source -> last folders of its name, as few as make the names differ."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -121,7 +122,7 @@ def _short_names(report: BuildReport | None) -> dict[str, str]:
 
 
 def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
-    """Return the section with a table of the sources, by their short names."""
+    """Return the section with a table of the sources: licence, documents, tokens and [UNK] of each."""
     rows = []
     for source, counts in report.sources.items():
         rows.append(
@@ -137,14 +138,14 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
             ]
         )
     head = ["source", "licence", "documents", "left out", "tokens", "share", "tokens a document", "[UNK]"]
-    note = "Documents that are used or held out, and their tokens of text. One that is used twice counts twice."
+    note = "Documents that are used or held out, and their tokens of text. A document that is used twice counts twice."
     return f'<h2>Sources</h2>\n{table(rows, head)}<p class="note">{note}</p>\n'
 
 
 def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
-    """Return the section with the tokens of each source that the documents' records name; empty without any.
+    """Return the section with the tokens of each source that the documents' records name (`metadata.source`).
 
-    The licence is that of the preparation, if `corpus prepare` has made the text.
+    It is empty if no record names a source. Licences are known only for text that `corpus prepare` made.
     """
     prepared = {} if report is None else report.prepared
     rows = []
@@ -164,7 +165,7 @@ def _record_sources(figures: RowFigures, report: BuildReport | None, short_names
 
 
 def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> str:
-    """Return the section of histograms."""
+    """Return the section with the histograms of lengths, padding and examples per row."""
     seq_len = manifest.seq_len
     labels = [str(-(-number * (seq_len + 1) // NUM_BINS)) for number in range(NUM_BINS)]  # least length of each bin
     most_examples = max(figures.rows_by_examples)
@@ -186,7 +187,7 @@ def _diagrams(manifest: CorpusManifest, report: BuildReport | None, figures: Row
 
 
 def _left_out(report: BuildReport) -> str:
-    """Return the section on documents and inputs that the build has left out."""
+    """Return the section with the documents and the inputs that the build left out, by reason."""
     documents = [
         [SKIPPED_KINDS[kind], f"{skipped.documents:,}", f"{skipped.bytes:,}"]
         for kind, skipped in report.documents_skipped.items()
@@ -205,7 +206,7 @@ def _left_out(report: BuildReport) -> str:
 
 
 def _preparation(text: PreparedText) -> str:
-    """Return the section on what `corpus prepare` has dropped, such as duplicates, by step, reason and source."""
+    """Return the section with the documents that `corpus prepare` kept and dropped, by step, reason and source."""
     names = list(text.sources)
     kept = [
         [
@@ -229,16 +230,16 @@ def _preparation(text: PreparedText) -> str:
 
 
 def _total(numbers: Mapping[str, int]) -> int:
-    """Return the sum of the numbers of all sources."""
+    """Return the sum of the numbers of documents of all sources."""
     return sum(numbers.values())
 
 
 def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> str:
-    """Return the section with the text of some rows.
+    """Return the section with the text of the sample rows, and the document of each example if it is known.
 
     Args:
-        samples: the rows.
-        short_names: name of a source -> the name that the page shows; others are shown as they are.
+        samples: the sample rows.
+        short_names: source -> name that the page shows; a source without an entry is shown by its whole name.
     """
     paragraphs = ""
     for sample in samples:
@@ -251,5 +252,5 @@ def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> st
                 origin = f"<i>{html.escape(source)}: {html.escape(document.document)}</i><br>"
             shown = text if len(text) <= _SAMPLE_CHARACTERS else text[:_SAMPLE_CHARACTERS] + " ..."
             paragraphs += f"<p>{origin}{html.escape(shown)}</p>\n"
-    note = "Rows at even distances in the corpus, as the tokenizer has left them."
+    note = "Evenly spaced rows of the corpus, with the text that is left after tokenization."
     return f'<h2>Samples</h2>\n<div class="card samples">\n{paragraphs}</div>\n<p class="note">{note}</p>\n'

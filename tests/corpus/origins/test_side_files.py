@@ -326,7 +326,7 @@ def test_a_licence_of_an_unknown_source_is_refused(
     texts_of: dict[Key, str], build_request: RequestFactory, tmp_path: Path
 ) -> None:
     request = build_request(tmp_path / "in", licences={"wiki": "mit"})
-    with pytest.raises(UserError, match=r"corpus\.licences: wiki is no source of these inputs; .*books"):
+    with pytest.raises(UserError, match=r"corpus\.licences: wiki is not a source of these inputs; .*books"):
         build_corpus(request)
 
 

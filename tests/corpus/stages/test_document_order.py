@@ -177,7 +177,7 @@ def test_shares_are_those_of_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("epochs", "shares", "message"),
     [
-        ({"x": 2.0}, {}, r"corpus\.source_epochs: x is no source of these inputs; the sources are a, b"),
+        ({"x": 2.0}, {}, r"corpus\.source_epochs: x is not a source of these inputs; use one of a, b"),
         ({}, {"a": 1.0}, r"corpus\.source_shares: no share for the source b"),
         ({}, {"a": 0.0, "b": 0.0}, "all shares are 0"),
     ],
