@@ -99,7 +99,7 @@ class ChunkRows:
 class _Text(NamedTuple):
     """Text of one decoded document, its index in the chunk, and the counter of its source."""
 
-    index: int  # index of the document in the chunk
+    index_in_chunk: int
     text: str
     document_bytes: int  # size of the document before it was decoded
     counts: DocumentCounts
@@ -143,9 +143,9 @@ class ChunkProcessor:
             outcomes[outcome] += 1
             document.counts.add_kept(outcome, sentences, self._unk_id)
             if is_heldout:
-                heldout.add(document.index, document.text, sentences)
+                heldout.add(document.index_in_chunk, document.text, sentences)
             else:
-                train.add(document.index, document.text, sentences)
+                train.add(document.index_in_chunk, document.text, sentences)
         num_skipped = sum(outcomes[kind] for kind in SKIPPED_KINDS)
         assert outcomes["in"] == len(chunk.documents), "a document was not read"
         num_counted = outcomes["used"] + outcomes["heldout"] + num_skipped
