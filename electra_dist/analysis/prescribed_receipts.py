@@ -25,7 +25,7 @@ _CHUNK = 1 << 16  # positions whose rows are looked up together
 
 
 class PhaseReceipts:
-    """Calculator of the receipts of one phase of a run, whose rows come from one corpus.
+    """Computes receipts, which are digests of the rows used so far, for one phase of a run.
 
     The newest result is kept: a query for a later position starts from it and costs only the rows in between, and a
     query for an earlier position starts at the beginning of the phase.

@@ -137,9 +137,10 @@ class RowSearch:
         return FoundRows(shards=np.concatenate(shards), rows=np.concatenate(rows))
 
     def hits(self, found: FoundRows, num_listed: int) -> list[Hit]:
-        """Return the first `num_listed` of the found rows, with their documents if the corpus has side files.
+        """Return the first `num_listed` found rows, with their documents if the corpus has side files that name these.
 
-        For a text, all documents of a row are returned; for a source or a document, only those that match the query.
+        A query for a text returns all documents of each row. A query for a source or a document returns only the
+        documents that match it.
         """
         hits: list[Hit] = []
         shards = found.shards[:num_listed]

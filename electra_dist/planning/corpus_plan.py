@@ -134,17 +134,18 @@ def workload_of_tokens(
         rates: the measurement, with the sizes of the sample.
         tokens: wanted tokens of the corpus.
         file_bytes: size of an input file in bytes.
-        kept: share of the text that a preparation keeps, above 0 and at most 1.
+        kept: share of the raw text that `corpus prepare` keeps and writes to the input files, above 0, at most 1.
         num_machines: number of machines; each builds one part of the corpus.
-        cores_per_machine: number of worker processes on each machine.
+        cores_per_machine: cores of each machine, each of which runs one worker process.
     """
-    text_bytes = tokens * rates.text_bytes / rates.tokens
-    input_bytes = text_bytes * rates.input_bytes / rates.text_bytes
+    scale = tokens / rates.tokens
+    text_bytes = rates.text_bytes * scale
+    input_bytes = rates.input_bytes * scale
     return Workload(
         text_bytes=text_bytes,
         input_bytes=input_bytes,
         num_files=max(1, round(input_bytes / file_bytes)),
-        num_documents=rates.documents * text_bytes / rates.text_bytes,
+        num_documents=rates.documents * scale,
         raw_text_bytes=text_bytes / kept,
         num_machines=num_machines,
         cores_per_machine=cores_per_machine,
@@ -343,10 +344,10 @@ class _Counts:
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Return the requests of `corpus merge`.
+        """Return how many requests of each kind `corpus merge` sends to S3.
 
-        The merge reads the records of all parts, checks that every shard is there, writes the held-out corpus and the
-        manifests, and deletes the records.
+        The merge reads the records that the build has kept of each part, checks that every shard is there, writes the
+        held-out corpus and the manifests, and deletes the records.
         """
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets

@@ -74,7 +74,8 @@ def to_hf(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of one tower under Hugging Face's names, without the padding of the token table.
 
-    All tensors are copies. The head is included if `ours` has one that Hugging Face's classes can hold.
+    All tensors are copies. At most one head is included: the detection head of a discriminator, otherwise the head
+    `token_head`, if `ours` has it.
 
     Args:
         ours: parameters of one tower and of its embeddings, unsharded, in fp32 on the host.
@@ -84,10 +85,11 @@ def to_hf(
     """
     names = dict(_backbone_names(_shape(model, tower), tower))
     if "discriminator_head.dense.weight" in ours and tower == "discriminator":
-        names |= {f"discriminator_head.{our_name}": name for our_name, name in _DETECTION_HEAD.items()}
+        names |= {f"discriminator_head.{our_name}": their_name for our_name, their_name in _DETECTION_HEAD.items()}
     elif f"{token_head}.bias" in ours:
-        names |= {f"{token_head}.{our_name}": name for our_name, name in _TOKEN_HEAD.items()}
+        names |= {f"{token_head}.{our_name}": their_name for our_name, their_name in _TOKEN_HEAD.items()}
     theirs = {their_name: ours[our_name].clone() for our_name, their_name in names.items()}
+    # Our table may be padded; theirs has the tokens of the vocabulary only.
     theirs[names[_TABLE]] = ours[_TABLE][: model.vocab_size].clone()
     return theirs
 
@@ -111,9 +113,9 @@ def from_hf(
     names = dict(_backbone_names(_shape(model, tower), tower))
     classifier = theirs.get("classifier.weight")
     if OUTPUT_BIAS in theirs:
-        names |= {f"{token_head}.{our_name}": name for our_name, name in _TOKEN_HEAD.items()}
+        names |= {f"{token_head}.{our_name}": their_name for our_name, their_name in _TOKEN_HEAD.items()}
     elif tower == "discriminator" and classifier is not None and len(classifier) == 1:
-        names |= {f"discriminator_head.{our_name}": name for our_name, name in _DETECTION_HEAD.items()}
+        names |= {f"discriminator_head.{our_name}": their_name for our_name, their_name in _DETECTION_HEAD.items()}
     ours = {our_name: theirs[their_name].clone() for our_name, their_name in names.items()}
     num_pad_rows = model.padded_vocab_size - len(ours[_TABLE])
     ours[_TABLE] = torch.nn.functional.pad(ours[_TABLE], (0, 0, 0, num_pad_rows))
@@ -133,9 +135,9 @@ def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
-    """Return the settings of a Hugging Face config that must agree before its weights are loaded into a tower.
+    """Return the settings that a ModernBERT's config.json must have for its weights to fit a tower.
 
-    They are the sizes of the layers, the vocabulary, and which layers attend to windows of which size. The bases of
+    They give the sizes of the layers and of the vocabulary, and the attention window of each layer. The bases of
     the rotary positions and the number of positions are left out, because no weight depends on them; so a run may
     start from the weights of a model with shorter rows.
 
@@ -161,15 +163,15 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
 
-    Newer versions of transformers write a list of layer types in place of `global_attn_every_n_layers`, from which
-    that number is derived.
+    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`; the value of
+    that key is then derived from the list.
 
     Args:
         where: path of the file, for messages.
         settings: content of config.json.
 
     Raises:
-        UserError: with one of the settings, the model computes something that this project does not support.
+        UserError: a setting makes the model compute something that this project does not support.
     """
     for key, supported in _FIXED_SETTINGS.items():
         value = settings.get(key, supported)

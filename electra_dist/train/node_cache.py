@@ -160,13 +160,14 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
     folder = node_cache_folder(config)
     room = _room(config, folder.path, corpora)
     node = node_name()
-    nodes = gather((room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"))
-    _, name, text = min(nodes)
+    rooms = gather((room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"))
+    _, name, text = min(rooms)
     num_nodes = sum(gather(_is_first_on_node()))
-    place = f" of {name}, of {num_nodes} nodes the one with the least room" if num_nodes > 1 else ""
+    place = f" of {name}, which has the least room of the {num_nodes} nodes" if num_nodes > 1 else ""
     lines = [f"shard cache{place}: {text}"]
     if _is_fetched(inputs.corpus) and _shares_shards(config):
-        lines.append(f"the {num_nodes} nodes pass shards to one another, so that each is fetched from S3 once")
+        note = "pass shards to one another, so that each shard is fetched from S3 by one of them"
+        lines.append(f"the {num_nodes} nodes {note}")
     return lines
 
 

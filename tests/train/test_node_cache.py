@@ -19,7 +19,7 @@ def test_two_nodes_fetch_each_shard_once_if_they_share(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sharing_rank.py")
     output = finish_ranks(start_ranks(script, 3, str(tmp_path), json.dumps(ROWS)))
     of_ranks = [json.loads(text.splitlines()[-1]) for text in output]
-    shared = ["the 2 nodes pass shards to one another, so that each is fetched from S3 once"]
+    shared = ["the 2 nodes pass shards to one another, so that each shard is fetched from S3 by one of them"]
     for share_shards, times, last_lines in ((True, 1, shared), (None, 2, [])):
         ranks = [rank[0 if share_shards else 1] for rank in of_ranks]
         assert all(rank["right"] for rank in ranks)
@@ -29,7 +29,7 @@ def test_two_nodes_fetch_each_shard_once_if_they_share(tmp_path: Path) -> None:
         folders = [str(tmp_path / f"node-{node}-{share_shards}" / name) for node in (0, 0, 1)]
         assert [rank["folder"] for rank in ranks] == folders
         assert ranks[0]["notes"] == ranks[2]["notes"]
-        assert "of 2 nodes the one with the least room" in ranks[0]["notes"][0]
+        assert "which has the least room of the 2 nodes" in ranks[0]["notes"][0]
         assert ranks[0]["notes"][0].endswith("later epochs fetch nothing")
         assert ranks[0]["notes"][1:] == last_lines
     assert not (tmp_path / "run").exists()

@@ -37,7 +37,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Parameters in progress/build.json that the merge of a build reads, with their types for the check."""
+    """Parameters that `corpus merge` reads from progress/build.json, which is checked against these types."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool

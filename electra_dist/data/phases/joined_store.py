@@ -49,7 +49,7 @@ class JoinedStore(Store):
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return how long the stores of all corpora have slept before they repeated failed requests, in seconds."""
+        """Return the total time, in seconds, that all stores have waited before they repeated requests."""
         return sum(store.retry_wait_s for store in self._stores)
 
     def _find(self, key: str) -> tuple[Store, str]:
@@ -73,8 +73,9 @@ class JoinedStore(Store):
         """Return all bytes of an object, or raise StoreMissing.
 
         Args:
-            key: key of the object, by `phase_key`.
-            must_exist: the caller knows that the object exists, so a store on S3 retries the answer "not found".
+            key: key of the object, as made by `phase_key`.
+            must_exist: the caller knows that the object exists, so a store on S3 repeats a request that is answered
+                "not found".
         """
         store, own_key = self._find(key)
         return store.read(own_key, must_exist=must_exist)
@@ -101,9 +102,10 @@ class JoinedStore(Store):
         """Copy an object to a local file, which appears only when it is complete; raise StoreMissing if there is none.
 
         Args:
-            key: key of the object, by `phase_key`.
+            key: key of the object, as made by `phase_key`.
             destination: path of the local file.
-            must_exist: the caller knows that the object exists, so a store on S3 retries the answer "not found".
+            must_exist: the caller knows that the object exists, so a store on S3 repeats a request that is answered
+                "not found".
         """
         store, own_key = self._find(key)
         store.fetch(own_key, destination, must_exist=must_exist)

@@ -148,9 +148,9 @@ class RunCorpora:
             missing = [shard.name for shard in phase.manifest.shards if shard.name not in keys]
             if missing:
                 raise StoreMissing(
-                    f"{phase.store.url}/{missing[0]}: missing, and {len(missing) - 1} more of the "
-                    f"{len(phase.manifest.shards)} shards that the phase from step {phase.from_step} needs; restore "
-                    f"them, or correct data.phases"
+                    f"{phase.store.url}: {len(missing)} of the {len(phase.manifest.shards)} shards that the run needs "
+                    f"from step {phase.from_step} on are missing, such as {missing[0]}; restore them, or correct "
+                    f"data.phases"
                 )
 
 

@@ -49,7 +49,7 @@ def choose_cache_folder(
     """Return the folder in which this node caches shards and compiled code.
 
     The first of these that applies is taken: `configured`; `folder_in_run`, if the run has a single node; a folder in
-    a temporary directory on a local disk of this node. Only the last one is created by this call.
+    a temporary directory of this node, on a local disk if there is one. Only the last one is created by this call.
 
     Args:
         configured: Config key `data.cache_dir`; None if it is not set.
@@ -64,15 +64,29 @@ def choose_cache_folder(
         return CacheFolder(Path(configured), "data.cache_dir")
     if not has_several_nodes:
         return CacheFolder(folder_in_run, "run_dir")
-    mounts = _read_mounts()
-    fallback = CacheFolder(Path(tempfile.gettempdir()), "the temporary directory of this node")
-    named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
-    candidates = [*named, CacheFolder(Path("/tmp"), "/tmp")]
-    local = [directory for directory in candidates if _is_on_local_disk(directory.path, mounts)]
-    directory = next((candidate for candidate in local if os.access(candidate.path, os.W_OK)), fallback)
+    directory = _temporary_directory(environment)
     path = directory.path / f"electra-dist-cache-{os.getuid()}"
     _make_private(path)
     return CacheFolder(path, directory.source)
+
+
+def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
+    """Return the first writable temporary directory on a local disk; without one, Python's, on whatever disk.
+
+    Raises:
+        StoreError: no temporary directory of this node is writable.
+    """
+    mounts = _read_mounts()
+    named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
+    for candidate in (*named, CacheFolder(Path("/tmp"), "/tmp")):
+        if _is_on_local_disk(candidate.path, mounts) and os.access(candidate.path, os.W_OK):
+            return candidate
+    try:
+        return CacheFolder(Path(tempfile.gettempdir()), "the temporary directory of this node")
+    except FileNotFoundError:
+        raise StoreError(
+            "no temporary directory of this node is writable; set data.cache_dir to a folder on a local disk"
+        ) from None
 
 
 def _make_private(path: Path) -> None:
