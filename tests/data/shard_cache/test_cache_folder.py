@@ -57,6 +57,16 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, mounts: Path) -> N
         choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
 
 
+def test_a_node_without_a_writable_temporary_directory_is_refused(
+    tmp_path: Path, mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tempfile raises FileNotFoundError then, which would show a traceback."""
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError("none")))
+    with pytest.raises(StoreError, match=r"no temporary directory of this node is writable; set data.cache_dir"):
+        choose(tmp_path, nodes=2)
+
+
 def test_the_share_that_is_fetched_again() -> None:
     assert windows_bytes([1, 9, 5, 7, 3], window_shards=2) == 9 + 7 + 5 + 3
     for capacity, share in ((1000, 0.0), (2000, 0.0), (520, 0.5), (905, 95 / 960), (40, 1.0), (10, 1.0)):
