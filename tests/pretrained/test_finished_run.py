@@ -444,7 +444,7 @@ def test_a_corpus_that_has_changed_since_the_run_began_is_refused(copy: Path) ->
     with pytest.raises(ManifestMismatch, match="has changed since the run"):
         ed.open_corpus(copy)
     with (
-        pytest.raises(ValueError, match="step -1"),
+        pytest.raises(ValueError, match="step is -1"),
         ed.open_corpus(load_config(copy / "config.yaml").data.corpus) as c,
     ):
         c.batch(-1, 16)
