@@ -328,8 +328,9 @@ def copy_run(source: Trial, copy: Trial, s3: Any) -> None:
 def delete_run(trial: Trial, s3: Any) -> None:
     """Delete the files and the objects of a run, of which no process is running."""
     shutil.rmtree(trial.folder)
-    for key in object_keys(s3, trial):
-        s3.delete_object(Bucket=trial.bucket.removeprefix("s3://"), Key=key)
+    keys = [{"Key": key} for key in object_keys(s3, trial)]
+    if keys:
+        s3.delete_objects(Bucket=trial.bucket.removeprefix("s3://"), Delete={"Objects": keys, "Quiet": True})
 
 
 def object_keys(s3: Any, trial: Trial) -> list[str]:
