@@ -164,7 +164,10 @@ def main() -> int:
     args = parse()
     operations = [int(number) for number in args.operations.split(",") if number]
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kill-matrix-", dir=folder_in_memory()) as temporary, s3_server.running_s3(args.server) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="kill-matrix-", dir=folder_in_memory()) as temporary,
+        s3_server.running_s3(args.server) as server,
+    ):
         os.environ.update(server.env)
         bucket = s3_server.make_bucket(*server, "kills")
         deepspeed.ops.__compatible_ops__  # noqa: B018  (found once, by compilers that it starts: 0.4 s)
