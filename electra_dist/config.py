@@ -145,6 +145,11 @@ class Config(Section):
                 "optimizer.generator, or set objective.generator: trained, another objective.name than mlm, and "
                 "another model.sharing than all"
             )
+        if self.engine.overlap_communication and self.train.precision != "bf16":
+            raise ValueError(
+                f"engine.overlap_communication: true needs train.precision: bf16, not {self.train.precision}; set "
+                f"engine.overlap_communication: false"
+            )
         if self.engine.early_generator and self.objective.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"engine.early_generator: true works only if the generator learns from its own loss alone, unlike "

@@ -381,13 +381,29 @@ class EngineConfig(Section):
         description="Whether the generator's gradients are computed before the discriminator runs, so that the "
         "activations of both towers are never in memory together (zero_stage 0 to 2).",
     )
+    overlap_communication: bool = Field(
+        default=False,
+        description="Whether ranks exchange gradients, in fp32, while the backward pass still runs, and the norms of "
+        "all gradients are computed by one operation (zero_stage 1 with train.precision: bf16). Losses may then "
+        "differ in the last bits: on a GPU, on more than two ranks, and on CPUs, whose ranks otherwise exchange bf16.",
+    )
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
-        """Raise ValueError if early_generator or compile is on with ZeRO stage 3.
+        """Raise ValueError if an option is on that the ZeRO stage or another option excludes.
 
-        Both options need whole parameters on each rank, which stage 3 splits between the ranks.
+        early_generator and compile need whole parameters on each rank, which stage 3 splits between the ranks.
+        overlap_communication exists at stage 1 only, without offload_optimizer.
         """
+        if self.overlap_communication and self.zero_stage != 1:
+            raise ValueError(
+                f"overlap_communication works at zero_stage 1, not at {self.zero_stage}; set "
+                "engine.overlap_communication: false or engine.zero_stage: 1"
+            )
+        if self.overlap_communication and self.offload_optimizer:
+            raise ValueError(
+                "overlap_communication does not work with offload_optimizer: true; set one of them to false"
+            )
         if self.early_generator and self.zero_stage == 3:
             raise ValueError(
                 "early_generator needs whole parameters, which zero_stage 3 splits; set engine.early_generator: false "

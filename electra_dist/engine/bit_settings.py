@@ -43,6 +43,8 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
         "guard.skip_before": str(guard.skip_before),
         "torch": torch.__version__,
     }
+    if config.engine.overlap_communication:  # absent without it, as in checkpoints of versions without the key
+        settings["engine.overlap_communication"] = "true"
     if engine.device.type == "cuda":
         settings["GPU"] = torch.cuda.get_device_name(engine.device)
         return settings

@@ -33,6 +33,8 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import gather
 from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
+from electra_dist.engine.gradients.gradient_sums import GradientSums, norms_stay_on_device
+from electra_dist.engine.gradients.step_numbers import StepNumbers
 from electra_dist.engine.loss_scale import LossScale
 from electra_dist.engine.optimizer import Implementation, build_optimizer, choose_implementation
 from electra_dist.engine.optimizers.muon import adopt_partitions, check_update
@@ -61,9 +63,10 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
         train: gives the global batch, the micro-batch and the precision.
         engine: gives the ZeRO stage and the offloading of the optimizer.
         clip_norm: bound of the global gradient norm; 0 if DeepSpeed is not to clip.
-        device_type: "cuda" or "cpu". On "cuda" the ranks exchange the gradients of bf16 parameters in fp32 instead of
-            bf16, and at stage 1 each gradient is added to its fp32 sum and freed as soon as it exists. Gradients of
-            fp16 parameters are exchanged in fp32 on any device.
+        device_type: "cuda" or "cpu". On "cuda", and with `engine.overlap_communication` on any device, the ranks
+            exchange the gradients of bf16 parameters in fp32 instead of bf16, and at stage 1 each gradient is added to
+            its fp32 sum and freed during the backward pass. Gradients of fp16 parameters are exchanged in fp32 on any
+            device.
     """
     stage = engine.zero_stage
     is_bf16 = train.precision == "bf16"
@@ -86,7 +89,11 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
     elif is_bf16:
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if device_type == "cuda":
+        if not engine.offload_optimizer:
+            # The engine reads the norm and refuses an update that is not finite; DeepSpeed's check would read every
+            # gradient once more, and let the host wait. Only stage 2 reads the key.
+            config["bf16"]["check_grad_overflow"] = False
+        if device_type == "cuda" or engine.overlap_communication:
             config["communication_data_type"] = "fp32"
             # Without it a gradient is first added to a zeroed bf16 buffer. The sums are the same bit for bit; the
             # buffer and two operations per parameter and micro-batch are saved. Only stage 1 reads the key.
@@ -189,6 +196,7 @@ class Engine:
         self._accept: Callable[[], bool] = lambda: True  # of the current step; decides whether to update
         self._applied: bool | None = None  # whether the current step updates; None until it is decided
         self._norm = math.nan  # of the gradients of the current step
+        self._numbers = StepNumbers()  # that the host reads with the norm of the current step
         self.zero_stage = engine.zero_stage
         clip_norm = optimizer_config.clip_norm
         self._tower_clipping: TowerClipping | None = None  # None: DeepSpeed clips by one norm
@@ -213,6 +221,12 @@ class Engine:
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         if self._reduces_for_nothing():
             self.deepspeed.enable_backward_allreduce = False
+        self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
+        if isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer):
+            is_last_micro_batch = self.deepspeed.is_gradient_accumulation_boundary
+            GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps)
+            if self._overlaps:
+                self.deepspeed.enable_backward_allreduce = False
         self.loss_scale: LossScale | None = None
         if train.precision == "fp16":
             self.loss_scale = self._install_loss_scale()
@@ -308,6 +322,7 @@ class Engine:
         learning_rate: float,
         accept: Callable[[], bool] = lambda: True,
         generator_learning_rate: float | None = None,
+        numbers: StepNumbers | None = None,
     ) -> tuple[float, bool]:
         """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
 
@@ -318,6 +333,8 @@ class Engine:
                 return the same value on all ranks. It is not called if the gradients are not finite.
             generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if
                 it has no learning rate of its own.
+            numbers: other numbers of the step, which the host reads together with the norm, before it calls `accept`;
+                None if there are none.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
@@ -328,16 +345,18 @@ class Engine:
             group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
         self._accept = accept
         self._applied = None
+        self._numbers = StepNumbers() if numbers is None else numbers
         # Stage 0 does not report the norm, and clips the gradients in place: it must be computed before.
         if self.zero_stage == 0:
             self._unscale_unpartitioned_gradients()
-            self._norm = float(self._unpartitioned_grad_norm())
+            self._norm = self._numbers.read_with(self._unpartitioned_grad_norm())
         if self._tower_clipping is not None:
             gradient_scale = 1.0
             if self.loss_scale is not None and self.zero_stage > 0:
                 gradient_scale = self.loss_scale.cur_scale
             self._tower_clipping.measure(self.optimizer, gradient_scale)
-        self.deepspeed.step()
+        with self._norm_on_device():
+            self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
             self._norm = float(self.deepspeed.get_global_grad_norm())
             self._clean_up_skipped_step()
@@ -359,13 +378,24 @@ class Engine:
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
             if self.zero_stage > 0:
-                self._norm = float(self.optimizer._global_grad_norm)
+                self._norm = self._numbers.read_with(self.optimizer._global_grad_norm)
             self._applied = _is_finite_norm(self._norm) and self._accept()
         if not self._applied:
             return
         if self._tower_clipping is not None:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
+
+    def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which DeepSpeed's step computes the norm without a wait of the host, where it can.
+
+        In fp16 DeepSpeed decides by the norm whether the scaled gradients have overflowed. With offloading it computes
+        on the host. At stage 3 its step is left as it is.
+        """
+        is_offloading = getattr(self.optimizer, "cpu_offload", False)
+        if self.zero_stage not in (1, 2) or self.loss_scale is not None or is_offloading:
+            return contextlib.nullcontext()
+        return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
         """Do what DeepSpeed 0.19.8 forgets after a step that it has skipped for gradients not finite. Collective.

@@ -1,16 +1,18 @@
-"""Predicts the time of a step on N nodes from the compute of one GPU, the bytes sent and the links' bandwidth.
+"""Predicts the time of a step on N nodes: compute, launches, the bytes sent and the links' bandwidth, and the update.
 
 Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test
 compares it with the collectives of real steps; `benchmarks/scaling.py` compares the step time with times measured at
 limited bandwidth.
 
-How: a step is compute, followed by communication. Neither is assumed to overlap with the other, so the step time is an
-upper bound where DeepSpeed overlaps them. Collectives are rings, which are as fast as their slowest link. On one node
-that is the link between GPUs. On several nodes it may be the network: only one edge of the ring leaves each node, and
-it is assumed to use the bandwidth of all network links of the node together.
+How: a step is compute, communication and the update, one after another. With `engine.overlap_communication` the
+exchange of gradients is hidden behind the backward pass of the last micro-batch. `step_parts.py` predicts what a
+micro-batch takes at least, however few rows it has, and the update. Collectives are rings, which are as fast as their
+slowest link. On one node that is the link between GPUs. On several nodes it may be the network: only one edge of the
+ring leaves each node, and it is assumed to use the bandwidth of all network links of the node together.
 
-Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted. The constant `ASSUMPTIONS`
-states all this, and the printed plan shows it.
+Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted, so that a real step can take
+longer; where the assumed launches, bandwidths or throughput are too pessimistic, it takes less. The result is no bound
+in either direction. The constant `ASSUMPTIONS` states all this, and the printed plan shows it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from typing import Literal
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
+from electra_dist.model.flops import peak_flops
+from electra_dist.planning import step_parts
 from electra_dist.planning.budget import make_budget
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
 ASSUMPTIONS = (
-    "compute, then communication: nothing of one is hidden behind the other",
+    "compute, then communication, then the update: nothing of one is hidden behind another, except gradients behind "
+    "the backward pass with engine.overlap_communication",
+    *step_parts.ASSUMPTIONS,
     "ring collectives; --fabric is the bandwidth of all of a node's links together",
     "latency, stragglers, checkpoints, evaluation and data stalls are not counted",
 )
@@ -45,13 +51,15 @@ def bytes_on_wire(
     *,
     micro_batches: int = 1,
     persistent: int = 0,
+    exchanges_fp32: bool = False,
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    An element is sent in 2 bytes in bf16 and in 4 in fp32. In fp16 gradients take 4 bytes and parameters 2. Stage 0
-    always sends 4, because its 16 bits are autocast with fp32 gradients. Over W ranks, each rank sends n (W - 1) / W
-    in a ring reduce-scatter or all-gather of n bytes, and twice that in an all-reduce (Patarasuk and Yuan, "Bandwidth
-    optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
+    An element is sent in 2 bytes in bf16 and in 4 in fp32; on GPUs gradients take 4 bytes in bf16, too. In fp16
+    gradients take 4 bytes and parameters 2. Stage 0 always sends 4, because its 16 bits are autocast with fp32
+    gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and twice
+    that in an all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step
+    DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
@@ -69,9 +77,10 @@ def bytes_on_wire(
         ranks: number of ranks; 1 sends nothing.
         micro_batches: forward passes of a rank in a step.
         persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
+        exchanges_fp32: whether gradients of bf16 parameters are sent in fp32, as `engine.py` does on GPUs.
     """
     parameter_size = 4 if dtype == "fp32" else 2
-    gradient_size = 2 if dtype == "bf16" and stage > 0 else 4
+    gradient_size = 2 if dtype == "bf16" and stage > 0 and not exchanges_fp32 else 4
     # A reduce-scatter or an all-gather is one pass around the ring, an all-reduce is two.
     gradient_pass = _ring_pass_bytes(parameters, gradient_size, ranks)
     parameter_pass = _ring_pass_bytes(parameters, parameter_size, ranks)
@@ -107,7 +116,7 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
 def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
     """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`.
 
-    Communication is assumed not to overlap with computation, so the result is an upper bound.
+    Nothing of the one is hidden behind the other.
     """
     return compute_s + wire_bytes / bytes_per_s
 
@@ -150,26 +159,28 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Prediction for a run on one number of nodes: bytes sent, seconds per step, tokens per second and days."""
+    """Prediction for a run on one number of nodes: bytes sent, seconds of a step's parts, tokens per second, days."""
 
     nodes: int
     ranks: int
     micro_batches: int  # per rank and step
     wire_bytes: float  # sent per rank and step
-    compute_s: float  # per step
-    communication_s: float  # per step
+    compute_s: float  # per step; at least the time in which the host starts the operators
+    communication_s: float  # per step, without what is hidden behind the backward pass
+    update_s: float  # per step: sums of gradients, norm, update, and the wait of the device for the host
     tokens_per_s: float  # of all GPUs
     days: float  # of the whole run
     gpu_hours: float  # of the whole run
+    utilisation: float | None  # share of the GPUs' peak (MFU); None in fp32, for which no peak is known
 
     @property
     def step_s(self) -> float:
-        """Seconds of an optimizer step: compute, followed by communication, which does not overlap with it."""
-        return self.compute_s + self.communication_s
+        """Seconds of an optimizer step: compute, then the communication that is not hidden, then the update."""
+        return self.compute_s + self.communication_s + self.update_s
 
     @property
     def efficiency(self) -> float:
-        """Share of the step's time that is compute, from 0 to 1; it is 1 on one GPU, which sends nothing."""
+        """Share of the step's time that is compute, from 0 to 1."""
         return self.compute_s / self.step_s
 
 
@@ -229,7 +240,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
     """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second.
 
-    A step is compute, followed by communication over a ring of all GPUs, at the speed of its slowest link. On one node
+    Communication is over a ring of all GPUs, at the assumed share of the speed of its slowest link. On one node
     that is the link between its GPUs; on several nodes it is that link or the network (`cluster.fabric_bytes_per_s`),
     whichever is slower.
 
@@ -251,12 +262,26 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
         config.train.precision,
         ranks,
         micro_batches=micro_batches,
+        exchanges_fp32=True,
     )
     slowest_link = _NODE_LINK[gpu_model]
     if nodes > 1:
         slowest_link = min(slowest_link, cluster.fabric_bytes_per_s)
-    compute_s = budget.tokens_per_step / (ranks * gpu_tokens_per_s)
-    step_s = step_seconds(compute_s, wire_bytes, slowest_link)
+    bytes_per_s = step_parts.BANDWIDTH_SHARE * slowest_link
+    micro_batch_s = step_parts.micro_batch_seconds(config, gpu_tokens_per_s)
+    compute_s = micro_batches * micro_batch_s
+    communication_s = wire_bytes / bytes_per_s
+    if config.engine.overlap_communication:
+        # At ZeRO stage 1 one pass around the ring is that of the bf16 parameters, which comes after the update.
+        parameter_bytes = _ring_pass_bytes(budget.parameters.total, 2, ranks)
+        gradient_s = (wire_bytes - parameter_bytes) / bytes_per_s
+        communication_s -= min(gradient_s, step_parts.BACKWARD_SHARE * micro_batch_s)
+    update_s = step_parts.update_seconds(
+        budget.parameters.total, config.engine.zero_stage, micro_batches, ranks, gpu_model
+    )
+    step_s = compute_s + communication_s + update_s
+    tokens_per_s = budget.tokens_per_step / step_s
+    peak = peak_flops(gpu_model, config.train.precision)
     run_s = config.train.num_steps * step_s
     return Scaled(
         nodes=nodes,
@@ -264,8 +289,10 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
         micro_batches=micro_batches,
         wire_bytes=wire_bytes,
         compute_s=compute_s,
-        communication_s=step_s - compute_s,
-        tokens_per_s=budget.tokens_per_step / step_s,
+        communication_s=communication_s,
+        update_s=update_s,
+        tokens_per_s=tokens_per_s,
         days=run_s / 86_400,
         gpu_hours=ranks * run_s / 3600,
+        utilisation=None if peak is None else tokens_per_s * budget.flops.total / (ranks * peak),
     )

@@ -118,8 +118,8 @@ def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
     Raises:
         UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
     """
-    header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "step s", "efficiency", "tok/s"]
-    header += ["days", "GPU-hours"]
+    header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
+    header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
         header.append("cost")
     rows = [_scaling_row(prediction, cluster.gpu_hour_price) for prediction in scale(config, cluster)]
@@ -150,8 +150,10 @@ def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
         f"{prediction.wire_bytes / 1e9:.2f}",
         f"{prediction.compute_s:.3g}",
         f"{prediction.communication_s:.3g}",
+        f"{prediction.update_s:.3g}",
         f"{prediction.step_s:.3g}",
         f"{prediction.efficiency:.1%}",
+        "-" if prediction.utilisation is None else f"{prediction.utilisation:.1%}",
         format_count(prediction.tokens_per_s),
         f"{prediction.days:,.2f}",
         f"{prediction.gpu_hours:,.0f}",

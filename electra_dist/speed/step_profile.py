@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_dist.config import Config
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
@@ -30,6 +29,7 @@ from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
+from electra_dist.speed.operator_counter import OperatorCounter
 from electra_dist.speed.operator_kinds import part_of
 from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
 from electra_dist.speed.step_rows import BatchSource, open_rows
@@ -65,6 +65,7 @@ class StepProfile:
     wait_share: float  # of the step: waiting for rows
     padding_share: float  # pads as a fraction of the positions
     operators_per_micro_batch: int  # that the host starts, forward and backward
+    host_reads: int  # of values on the device, in a step; on a CPU also those in CPU code of the model
     device_ms: float | None  # time that the GPU is busy; None on a CPU
     attention_backend: str
     attention_reason: str
@@ -84,6 +85,7 @@ class StepProfile:
             "wait_share": self.wait_share,
             "padding_share": self.padding_share,
             "operators_per_micro_batch": self.operators_per_micro_batch,
+            "host_reads": self.host_reads,
             "device_ms": self.device_ms,
             "attention": {
                 "backend": self.attention_backend,
@@ -126,7 +128,7 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
         for _ in range(_WARM_UP_STEPS):
             runner.run_step()
         step_s, wait_s = runner.time_steps(num_steps)
-        num_operators = runner.count_operators()
+        counter = runner.count_operators()
         profiled = runner.profile_step(device)
     num_rows = config.train.global_batch
     return StepProfile(
@@ -138,7 +140,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
         tokens_per_s=num_rows * config.data.seq_len / step_s,
         wait_share=wait_s / step_s,
         padding_share=runner.padding_share(),
-        operators_per_micro_batch=num_operators // config.train.micro_batches(1),
+        operators_per_micro_batch=counter.num_operators // config.train.micro_batches(1),
+        host_reads=counter.num_host_reads,
         device_ms=1e3 * profiled.device_s if device.type == "cuda" else None,
         attention_backend=attention.backend,
         attention_reason=attention.reason,
@@ -220,11 +223,11 @@ class _StepRunner:
         wait_s = (self._batches.wait_s - waited_before_s) / num_steps
         return statistics.median(times), wait_s
 
-    def count_operators(self) -> int:
-        """Run one step and return how many torch operators the host started, with those of the update."""
-        with _OperatorCounter() as counter:
+    def count_operators(self) -> OperatorCounter:
+        """Run one step and return the counts of the torch operators that the host started, and of its reads."""
+        with OperatorCounter() as counter:
             self.run_step()
-        return counter.num_operators
+        return counter
 
     def profile_step(self, device: torch.device) -> _Profiled:
         """Run one step under torch's profiler, and sum the time of its operators for each part of the step."""
@@ -251,20 +254,6 @@ class _StepRunner:
         if self._config.train.precision == "bf16" and not emulates_bf16:
             return torch.bfloat16
         return torch.float16 if self._config.train.precision == "fp16" else torch.float32
-
-
-class _OperatorCounter(TorchDispatchMode):
-    """Context in which every torch operator that reaches a device is counted, in forward and backward passes."""
-
-    def __init__(self) -> None:
-        """Start at 0."""
-        super().__init__()
-        self.num_operators = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operator and run it."""
-        self.num_operators += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:

@@ -33,6 +33,7 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.gradients.step_numbers import StepNumbers
 from electra_dist.model.row_layout import SpecialIds, example_bounds
 from electra_dist.objectives.base import StepInput, Sums, loss_counts, step_key
 from electra_dist.objectives.scheduled_values import ScheduledValues, Schedules, first_values
@@ -214,17 +215,18 @@ class TrainStep:
 
             The engine calls it when it has the norm of the gradients, unless the norm is not finite.
             """
-            # The engine calls this when it has the norm of the reduced gradients: the host has to wait for the device
-            # at that point anyway, so that reading the sums costs no second wait.
             nonlocal fault
-            fault = find_fault(self.judged_loss(Sums(*sum_K.tolist())))
+            fault = find_fault(self.judged_loss(Sums(*numbers.values()[0])))
             return not fault
 
         scaler = self._engine.loss_scale
         loss_scale = None if scaler is None else scaler.cur_scale
         learning_rate, generator_learning_rate = learning_rates
-        grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate)
-        sums = Sums(*sum_K.tolist())
+        # The engine reads them with the norm of the reduced gradients, so that the host waits for the device once.
+        numbers = StepNumbers([sum_K, totals])
+        grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate, numbers=numbers)
+        sums_on_host, [num_rows, digest, *flags] = numbers.values()
+        sums = Sums(*sums_on_host)
         judged_loss = self.judged_loss(sums)
         overflow = False
         if not is_updated and not fault:
@@ -235,7 +237,6 @@ class TrainStep:
                 fault = "the gradient is not finite"
                 if scaler is not None:
                     fault += f" at the least loss scale, {loss_scale:,.0f}"
-        num_rows, digest, *flags = totals.tolist()
         return StepResult(
             sums=sums,
             loss=sums.loss,

@@ -107,6 +107,7 @@ def _print_tables(profile: StepProfile) -> None:
     dropout = f"dropout {profile.attention_dropout}"
     facts.add_row("attention", f"{profile.attention_backend}, {dropout} ({profile.attention_reason})")
     facts.add_row("operators", f"{profile.operators_per_micro_batch:,} per micro-batch")
+    facts.add_row("host reads", f"{profile.host_reads:,} a step")
     if profile.device_ms is not None:
         facts.add_row("device busy", f"{profile.device_ms:,.1f} ms")
     facts.add_row("optimizer", profile.optimizer)

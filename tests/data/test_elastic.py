@@ -117,7 +117,9 @@ class Recorder:
     def step_micro_batch(self) -> None:
         pass
 
-    def step(self, learning_rate: float, accept: Any, generator_learning_rate: float | None) -> tuple[float, bool]:
+    def step(
+        self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
+    ) -> tuple[float, bool]:
         return 0.0, accept()
 
 

@@ -19,6 +19,7 @@ from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.engine import engine as engine_module
 from electra_dist.engine.engine import Engine, deepspeed_config
+from electra_dist.errors import UserError
 
 WORKER = Path(__file__).parent / "gradient_exchange_worker.py"
 
@@ -65,6 +66,30 @@ def test_runs_whose_gradients_are_fp32_have_the_same_deepspeed_config_on_all_dev
     on_cpu, on_gpu = (deepspeed_config(config.train, config.engine, 1.0, device) for device in ("cpu", "cuda"))
     assert on_cpu == on_gpu
     assert "communication_data_type" not in on_gpu
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "key"), [("bf16", 2, "zero_stage: 1"), ("bf16", 0, "zero_stage: 1"), ("fp32", 1, "bf16")]
+)
+def test_overlap_is_refused_where_the_ranks_have_no_fp32_sums_of_whole_groups(
+    tiny_config: Callable[..., Path], precision: str, stage: int, key: str
+) -> None:
+    settings = {"train.precision": precision, "engine.zero_stage": stage, "engine.overlap_communication": True}
+    with pytest.raises(UserError, match=key):
+        load_config(tiny_config("run", **settings), [])
+
+
+def test_overlap_changes_neither_the_identity_nor_the_config_of_one_that_is_off(
+    tiny_config: Callable[..., Path],
+) -> None:
+    config = config_of(tiny_config, "bf16", 1)
+    overlapping = config.model_copy(
+        update={"engine": config.engine.model_copy(update={"overlap_communication": True})}
+    )
+    assert overlapping.identity() == config.identity()
+    on_cpu = deepspeed_config(config.train, config.engine, 1.0, "cpu")
+    assert "communication_data_type" not in on_cpu
+    assert deepspeed_config(config.train, overlapping.engine, 1.0, "cpu")["communication_data_type"] == "fp32"
 
 
 class WaitCounter(TorchDispatchMode):

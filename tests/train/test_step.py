@@ -51,7 +51,9 @@ class Recorder:
     def step_micro_batch(self) -> None:
         pass
 
-    def step(self, learning_rate: float, accept: Any, generator_learning_rate: float | None) -> tuple[float, bool]:
+    def step(
+        self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
+    ) -> tuple[float, bool]:
         return 0.0, accept()
 
 
@@ -187,7 +189,9 @@ class Overflowing(Recorder):
         super().__init__(SDPA)
         self.loss_scale: Any = LossScale()
 
-    def step(self, learning_rate: float, accept: Any, generator_learning_rate: float | None) -> tuple[float, bool]:
+    def step(
+        self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
+    ) -> tuple[float, bool]:
         return float("nan"), False
 
 

@@ -27,6 +27,7 @@ def step_profile(**changes: object) -> StepProfile:
         "wait_share": 0.0,
         "padding_share": 0.01,
         "operators_per_micro_batch": 3000,
+        "host_reads": 1,
         "device_ms": 390.0,
         "attention_backend": "flash",
         "attention_reason": "",
@@ -54,6 +55,7 @@ def test_json_has_the_fields_that_others_rely_on(tiny_config: Callable[..., Path
     assert found["tokens_per_s"] > 0
     assert 0 <= found["wait_share"] < 1
     assert found["operators_per_micro_batch"] > 100
+    assert found["host_reads"] >= 1
     assert found["attention"]["backend"] == "sdpa"
     assert "dropout" in found["attention"]
     assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["step_ms"])

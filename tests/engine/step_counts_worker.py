@@ -1,0 +1,153 @@
+"""Runs one of two ranks that train some steps in several ways, and prints what they compute and what a step costs.
+
+Each line has the case, the loss and the norm of every step in hexadecimal, and of one step the operators and the reads
+of the host by phase: forward and backward of the micro-batches, the update (`Engine.step`), and the rest. The third
+step is refused, and the gradients of the fourth are not finite. "unpatched" is DeepSpeed's own way to add, measure and
+clip gradients; its cases are what the others must equal bit for bit. `begun` has, for each step, how many buckets were
+exchanged before the backward pass had ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from support.real_runs import synthetic_rows, tiny_tree
+from support.tiny_engine import SPECIAL, whole_state
+
+from electra_dist.config import Config
+from electra_dist.data.loader import RowBatch
+from electra_dist.data.row_receipt import Receipt
+from electra_dist.engine import engine as engine_module
+from electra_dist.engine.engine import Engine, deepspeed_config
+from electra_dist.engine.gradients import gradient_sums
+from electra_dist.engine.gradients.gradient_sums import GradientSums
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.objectives.build_objective import build_objective
+from electra_dist.speed.operator_counter import OperatorCounter
+from electra_dist.train.step import TrainStep
+
+MICRO_BATCH = 2
+NUM_ROWS = 8
+REFUSED, NOT_FINITE, COUNTED, NUM_STEPS = 2, 3, 5, 6
+gradient_sums.BUCKET_ELEMENTS = 4000  # several buckets, also in towers as small as these
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[None]:
+    """Build and run engines without `gradient_sums`, so that DeepSpeed adds, measures and clips gradients."""
+    originals = (engine_module.GradientSums, Engine._norm_on_device)
+    engine_module.GradientSums = lambda *_, **__: None  # type: ignore[assignment, misc]
+    Engine._norm_on_device = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine_module.GradientSums, Engine._norm_on_device = originals  # type: ignore[misc, method-assign]
+
+
+def counted(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], None]:
+    """Let an engine add the operators and host reads of its phases to `phases`; return what undoes this."""
+    names = {"forward": "forward", "backward": "backward", "step_micro_batch": "backward", "step": "update"}
+    originals = {name: getattr(engine, name) for name in names}
+
+    def counting(name: str, phase: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with OperatorCounter() as counter:
+                result = originals[name](*args, **kwargs)
+            phases.setdefault(phase, [0, 0])
+            phases[phase][0] += counter.num_operators
+            phases[phase][1] += counter.num_host_reads
+            return result
+
+        return call
+
+    for name, phase in names.items():
+        setattr(engine, name, counting(name, phase))
+
+    def undo() -> None:
+        for name in names:
+            delattr(engine, name)
+
+    return undo
+
+
+def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) -> dict[str, Any]:
+    """Train the steps of one case, and return its line."""
+    settings: dict[str, Any] = {"engine.zero_stage": stage, "train.precision": precision}
+    settings |= {"train.global_batch": NUM_ROWS, "train.micro_batch": MICRO_BATCH}
+    settings |= {"engine.overlap_communication": overlaps, "optimizer.clip_norm": 0.5}
+    tree = tiny_tree("unused", "unused", **settings)  # type: ignore[arg-type]
+    for tower in ("discriminator", "generator"):
+        tree["model"][tower]["num_layers"] = num_layers
+    config = Config.model_validate(tree)
+    engine_module.deepspeed_config = lambda train, section, clip, _: deepspeed_config(train, section, clip, "cuda")
+    module = build_objective(config.model, config.objective, SPECIAL, 3)
+    num_tensors = len(list(module.parameters()))
+    engine = Engine(module, config.train, config.engine, config.optimizer)
+    train_step = TrainStep(engine, config.objective, SPECIAL, 7, MICRO_BATCH)
+    rows_per_rank = NUM_ROWS // dist.get_world_size()
+    row0 = dist.get_rank() * rows_per_rank
+    results = []
+    phases: dict[str, list[int]] = {}
+    begun: list[int] = []
+    finish = GradientSums._finish_exchange
+
+    def finish_and_note(self: GradientSums) -> None:
+        begun.append(self._num_exchanging)
+        finish(self)
+
+    GradientSums._finish_exchange = finish_and_note  # type: ignore[method-assign]
+    for step in range(NUM_STEPS):
+        ids = synthetic_rows(NUM_ROWS, step)[row0 : row0 + rows_per_rank]
+        batch = RowBatch(step, row0, ids, np.arange(rows_per_rank), Receipt())
+        if step == NOT_FINITE:
+            before = whole_state(engine)
+            engine.backward = lambda loss: Engine.backward(engine, loss * float("inf"))  # type: ignore[method-assign]
+        undo = counted(engine, phases) if step == COUNTED else lambda: None
+        reason = "refused" if step == REFUSED else ""
+        with OperatorCounter() if step == COUNTED else contextlib.nullcontext() as counter:
+            result = train_step(batch, 1e-3, lambda loss, reason=reason: reason)
+        undo()
+        if step == NOT_FINITE:
+            del engine.backward
+            after = whole_state(engine)
+            is_unchanged = all(
+                np.array_equal(before[name][kind], after[name][kind]) for name in after for kind in after[name]
+            )
+            assert is_unchanged, "a step whose gradients are not finite has changed the state"
+        results.append([float(result.loss).hex(), float(result.grad_norm).hex(), result.fault])
+    GradientSums._finish_exchange = finish  # type: ignore[method-assign]
+    assert counter is not None
+    rest = [counter.num_operators, counter.num_host_reads]
+    for operators, reads in phases.values():
+        rest[0] -= operators
+        rest[1] -= reads
+    phases["rest"] = rest
+    engine.close()
+    return {"tensors": num_tensors, "results": results, "phases": phases, "begun": begun}
+
+
+def main() -> None:
+    """Run all cases with towers of as many layers as the first argument says."""
+    warnings.simplefilter("ignore")
+    num_layers = int(sys.argv[1])
+    init_distributed()
+    lines = {}
+    for precision, stage in (("bf16", 1), ("bf16", 2), ("fp32", 1)):
+        with unpatched():
+            lines[f"{precision} {stage} unpatched"] = run(precision, stage, num_layers)
+        lines[f"{precision} {stage}"] = run(precision, stage, num_layers)
+    lines["bf16 1 overlap"] = run("bf16", 1, num_layers, overlaps=True)
+    if os.environ["RANK"] == "0":
+        print("COUNTED", json.dumps(lines), flush=True)
+    dist.destroy_process_group()
+
+
+main()

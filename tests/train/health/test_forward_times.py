@@ -1,0 +1,29 @@
+"""The forward times of 1,024 ranks reach the host by one collective and one copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from electra_dist.speed.operator_counter import OperatorCounter
+from electra_dist.train.health.rank_monitor import RankMonitor
+
+NUM_RANKS = 1024
+
+
+def test_the_host_reads_the_times_of_all_ranks_once_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collective of 1,024 ranks is replaced by one that gives rank r the time r plus that of this rank."""
+    calls = []
+
+    def gather_into(output: torch.Tensor, own_time: torch.Tensor) -> None:
+        calls.append(own_time.shape)
+        output.copy_(torch.arange(NUM_RANKS) + own_time)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: NUM_RANKS)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather_into)
+    with OperatorCounter() as counter:
+        times = RankMonitor._gather(0.25)
+    assert times == [rank + 0.25 for rank in range(NUM_RANKS)]
+    assert calls == [(1,)]
+    assert counter.num_host_reads == 1
