@@ -22,7 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_NCCL_TRACE, _NCCL_PIPE = "nccl-trace-", "nccl-pipe-"  # files in the state folder of a start; the rank's number follows
+_NCCL_TRACE, _NCCL_PIPE = (
+    "nccl-trace-",
+    "nccl-pipe-",
+)  # files in the state folder of a start; the rank's number follows
 _TRACE_EVENTS = "2000"  # newest collectives of a rank that are kept
 _OTHER_NODES_S = 10.0  # how long the first node waits for the files of the others
 _POLL_S = 0.2
@@ -89,7 +92,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
     """Return the variables by which torch keeps a record of NCCL's last collectives, and writes it into a folder.
 
     torch ends a process whose collective fails or times out (value 3 of TORCH_NCCL_ASYNC_ERROR_HANDLING: without the
-    clean-up that may hang itself). The older and the newer names of two variables are set.
+    clean-up that may hang itself). The names are those of torch 2.13.
 
     Args:
         state: folder of this start on this node.
@@ -100,9 +103,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": _TRACE_EVENTS,
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": _TRACE_EVENTS,
         "TORCH_FR_DUMP_TEMP_FILE": trace,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
     }
     return {name: value for name, value in variables.items() if name not in inherited}
