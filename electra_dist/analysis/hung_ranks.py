@@ -117,10 +117,10 @@ def hung(
     """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
     A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
-    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for a rank that has done no more
-    steps than itself: one that waits for data or for storage, that still saves or evaluates, or that has just come
-    back from any of these. The silence of the waiting rank is then counted from the newest heartbeat of the ranks that
-    it may wait for, and the longest of their limits and its own applies.
+    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for a rank that has done no
+    more steps than itself: one that waits for data or for storage, that still saves or evaluates, or that has just
+    come back from any of these. The silence of the waiting rank is then counted from the newest heartbeat of the ranks
+    that it may wait for, and the longest of their limits and its own applies.
 
     The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
 

@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
 
 
-def _check(
-    config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int
-) -> list[Finding]:
+def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
     """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load.
 
     Collective with a world size above 1. With one rank, the GPUs are put under load only if there are some and the

@@ -165,8 +165,8 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
     """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service.
 
-    Yields one finding per clock. A run folder that is away is waited for as long as the patience. A service that does not answer yields none, because `check_storage` has already
-    reported that it cannot be reached.
+    Yields one finding per clock. A run folder that is away is waited for as long as the patience. A service that does
+    not answer yields none, because `check_storage` has already reported that it cannot be reached.
     """
     run_dir = Path(config.run_dir)
     try:

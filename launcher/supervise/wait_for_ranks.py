@@ -114,8 +114,8 @@ class StartMonitor:
 
         Returns:
             Why the ranks must be killed: "hung", that a rank of another node is hung, "SIGINT received twice", or that
-            node 0 has begun a new start. Empty if all ranks have ended. Also empty if ranks were lost (killed or crashed, on any node) and the others did
-            not end within 10 s: then the exit codes show the reason.
+            node 0 has begun a new start. Empty if all ranks have ended. Also empty if ranks were lost (killed or
+            crashed, on any node) and the others did not end within 10 s: then the exit codes show the reason.
         """
         while True:
             self._folder.round_begins()

@@ -1,8 +1,8 @@
 """Find out whether ranks are silent because the run folder takes no heartbeats: full, read-only, or not answering.
 
-Guarantee: while the run folder takes no bytes, for as long as a rank may wait for storage, no rank counts as hung. When
-the folder is back, the silence of each rank counts anew from that moment. A supervisor that did not run itself for a
-while, because it was blocked in a read or suspended, begins anew, too.
+Guarantee: while the run folder takes no bytes, no rank counts as hung, for as long as a rank may wait for storage.
+When the folder is back, the silence of each rank counts anew from that moment. A supervisor that did not run itself
+for a while, because it was blocked in a read or suspended, begins anew, too.
 
 How: a thread sets the modification time of the supervisor's log file, which asks the disk or the server of the folder
 for a write. A call that is not over after a second counts as a folder that does not answer. A thread is needed because
@@ -98,7 +98,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _ask(self) -> str:
-        """Return the answer of a probe of the folder; that it does not answer if the probe takes more than a second."""
+        """Return the answer of a probe of the folder, or that it gives none if the probe takes more than a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
