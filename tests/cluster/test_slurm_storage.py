@@ -170,9 +170,7 @@ def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_h
     assert read_losses(run.folder) == read_losses(tmp_path / "uncut")
 
 
-def test_a_controller_that_is_away_when_a_job_ends_ends_no_run(
-    cluster: StartCluster, tiny_config: MakeConfig
-):
+def test_a_controller_that_is_away_when_a_job_ends_ends_no_run(cluster: StartCluster, tiny_config: MakeConfig):
     slurm = cluster(1)
     run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 60}), num_nodes=1)
     run.wait_for_checkpoint(3)
