@@ -175,7 +175,7 @@ def read_yaml(path: Path) -> Tree:
             f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from None
+        raise UserError(f"{path}: cannot be read ({error}); give a readable YAML file in UTF-8") from error
     try:
         tree = parse_yaml(text)
     except yaml.YAMLError as error:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from electra_dist.config import Config
+from electra_dist.config import ClusterConfig, Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
 from electra_dist.errors import (
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
-        config = load_config(args.config, args.set)
+        waiting = Patience(ClusterConfig().storage_patience_s)  # The config may set another one, once it can be read.
+        config = waiting.call(lambda: load_config(args.config, args.set))
         patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
         if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)

@@ -98,6 +98,11 @@ class Hung:
     quiet_s: float  # seconds without a heartbeat
     limit_s: float  # the limit that they exceed
 
+    @property
+    def is_too_long(self) -> bool:
+        """Return whether the silence exceeds its limit."""
+        return self.quiet_s > self.limit_s
+
 
 def hung(
     heartbeats: Iterable[Beat],
@@ -107,14 +112,15 @@ def hung(
     started: float = 0.0,
     ranks: Iterable[int] = (),
     read_all_beats: Callable[[], Iterable[Beat]] = tuple,
+    not_before: float = float("-inf"),
 ) -> list[Hung]:
     """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
     A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
-    itself is in (`HangLimits.of`), with one exception. A rank in its first step after a checkpoint or an evaluation
-    may wait in a collective for another rank that is still in that phase, for example for rank 0 while it writes a
-    checkpoint. The waiting rank then gets the longer of both limits: its own and that of the rank it waits for. While
-    a rank waits for storage (phase "storage"), all ranks may wait as long as it may, from the begin of its wait on.
+    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for a rank that has done no
+    more steps than itself: one that waits for data or for storage, that still saves or evaluates, or that has just
+    come back from any of these. The silence of the waiting rank is then counted from the newest heartbeat of the ranks
+    that it may wait for, and the longest of their limits and its own applies.
 
     The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
 
@@ -125,60 +131,74 @@ def hung(
         started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
         read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
-            It is called only if a rank exceeds its own limit. The default returns none, so the exceptions above do not
-            apply.
+            It is called at most once, and only if a rank exceeds its own limit. The default returns none, so the
+            exception above does not apply.
+        not_before: no silence is counted from an earlier time, because until then no heartbeat could be written.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
-    # `_silence` applies the exception for ranks that wait for others.
-    silences = [_silence(beat, now, limits, read_all_beats) for beat in beat_of_rank.values()]
+    own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
+    has_silent_rank = any(silence.is_too_long for silence in own_silences.values())
+    all_beats = list(read_all_beats()) if has_silent_rank else []
+    silences = []
+    for rank, silence in own_silences.items():
+        if silence.is_too_long:
+            silence = _silence_among_others(beat_of_rank[rank], all_beats, now, limits, not_before)
+        silences.append(silence)
     for rank in ranks:
         if rank not in beat_of_rank:
-            missing_rank = Hung(
-                rank=rank, host="", phase="setup", step=0, quiet_s=now - started, limit_s=limits.setup_s
-            )
+            quiet_s = now - max(started, not_before)
+            missing_rank = Hung(rank=rank, host="", phase="setup", step=0, quiet_s=quiet_s, limit_s=limits.setup_s)
             silences.append(missing_rank)
-    hung_ranks = [silence for silence in silences if silence.quiet_s > silence.limit_s]
+    hung_ranks = [silence for silence in silences if silence.is_too_long]
     return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
 
 
-def _silence(beat: Beat, now: float, limits: HangLimits, read_all_beats: Callable[[], Iterable[Beat]]) -> Hung:
-    """Return how long a rank has been silent, and its limit, whether or not the limit is exceeded.
+def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) -> Hung:
+    """Return how long a rank has been silent, and the limit of its own phase; the arguments are those of `hung`."""
+    return _silence_among_others(beat, (), now, limits, not_before)
 
-    Usually the silence is counted from the rank's newest heartbeat, and the limit is that of its own phase. If the
-    rank exceeds this limit in its first step after a change of phase, it may be waiting for other ranks in a
-    collective. Its silence is then counted from the newest change of phase of any rank, if that is later. If some
-    ranks are still in a checkpoint or an evaluation, the longest of their limits and its own applies. The silence of a
-    rank that waits for storage, or for another rank that does, is counted from the begin of that wait.
+
+def _silence_among_others(
+    beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
+) -> Hung:
+    """Return how long a rank and the ranks that it may wait for have been silent, and the longest of their limits.
 
     Args:
         beat: the newest heartbeat of the rank.
+        all_beats: newest heartbeats of the ranks of all nodes; those of another attempt (start of the run) do not
+            count.
         now: Unix time in seconds.
         limits: the longest silence that each phase allows.
-        read_all_beats: reads the newest heartbeats of the ranks of all nodes.
+        not_before: no silence is counted from an earlier time.
     """
-    silent_since = beat.phase_since if beat.phase == "storage" else beat.time
-    limit_s = limits.of(beat)
-    exceeds_own_limit = now - silent_since > limit_s
-    all_beats: list[Beat] = []
-    if exceeds_own_limit:
-        # It may wait for other ranks. Heartbeats of an earlier attempt do not count.
-        all_beats = [other for other in read_all_beats() if other.attempt == beat.attempt]
-    waits_for_storage = [other for other in all_beats if other.phase == "storage"]
-    if waits_for_storage:
-        silent_since = max(other.phase_since for other in waits_for_storage)
-        limit_s = max(limit_s, limits.storage_s)
-    elif exceeds_own_limit and _is_first_of_step_phase(beat):
-        busy_beats = [other for other in all_beats if other.phase in ("checkpoint", "eval")]
-        silent_since = max([silent_since, *(other.phase_since for other in all_beats)])
-        limit_s = max([limit_s, *(limits.of(other) for other in busy_beats)])
+    waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
+    silent_since = max(_silent_since(other) for other in (beat, *waited_for))
+    limit_s = max(limits.of(other) for other in (beat, *waited_for))
     return Hung(
         rank=beat.rank,
         host=beat.host,
         phase=beat.phase,
         step=beat.step,
-        quiet_s=now - silent_since,
+        quiet_s=now - max(silent_since, not_before),
         limit_s=limit_s,
     )
+
+
+def _may_wait_for(beat: Beat, other: Beat) -> bool:
+    """Return whether a rank may wait in a collective for another one, judged from the newest heartbeats of both.
+
+    A rank with more steps done has taken part in all collectives that the waiting rank has reached. A rank that waits
+    for storage counts in any case, because it may send its heartbeats late.
+    """
+    return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
+
+
+def _silent_since(beat: Beat) -> float:
+    """Return since when a rank counts as silent: its newest heartbeat, or the begin of its wait for storage.
+
+    While a rank waits for storage, it sends heartbeats all the time, and its limit counts from the begin of the wait.
+    """
+    return beat.phase_since if beat.phase == "storage" else beat.time
 
 
 def _is_first_of_step_phase(beat: Beat) -> bool:

@@ -224,9 +224,10 @@ def _decode(line: bytes) -> Beat | None:
 def _read(path: Path) -> Beat | None:
     """Return the heartbeat in a file, which is read up to five times if a write is in progress.
 
-    Returns None if there is no file, or if its content stays invalid, as after a machine lost power.
+    Returns None if there is no file, if it cannot be read, or if its content stays invalid, as after a machine lost
+    power.
     """
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+    with contextlib.suppress(OSError):
         for _ in range(_TRIES):
             beat = _decode(path.read_bytes())
             if beat is not None:

@@ -65,6 +65,7 @@ class _LedgerEvent(_Record):
     spent_s: dict[str, Number] = {}
     stall_s: Number = 0
     wait_s: Number = 0
+    write_s: Number = 0
     why: str = ""
 
 
@@ -73,6 +74,7 @@ class _JobSubmit(_Record):
 
     time: Time
     event: str
+    jobs: list[str] = []
 
 
 class _JobBegin(_JobSubmit):

@@ -355,7 +355,9 @@ def kind_of_error(error: BaseException) -> FailureKind:
     if isinstance(error, StoreAway):
         return FailureKind.AWAY
     if isinstance(error, UserError):
-        return FailureKind.USER
+        # The config is read by a lower layer, which keeps the error of the operating system as the cause.
+        cause = error.__cause__
+        return kind_of_os_error(cause) if isinstance(cause, OSError) else FailureKind.USER
     if isinstance(error, OSError):
         return kind_of_os_error(error)
     return FailureKind.PERMANENT

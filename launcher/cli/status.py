@@ -22,7 +22,7 @@ from electra_dist.analysis.run_classification import RunEvidence, State, run_sta
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
+from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, LOG_FILE, METRICS_FILE, SLURM_DIR, STOP_FILE
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.lease_file import LeaseOwner
@@ -35,10 +35,12 @@ from electra_dist.run.process_identity import is_running
 from electra_dist.store.atomic_files import disk_problem
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
+from launcher.slurm.job_history import links_of, why_not_begun, why_waiting
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
 _STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
+_LINKS_SHOWN = 8  # newest jobs of the submission, with their verdicts
 _HUNG_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait for it.
 
 
@@ -156,6 +158,7 @@ def lines(seen: Facts) -> list[str]:
     account = goodput(seen.ledger, seen.jobs)
     if account.fraction is not None:
         page.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
+    page += _link_lines(seen)
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
@@ -188,13 +191,14 @@ def json_tree(seen: Facts) -> dict[str, Any]:
         "num_steps": seen.config.train.num_steps,
         "loss": seen.last["loss"] if seen.last else None,
         "step_s": seen.last["step_s"] if seen.last else None,
-        "eta_s": seen.last["step_s"] * max(0, seen.config.train.num_steps - step) if seen.last else None,
+        "eta_s": _step_s(seen) * max(0, seen.config.train.num_steps - step) if seen.last else None,
         "checkpoint": _newest_checkpoint_event(seen),
         "context_auc": evaluation.get("context_auc"),
         "owner": _owner_tree(seen),
         "goodput": account.fraction,
         "seconds": account.parts(),
         "jobs": [asdict(job) for job in _jobs(seen)],
+        "links": [asdict(link) for link in links_of(seen.jobs)],
         "nodes_out": [asdict(out) for out in _nodes_out(seen)],
         "silent_ranks": [asdict(rank) for rank in _hung_ranks(seen)] if state == "living" else [],
         "waiting_for_storage": _waits_for_storage(seen) if state == "living" else [],
@@ -257,7 +261,7 @@ def _patience_s(seen: Facts) -> float:
 def _reason_in_parentheses(seen: Facts, state: State) -> str:
     """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)".
 
-    Only the states stopped, dead, held and waiting have one; for the others the result is empty.
+    The states living and finished have none: the result is empty.
     """
     if state in ("stopped", "dead"):
         # The launcher's own reason explains more than the ledger's last event.
@@ -267,8 +271,9 @@ def _reason_in_parentheses(seen: Facts, state: State) -> str:
         if seen.ledger:
             return f" ({_describe_event(seen, seen.ledger[-1])})"
     if state in ("held", "waiting") and seen.queue:
-        slurm_reason = next(job.reason for job in seen.queue.jobs if job.state != "RUNNING")
-        return f" ({slurm_reason})"
+        return f" ({why_waiting(seen.queue, seen.jobs)})"
+    if state == "not begun":
+        return f" ({why_not_begun(seen.queue, seen.jobs)})"
     return ""
 
 
@@ -287,7 +292,7 @@ def _step(seen: Facts) -> str:
     """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
 
     Step and loss are those of the newest metrics record. The remaining time assumes that every further step takes as
-    long as that record states; it is left out when all steps are done.
+    long as `_step_s` returns; it is left out when all steps are done.
     """
     num_steps = seen.config.train.num_steps
     last = seen.last
@@ -297,8 +302,30 @@ def _step(seen: Facts) -> str:
     progress = f"{step:,} of {num_steps:,} ({100 * step / num_steps:.1f} %), loss {last['loss']:.4f}"
     if step >= num_steps:
         return progress
-    remaining_s = last["step_s"] * (num_steps - step)
+    remaining_s = _step_s(seen) * (num_steps - step)
     return f"{progress}, eta {format_duration(remaining_s)}"
+
+
+def _step_s(seen: Facts) -> float:
+    """Return the seconds of a usual step: the median of the slowest rank's newest steps, as its heartbeats have it.
+
+    The newest metrics record may hold a step that waited for storage, from which no remaining time follows. Its step
+    time is used only where no heartbeat has one. Call it once there is a metrics record.
+    """
+    assert seen.last is not None
+    newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
+    medians = [beat.step_s for beat in seen.beats if beat.attempt == newest_attempt and beat.step_s is not None]
+    return max(medians, default=seen.last["step_s"])
+
+
+def _link_lines(seen: Facts) -> list[str]:
+    """Return a line of the status page for each of the newest jobs of the submission, with what became of it."""
+    running = _running_job_id(seen)
+    links = links_of(seen.jobs)
+    page_lines = [f"  link        {link.described(link.job == running)}" for link in links[-_LINKS_SHOWN:]]
+    if len(links) > _LINKS_SHOWN:
+        page_lines.insert(0, f"  link        {len(links) - _LINKS_SHOWN} earlier ones: {seen.run / JOBS_FILE}")
+    return page_lines
 
 
 def _phase_lines(seen: Facts) -> list[str]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from electra_dist.config_file import load_config
+from electra_dist.run.folder import is_run_folder
+from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from launcher.cli.console import open_console
-from launcher.slurm.batch_script import Container, batch_script
+from launcher.slurm.batch_script import Container, SubmitRequest, batch_script
 from launcher.slurm.submission import Submission, prepare
 from launcher.slurm.submission import submit as submit_jobs
+from launcher.slurm.sweep import command_of_run, sweep
 
 
 def submit(
@@ -20,6 +25,14 @@ def submit(
     nodes: Annotated[int, typer.Option(min=1, help="number of nodes")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one config key; may be repeated")
+    ] = None,
+    each: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE",
+            help="submit one run for each value of a config key, in a run folder of its own; with several such "
+            "options one for each combination",
+        ),
     ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(min=0, help="GPUs per node, one rank for each; 0: no GPU, one CPU rank per node")
@@ -47,6 +60,14 @@ def submit(
         list[str] | None,
         typer.Option(metavar="SOURCE[:TARGET]", help="folder to mount in the container; may be repeated"),
     ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="shell file that every node reads before the ranks start, for modules and variables of NCCL or the "
+            "network",
+        ),
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,31 +91,63 @@ def submit(
     ranks_container = None
     if container:
         ranks_container = Container(image=container, runtime=container_runtime, mounts=tuple(mount or ()))
-    submission = Submission(
-        config_file=config,
-        overrides=tuple(overrides or ()),
-        num_nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        partition=partition,
-        time_limit=time,
-        chain=chain,
-        signal_ahead_s=signal_ahead,
-        container=ranks_container,
-        sbatch_options=tuple(sbatch or ()),
-        accept_new_numerics=accept_new_numerics,
-    )
-    command_line = ["electra-dist", *sys.argv[1:]]
-    resolved_config, request, excluded_nodes = prepare(submission, command_line)
-    if dry_run:
-        print(batch_script(request, excluded_nodes), end="")
-        return
-    job_ids = submit_jobs(resolved_config, request, excluded_nodes)
+    run_dir = load_config(config, tuple(overrides or ())).run_dir
+    changes_of_runs = sweep(run_dir, each or ())
+    submissions = [
+        Submission(
+            config_file=config,
+            overrides=(*(overrides or ()), *changes),
+            num_nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            partition=partition,
+            time_limit=time,
+            chain=chain,
+            signal_ahead_s=signal_ahead,
+            container=ranks_container,
+            sbatch_options=tuple(sbatch or ()),
+            accept_new_numerics=accept_new_numerics,
+            setup_file=setup,
+        )
+        for changes in changes_of_runs
+    ]
+    # All runs are checked before the first one is submitted.
+    prepared = [
+        prepare(submission, ["electra-dist", *command_of_run(sys.argv[1:], changes)])
+        for submission, changes in zip(submissions, changes_of_runs, strict=True)
+    ]
+    for resolved_config, request, excluded_nodes in prepared:
+        if dry_run:
+            print(batch_script(request, excluded_nodes), end="")
+        else:
+            job_ids = submit_jobs(resolved_config, request, excluded_nodes)
+            _print_jobs(request, job_ids, excluded_nodes)
+
+
+def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: Sequence[str]) -> None:
+    """Print what was submitted, where its log is, and the commands that show and stop the run.
+
+    Args:
+        request: the request whose script was submitted.
+        job_ids: Slurm's job ids, the first one first.
+        excluded_nodes: nodes that the jobs do not use.
+    """
     out = open_console()
-    run = shlex.quote(resolved_config.run_dir)
+    run = shlex.quote(request.run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"
     out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")
+    out.print(f"  run        {request.run_dir}, {_beginning(Path(request.run_dir))}")
+    if not request.chain:
+        out.print(f"  standby    job {job_ids[-1]} takes over if job {job_ids[0]} cannot be requeued")
     if excluded_nodes:
         out.print(f"  left out   {', '.join(excluded_nodes)} (strikes: {request.run_dir}/strikes.jsonl)")
     out.print(f"  log        {request.run_dir}/slurm/job-{job_ids[0]}.log")
     out.print(f"  status     electra-dist status {run}")
     out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: scancel --name={request.job_name}")
+
+
+def _beginning(run_dir: Path) -> str:
+    """Return whether the jobs begin a new run in a folder or continue one, and from which step."""
+    step = newest_checkpoint(read_ledger(run_dir))
+    if step == 0 and not is_run_folder(run_dir):
+        return "a new run"
+    return f"which goes on from step {step:,}"

@@ -7,6 +7,7 @@ Exit codes:
     0    the node is fit.
     69   the node is unhealthy; a strike was added to the run's strikes.jsonl. Start the run without this node.
     78   the user must fix something: disk space, storage or the config.
+    75   the run folder takes no record of a fault, because it is full or away.
     1    the ranks cannot work together, and no single node is at fault.
 
 Cost: a second for one process; with GPUs 3 s of matrix products and torch's import.
@@ -23,8 +24,9 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
 from electra_dist.run.node_strikes import add_strike, node_name
+from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments; None means those of this process.
 
     Returns:
-        0, 1, 69 or 78, see the module's docstring. A `UserError` is printed by rank 0 and returned as 78.
+        0, 1, 69, 75 or 78, see the module's docstring. A `UserError` is printed by rank 0 and returned as 78, or as 75
+        if the run folder is full or away.
     """
     args = _parse(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -50,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     node = node_name()
     try:
         config = load_config(args.config, args.set)
-        findings = _check(config, node, is_first_of_node=is_first_of_node, world_size=world_size)
+        patience = Patience(args.storage_patience)
+        findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=world_size)
         code = exit_code(findings, node)
         # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
         if rank == 0 or (is_first_of_node and code == EXIT_CRASH):
@@ -65,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if rank == 0:
             print(error_line(error), file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_STOPPED
 
 
-def _check(config: Config, node: str, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
+def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
     """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load.
 
     Collective with a world size above 1. With one rank, the GPUs are put under load only if there are some and the
@@ -80,13 +84,14 @@ def _check(config: Config, node: str, *, is_first_of_node: bool, world_size: int
     Args:
         config: the resolved config of the run.
         node: name of this node.
+        patience: how long storage that a new run needs is waited for.
         is_first_of_node: whether this is local rank 0, which alone checks the node.
         world_size: number of ranks that run this check.
 
     Returns:
         The findings: those of all ranks with a world size above 1, otherwise those of this node.
     """
-    findings = check_node(config, node) if is_first_of_node else []
+    findings = check_node(config, node, patience) if is_first_of_node else []
     if world_size > 1:
         # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
         from launcher.preflight.rank_checks import check_ranks
@@ -114,6 +119,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
+    )
+    parser.add_argument(
+        "--storage-patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait for storage that is full or away, if the run has not begun (default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it

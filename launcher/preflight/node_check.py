@@ -8,22 +8,26 @@ that need several ranks or a GPU under load are in rank_checks.py.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from electra_dist.config import Config
-from electra_dist.errors import EXIT_UNHEALTHY
+from electra_dist.errors import EXIT_STOPPED, EXIT_UNHEALTHY
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
+from electra_dist.store.patience import Patience
 from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import classify_gpus
 from launcher.preflight.storage_access_checks import check_storage
 
+_POLL_S = 0.5  # between two looks whether the preflight process must be given up
 
-def check_node(config: Config, node: str) -> list[Finding]:
+
+def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
 
     A fault is a finding with severity "unhealthy" or "user error", never an exception. Objects that are written to the
@@ -32,8 +36,9 @@ def check_node(config: Config, node: str) -> list[Finding]:
     Args:
         config: the resolved config of the run.
         node: name of this node, for the findings.
+        patience: how long storage that a new run needs is waited for; None: not at all.
     """
-    return check_gpus(node) + check_storage(config, node)
+    return check_gpus(node) + check_storage(config, node, patience)
 
 
 def check_gpus(node: str) -> list[Finding]:
@@ -51,7 +56,9 @@ def check_gpus(node: str) -> list[Finding]:
         probe.close()
 
 
-def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
+def preflight(
+    run_dir: Path, arguments: Sequence[str], limit_s: float, give_up: Callable[[], bool] = lambda: False
+) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
     On timeout, send it SIGKILL, add a strike (the record of a fault) against this node and return EXIT_UNHEALTHY. The
@@ -61,12 +68,18 @@ def preflight(run_dir: Path, arguments: Sequence[str], limit_s: float) -> int:
         run_dir: the run folder, to which the strike is added.
         arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
         limit_s: seconds after which the process is killed.
+        give_up: polled about twice per second; once it returns True, the process is killed, and the result is
+            EXIT_STOPPED.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_POLL_S, limit_s))
+        if give_up():
+            process.kill()
+            return EXIT_STOPPED
+    process.kill()
     reason = f"the preflight checks were not over within {limit_s:.0f} s; look for a hung GPU driver or mount"
     strike = Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight")
     add_strike(run_dir, strike)

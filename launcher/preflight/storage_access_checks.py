@@ -3,7 +3,8 @@
 Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; in each checkpoint
 target an object is created (only if new), read, compared and deleted.
 
-Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute.
+Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute,
+or after the patience that the caller has.
 
 Limits: access rights are checked for only one object, although rights may differ by the object's name. The clock of an
 HTTP service is known to whole seconds.
@@ -16,40 +17,47 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import TypeVar
 
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
-from electra_dist.errors import UserError
+from electra_dist.errors import StorageLost, StoreAway, UserError
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.open_store import open_store
+from electra_dist.store.patience import Patience
 from electra_dist.store.retry import RetryPolicy
 from launcher.preflight.disk_space_checks import check_disks
 from launcher.preflight.findings import Finding, Severity, from_error
 
+T = TypeVar("T")
+
 SKEW_WARNING_S = 2.0
 SKEW_UNHEALTHY_S = 60.0
 _AWS = "https://s3.amazonaws.com"
-_PATIENCE = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_timeout_s=10.0)
+_RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_timeout_s=10.0)
 
 
-def check_storage(config: Config, node: str) -> list[Finding]:
+def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
     Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised. If the run
     has begun, storage that is full or away is a "warning" only, because the run waits for it
-    (`cluster.storage_patience_s`) and a chain of jobs must not end for it.
+    (`cluster.storage_patience_s`) and a chain of jobs must not end for it. A run that has not begun cannot wait by
+    itself, so these checks wait for it.
 
     Args:
         config: the resolved config of the run.
         node: name of this node, for the findings.
+        patience: how long storage that is full or away is waited for, if the run has not begun; None: not at all.
     """
     has_begun = is_run_folder(Path(config.run_dir))
+    wait = Patience(0.0) if has_begun or patience is None else patience
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
     training_urls = [corpus.url for corpus in config.data.training_corpora()]
@@ -57,20 +65,33 @@ def check_storage(config: Config, node: str) -> list[Finding]:
         if not url:  # A run may have no held-out corpus.
             continue
         try:
-            corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, retry=_PATIENCE))
+            corpus_store = open_store(url, config.data.endpoint_url, retry=_RETRIES)
+            corpora[url] = _call(wait, lambda store=corpus_store: read_manifest(store))  # type: ignore[misc]
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
     for url in config.checkpoint_urls:
         try:
-            _try_target(url, config.checkpoint.endpoint_url)
+            _call(wait, lambda url=url: _try_target(url, config.checkpoint.endpoint_url))  # type: ignore[misc]
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
     for finding in check_disks(config, corpora, node):
         findings.append(_as_warning(finding) if has_begun and finding.severity == "user error" else finding)
-    findings += _check_clocks(config, node)
+    findings += _check_clocks(config, node, wait)
     return findings
+
+
+def _call(patience: Patience, operation: Callable[[], T]) -> T:
+    """Call an operation on storage until it succeeds or the patience ends, and return its value.
+
+    Raises:
+        UserError: it has failed for a reason that no wait cures; or, as a StoreAway, for as long as the patience.
+    """
+    try:
+        return patience.call(operation)
+    except StorageLost as lost:
+        raise StoreAway(str(lost)) from None
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
@@ -128,7 +149,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
         UserError: one of these fails, other bytes are read than were written, or the target replaces an object that
             should only be created if there is none.
     """
-    store = open_store(url, endpoint_url, retry=_PATIENCE)
+    store = open_store(url, endpoint_url, retry=_RETRIES)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
     content = token.encode()
@@ -141,15 +162,16 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
         store.delete(key)
 
 
-def _check_clocks(config: Config, node: str) -> Iterator[Finding]:
+def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
     """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service.
 
-    Yields one finding per clock. A service that does not answer yields none, because `check_storage` has already
-    reported that it cannot be reached.
+    Yields one finding per clock. A run folder that is away is waited for as long as the patience. A service that does
+    not answer yields none, because `check_storage` has already reported that it cannot be reached.
     """
     run_dir = Path(config.run_dir)
     try:
-        yield classify_skew(_file_skew_s(run_dir), f"the file system of {config.run_dir}", node)
+        skew_of_folder_s = _call(patience, lambda: _file_skew_s(run_dir))
+        yield classify_skew(skew_of_folder_s, f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))
     service_urls = set()

@@ -9,9 +9,9 @@ How: the script runs on the first node of the job, outside any container. It
      ranks;
   3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75;
   4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
-     carries the verdict out: it cancels the rest of the chain, excludes nodes, requeues the job, or submits a
-     replacement for a job that crashed. (A chain is several jobs that are submitted together and run one after
-     another.)
+     carries the verdict out (job_part.py): it cancels the rest of the chain, excludes nodes, requeues the job, or
+     submits a replacement for a job that crashed. (A chain is several jobs that are submitted together and run one
+     after another.)
 
 When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
 continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
@@ -26,6 +26,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
 from launcher.slurm.sbatch import directive, user_options
 
 SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save after the first one has ended
@@ -53,6 +54,7 @@ class JobOptions:
     container: Container | None = None  # None: the ranks run without a container
     sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`: account=vision
     accept_new_numerics: bool = False  # the run may continue with other draws than the version that began it had
+    setup_file: str | None = None  # shell file that the script and every node read first, such as for modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class SubmitRequest(JobOptions):
     script_file: str  # where the script will lie; every node runs it again with the argument `node`
     config_file: str  # the resolved config
     work_dir: str  # base of the relative paths in the config
+    storage_patience_s: int = 900  # how long a job waits for the run folder before it ends
     command: str  # the command line that the user typed, quoted in a comment of the script
     python: str  # Python interpreter of the ranks; a path inside the container if there is one
     job_name: str
@@ -74,6 +77,7 @@ class SubmitRequest(JobOptions):
 _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "partition", "time", "signal", "requeue", "no-requeue"),
     *("dependency", "open-mode", "chdir", "output", "error", "exclude", "array", "parsable", "wrap", "export"),
+    *("exclusive", "begin"),
 }
 
 
@@ -94,7 +98,7 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
         f"# {_one_line(request.command)}\n"
         "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.\n"
     )
-    return head + directives + _settings(request) + _node_part(request) + _job_part(request)
+    return head + directives + _settings(request) + _node_part(request) + job_part(chain=request.chain > 0)
 
 
 def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[str]:
@@ -108,7 +112,8 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
         UserError: a value cannot be written into an #SBATCH line, or the user set an option that the script sets
             itself.
     """
-    log_file = f"{request.run_dir}/slurm/job-".replace("%", "%%") + "%j.log"  # sbatch replaces %j by the job id
+    further_options = user_options(request.sbatch_options, _RESERVED_OPTIONS)
+    sets_memory = any(name in ("mem", "mem-per-cpu", "mem-per-gpu") for name, _ in further_options)
     # Pairs of name and value. None leaves the option out; "" makes it a flag, an option without a value.
     options: list[tuple[str, object]] = [
         ("job-name", request.job_name),
@@ -116,16 +121,16 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
         ("ntasks-per-node", 1),
         ("gpus-per-node", request.gpus_per_node or None),
         ("exclusive", ""),
+        ("mem", None if sets_memory else 0),  # 0: all memory of the node, where the default is a part of it
         ("partition", request.partition),
         ("time", request.time_limit),
         ("signal", f"B:USR1@{request.signal_ahead_s}"),
         ("no-requeue" if request.chain else "requeue", ""),
         ("dependency", "singleton"),
-        ("open-mode", "append"),
         ("chdir", request.work_dir),
-        ("output", log_file),
+        ("output", "/dev/null"),  # The script opens the log itself, once the run folder can be written.
         ("exclude", ",".join(excluded_nodes) or None),
-        *user_options(request.sbatch_options, _RESERVED_OPTIONS),
+        *further_options,
     ]
     directives = []
     for name, value in options:
@@ -140,13 +145,16 @@ def _settings(request: SubmitRequest) -> str:
     """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder.
 
     Each node writes its exit code into the state folder, RUN/slurm/job-ID-RESTART. RESTART is the number of requeues,
-    so a job that Slurm requeues has a new folder each time.
+    so a job that Slurm requeues has a new folder each time. The times are in seconds.
     """
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
 config={shlex.quote(request.config_file)}
 python={shlex.quote(request.python)}
+work_dir={shlex.quote(request.work_dir)}
+setup={shlex.quote(request.setup_file or "")}
+patience_s={request.storage_patience_s} retry_s={RETRY_S} least_job_s={LEAST_JOB_S}
 export state=$run_dir/slurm/job-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 export PYTHONUNBUFFERED=1
 """
@@ -214,6 +222,8 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     supervisor= received=
     pass_to_supervisor() {{ received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }}
     for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
+    until cd "$work_dir" 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do sleep 2; done
+    [ -z "$setup" ] || . "$setup"
     (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
         trap '' USR1 USR2 TERM
         exec {container.ranks_prefix}{_supervise_command(request)}
@@ -223,8 +233,11 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     wait "$supervisor"
     while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
     wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
-    code=$?
-    echo "$code" >"$state/exit-$SLURMD_NODENAME"
+    code=$? SECONDS=0
+    until {{ echo "$code" >"$state/exit-$SLURMD_NODENAME"; }} 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do
+        sleep 2
+    done
+    [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
     exit "$code"
 fi
 ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
@@ -244,71 +257,6 @@ def _supervise_command(request: SubmitRequest) -> str:
     )
 
 
-def _job_part(request: SubmitRequest) -> str:
-    """Return the part of the script that runs once per job, on its first node.
-
-    It records the begin of the job with `launcher.slurm.job begin`, starts a task on each node, which starts the
-    node's ranks, and waits until all tasks have ended. Then it carries out what `launcher.slurm.job end` decides.
-
-    If the decision is that the run goes on, the text depends on the request. In a chain (several jobs that are
-    submitted together and run one after another), the next job already waits in the queue. So nothing is done after a
-    stop on purpose, such as at the time limit, or because of an unhealthy node. After a crash, the script is submitted
-    once more, to replace the lost job. Without a chain, the job is requeued in all these cases.
-    """
-    if request.chain:
-        on_stop = ":"  # the shell's command that does nothing
-        on_crash = 'sbatch "$script"'
-        requeued_job = ""
-    else:
-        on_stop = 'scontrol requeue "$SLURM_JOB_ID"'
-        on_crash = on_stop
-        requeued_job = '"$SLURM_JOB_ID"'
-    return _JOB_PART.replace("@SELF@", requeued_job).replace("@NEXT@", on_stop).replace("@AGAIN@", on_crash)
-
-
 def _one_line(text: str) -> str:
     """Return a text as one line: each sequence of white space, line breaks included, is replaced by one space."""
     return " ".join(text.split())
-
-
-_JOB_PART = r"""
-told= step=
-pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
-
-mkdir -p "$state"
-echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
-master_addr=${nodes%%,*}
-# The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
-master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
-export master_addr master_port
-ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
-export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
-queued=EligibleTime                                      # For a link of a chain: when the link before it ended.
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
-ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
-    --submitted "$(ask "$queued")" --started "$(ask StartTime)"
-if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
-    start_step
-    step=$!
-    wait "$step"
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
-    step=
-fi
-
-pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
-IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
-    --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
-echo "${action:-no verdict}: ${why:-launcher.slurm.job could not be run}"
-case $action in
-done | stop) for job in $(pending); do scancel "$job"; done ;;
-next) @NEXT@ ;;
-again) @AGAIN@ ;;
-esac
-if [ -n "$exclude" ]; then # Jobs that wait, and this one if it was just requeued, must not use these nodes.
-    for job in $(pending) @SELF@; do scontrol update JobId="$job" ExcNodeList="$exclude"; done
-fi
-exit "${code:-1}"
-"""

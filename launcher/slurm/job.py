@@ -6,6 +6,7 @@ because a launcher can end with 0 after a kill. The verdicts are:
 
     done    the target step is reached; the rest of the chain is cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
+    later   storage stayed full or away (75); a replacement job or a requeue continues in ten minutes
     again   crashed, while new checkpoints appear; a replacement job or a requeue continues
     stop    a person must act (78, no new checkpoint, RUN/stop); the rest of the chain is cancelled
     leave   ended from outside (scancel, preemption), or a newer job has taken the run over; nothing is done
@@ -29,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import (
     EXIT_CRASH,
@@ -36,17 +38,20 @@ from electra_dist.errors import (
     EXIT_STOPPED,
     EXIT_UNHEALTHY,
     EXIT_USER_ERROR,
+    StorageLost,
+    StoreAway,
     UserError,
     error_line,
 )
-from electra_dist.run.folder import JOBS_FILE
+from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, read_jobs, read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.store.patience import Patience
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
 
-Action = Literal["done", "next", "again", "stop", "leave"]
+Action = Literal["done", "next", "later", "again", "stop", "leave"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +125,8 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
         return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
     lost = [event for event in events if event["event"] == "storage"]
     if lost:
-        why = f"storage stayed full or away at step {lost[-1]['step']:,}; the next start waits 10 minutes"
-        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=why)
+        why = f"storage stayed full or away at step {lost[-1]['step']:,}; the run goes on in 10 minutes"
+        return JobVerdict(action="later", exit_code=EXIT_STOPPED, why=why)
     sick_nodes = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
     if sick_nodes:
         why = f"{', '.join(sick_nodes)} unhealthy; the run continues on other nodes"
@@ -271,8 +276,12 @@ def begin(args: argparse.Namespace) -> None:
 
     Args:
         args: options of the command line, see `main`.
+
+    Raises:
+        UserError: the run folder is not that of the config, or it has lost the run that an earlier job has begun.
     """
     ledger = read_ledger(args.run)
+    _check_same_run(args.run, args.config, ledger)
     note(
         args.run,
         "begin",
@@ -285,6 +294,32 @@ def begin(args: argparse.Namespace) -> None:
         checkpoint_step=newest_checkpoint(ledger),
         uptime_s=round(time.clock_gettime(time.CLOCK_BOOTTIME), 3),
     )
+
+
+def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
+    """Refuse a job that would begin a new run although an earlier job of the same run folder has saved checkpoints.
+
+    Args:
+        run_dir: the run folder, in which jobs.jsonl is.
+        config_file: the resolved config of the job; None in scripts of older versions.
+        ledger: events of the run in the folder.
+
+    Raises:
+        UserError: the config names another run folder, or the run is gone from this one.
+    """
+    if config_file is not None:
+        named = Path(load_config(config_file).run_dir).absolute()
+        if named != run_dir.absolute():
+            raise UserError(
+                f"{config_file}: run_dir is {named}, and this job belongs to the run in {run_dir}; submit the run "
+                f"again from the folder in which it was submitted first, or with an absolute run_dir"
+            )
+    has_saved = any(record.get("checkpoint_step", 0) > 0 for record in read_jobs(run_dir))
+    if has_saved and not ledger and not is_run_folder(run_dir):
+        raise UserError(
+            f"{run_dir}: an earlier job has saved checkpoints of a run, and the folder has no {CONFIG_FILE} any more; "
+            f"restore the run folder, or delete {run_dir / JOBS_FILE} to begin a new run"
+        )
 
 
 def end(args: argparse.Namespace) -> None:
@@ -356,7 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments; None means those of this process.
 
     Returns:
-        0, or 78 if the run's files or its config cannot be read or written; the reason is one line on stderr.
+        0; 75 if the run folder stayed full or away for longer than `cluster.storage_patience_s`; 78 if the run's files
+        or its config cannot be used. The reason is one line on stderr.
     """
     parser = argparse.ArgumentParser(
         prog="launcher.slurm.job", description="Bookkeeping of a Slurm job; called by the batch script."
@@ -365,6 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_parser = commands.add_parser("begin", help="record that a job begins")
     begin_parser.set_defaults(command=begin)
     _add_job_options(begin_parser)
+    begin_parser.add_argument("--config", help="the resolved config of the run")
     begin_parser.add_argument("--nodes", default="", help="nodes of the job, separated by commas")
     begin_parser.add_argument("--submitted", default="", help="when the job was queued, Unix seconds")
     begin_parser.add_argument("--started", default="", help="when the job started, Unix seconds")
@@ -377,11 +414,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_parser.add_argument("--config", required=True, help="the resolved config of the run")
     args = parser.parse_args(argv)
     try:
-        args.command(args)
+        patience = Patience(_patience_s(args.config))
+        patience.call(lambda: args.command(args))
+    except (StorageLost, StoreAway) as error:
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     except UserError as error:
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     return EXIT_DONE
+
+
+def _patience_s(config_file: str | None) -> float:
+    """Return `cluster.storage_patience_s` of a config, whose disk is waited for; the default without a config."""
+    patience_s = ClusterConfig().storage_patience_s
+    if config_file is None:
+        return patience_s
+    return Patience(patience_s).call(lambda: load_config(config_file)).cluster.storage_patience_s
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:

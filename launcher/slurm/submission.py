@@ -32,10 +32,8 @@ from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.job import note
+from launcher.slurm.job_length import check_job_length, check_time_limit
 from launcher.slurm.sbatch import run_sbatch
-
-# As `man sbatch` lists the forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and the words for no limit.
-_TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +55,31 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         The resolved config, the request for the batch script, and the names of the nodes with a strike, to exclude.
 
     Raises:
-        UserError: the config or the time limit is wrong, the ranks cannot share the global batch, or the run is
-            finished already.
+        UserError: the config or the time limit is wrong, a job is too short to make steps, the ranks cannot share the
+            global batch, the setup file is missing, or the run is finished already.
         OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
     """
-    _check_time_limit(submission.time_limit)
-    config = load_config(submission.config_file, submission.overrides)
+    check_time_limit(submission.time_limit)
+    config = with_absolute_paths(load_config(submission.config_file, submission.overrides))
     ranks_per_node = max(1, submission.gpus_per_node)  # Without GPUs, a node has one CPU rank.
     check_ranks(config, submission.num_nodes, ranks_per_node)
-    run_dir = Path(config.run_dir).absolute()
-    if any(event["event"] == "done" for event in read_ledger(run_dir)):
+    run_dir = Path(config.run_dir)
+    ledger = read_ledger(run_dir)
+    check_job_length(submission.time_limit, submission.signal_ahead_s, ledger)
+    if any(event["event"] == "done" for event in ledger):
         raise UserError(
             f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
         )
     if not is_run_folder(run_dir):
         check_new_run(config)
     check_numerics(run_dir, config.numerics, submission.accept_new_numerics)
+    setup_file = None
+    if submission.setup_file is not None:
+        setup_file = str(_readable_file(submission.setup_file))
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
     # The submission has these options and others; the request for the script takes them over unchanged.
     job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}
+    job_options["setup_file"] = setup_file
     request = SubmitRequest(
         run_dir=str(run_dir),
         script_file=f"{stem}.sh",
@@ -84,6 +88,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         command=shlex.join(command),
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
+        storage_patience_s=round(config.cluster.storage_patience_s),
         **job_options,
     )
     expires_s = 3600 * config.cluster.strike_expires_h
@@ -95,6 +100,8 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
     If Slurm refuses one job of a chain, the jobs that it has accepted before stay in the queue and are recorded.
+    Without a chain, a standby job is submitted, too. It waits for the end of the first one, which cancels it when the
+    run is finished, and takes the run over if the first one ends without a requeue.
 
     Args:
         config: the resolved config of the run, written beside the script.
@@ -102,7 +109,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
         excluded: names of nodes that Slurm must not use.
 
     Returns:
-        Slurm's job ids; several for a chain of jobs, the first one first.
+        Slurm's job ids, the first one first: several for a chain of jobs, otherwise the job and its standby job.
 
     Raises:
         UserError: sbatch is missing or refuses the script, or an option cannot be written into it.
@@ -116,7 +123,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
             file.write(dump_yaml(config))
         script.write_text(script_text, encoding="utf-8")
         script.chmod(0o755)
-    num_jobs = max(1, request.chain)  # Without a chain, `chain` is 0 and one job is submitted.
+    num_jobs = request.chain or 2  # Without a chain, `chain` is 0: one job and its standby job.
     jobs: list[str] = []
     try:
         for _ in range(num_jobs):
@@ -142,6 +149,42 @@ def job_name(run_dir: Path) -> str:
     return f"{readable_name}-{digest[:8]}"
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Return a config whose run folder, corpora, cache and checkpoint targets do not depend on the present folder.
+
+    A job that Slurm starts in another folder, such as /tmp on a node without this one, would otherwise begin a new run
+    there. URLs stay as they are. So do `train.init_from` and `train.init_generator_from`, which belong to the identity
+    of a run.
+    """
+    phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
+    data = config.data.model_copy(
+        update={
+            "corpus": _absolute(config.data.corpus),
+            "heldout": _absolute(config.data.heldout),
+            "cache_dir": _absolute(config.data.cache_dir),
+            "phases": phases,
+        }
+    )
+    targets = tuple(str(_absolute(target)) for target in config.checkpoint.targets)
+    checkpoint = config.checkpoint.model_copy(update={"targets": targets})
+    return config.model_copy(update={"run_dir": _absolute(config.run_dir), "data": data, "checkpoint": checkpoint})
+
+
+def _absolute(path: str | None) -> str | None:
+    """Return a local path as an absolute one; a URL, None and an empty text as they are."""
+    if not path or "://" in path:
+        return path
+    return str(Path(path).expanduser().absolute())
+
+
+def _readable_file(name: str) -> Path:
+    """Return the absolute path of a file that the user names; raise UserError if it cannot be read."""
+    path = Path(name).expanduser().absolute()
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")
+    return path
+
+
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
 
@@ -165,16 +208,6 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     raise UserError(
         f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
         f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
-    )
-
-
-def _check_time_limit(time_limit: str | None) -> None:
-    """Raise UserError unless a time limit has a form that sbatch's --time accepts; None is the partition's limit."""
-    if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
-        return
-    raise UserError(
-        f"--time {time_limit}: not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, for "
-        f"example --time 24:00:00"
     )
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.store.patience import Patience
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in args.set:
         pretrain_arguments += ["--set", override]
     try:
-        config = load_config(args.config, args.set)
+        waiting = Patience(ClusterConfig().storage_patience_s)  # The config may set another one, once it can be read.
+        config = waiting.call(lambda: load_config(args.config, args.set))
         placement = Placement.from_options(
             nodes=args.nodes,
             node=args.node_rank,

@@ -6,6 +6,8 @@ Guarantee: the folder given by `--state` holds the files of one start of a node'
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
   a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
 
+The rank runs on the cores near its GPU (electra_dist/gpu_cores.py).
+
 The rank saves and stops if its supervisor, which the file `supervisor` there names, ends (supervisor_watch.py).
 
 Cost: none until STACK_SIGNAL is received.
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
+from electra_dist.gpu_cores import bind_to_gpu
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 from launcher import pretrain
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, pretrain_arguments = parser.parse_known_args(argv)
     rank = int(os.environ["RANK"])
     outlive_the_reader()
+    bind_to_gpu(int(os.environ.get("LOCAL_RANK", "0")), os.environ)
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)

@@ -35,7 +35,7 @@ from pydantic import Field, TypeAdapter
 
 from electra_dist.engine.meeting_port import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
-from electra_dist.run.folder import MEETING_DIR
+from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, read_json_as, validate_json
 
@@ -88,6 +88,7 @@ class Rendezvous:
                 a start of another job; empty means that there is none.
         """
         self._folder = Path(run_dir) / MEETING_DIR / session
+        self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
         self._port = port
         self._session = session
@@ -133,10 +134,10 @@ class Rendezvous:
         """
         if not self._session or self._has_begun_session:
             return
-        self._has_begun_session = True
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
         with open(self._sessions, "a", encoding="ascii") as sessions:
             sessions.write(self._session + "\n")
+        self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
         """Report to the other nodes that this node's ranks have ended in the current start, and with which exit code.
@@ -194,9 +195,12 @@ class Rendezvous:
         not start ranks again. The last line of RUN/meeting/sessions is the name of the newest job. Without a session
         name the result is always empty.
         """
-        if not self._session or not self._sessions.exists():
+        if not self._session:
             return ""
-        sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
+        try:
+            sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
+        except OSError:  # No job with a name has begun, or the file system cannot read the file now.
+            return ""
         if self._session not in sessions:
             return ""  # A shared file system may show an old version of the file, without this job.
         newest = sessions[-1]
@@ -212,6 +216,14 @@ class Rendezvous:
             return False
         return self._newest_start() > self.number
 
+    def hang_folder(self) -> Path:
+        """Return the folder in which all nodes describe a hang in the current start; it need not exist.
+
+        For example hangs/job-4711-0-start-000007 in the run folder; without a session hangs/start-000007.
+        """
+        prefix = f"{self._session}-" if self._session else ""
+        return self._hangs / f"{prefix}start-{self.number:06d}"
+
     def _announce(self) -> int:
         """Begin the next start as node 0: write the file that announces it, delete old files, and return the port.
 
@@ -221,23 +233,25 @@ class Rendezvous:
         self.begin_session()
         # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
         increment = 2 if is_first else 1
-        self.number = self._newest_start() + increment
+        number = self._newest_start() + increment
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.
-        port = _free_port() if self._port is None else self._next_port(self._port)
-        self._write(self._start_file(self.number), {"port": port})
+        port = _free_port() if self._port is None else self._next_port(self._port, number)
+        self._write(self._start_file(number), {"port": port})
+        self.number = number  # only now: an announcement that the disk has refused is made again
         self._delete_old_files()
         return port
 
-    def _next_port(self, first: int) -> int:
-        """Return the port of this start: the first one from its turn on that is free on this node.
+    def _next_port(self, first: int, number: int) -> int:
+        """Return the port of a start: the first one from its turn on that is free on this node.
 
         Args:
             first: the first of the ports that successive starts use in turn.
+            number: number of the start.
 
         Returns:
             The port; that of the start's turn if all are in use.
         """
-        turn = self.number % _NUM_PORTS
+        turn = number % _NUM_PORTS
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
         return next((port for port in ports if is_free(port)), ports[0])
 
@@ -275,9 +289,9 @@ class Rendezvous:
             name = _FILE_NAME.fullmatch(file.name)
             if name is None or name["node"] is None:
                 continue  # not a file of a supervisor
-            # Node 0 may have deleted the file since it was listed. A damaged report counts as none: the ranks
-            # that wait for that node are then found hung.
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError, DamagedJson):
+            # Node 0 may have deleted the file since it was listed. A damaged report, or one that the file system
+            # cannot read now, counts as none: the ranks that wait for that node are then found hung.
+            with contextlib.suppress(OSError, DamagedJson):
                 content = parse_json_object(file.read_bytes())
                 ends.append(validate_json(_END, content | {"number": int(name["start"]), "node": int(name["node"])}))
         return ends

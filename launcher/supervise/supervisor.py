@@ -19,6 +19,8 @@ supervisor ends its ranks.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -26,7 +28,15 @@ from pathlib import Path
 
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
-from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.errors import (
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_STOPPED,
+    EXIT_UNHEALTHY,
+    EXIT_USER_ERROR,
+    StorageLost,
+)
+from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
@@ -35,6 +45,7 @@ from electra_dist.store.patience import Patience
 from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
 from launcher.preflight.node_check import check_gpus, preflight
+from launcher.supervise.hangs.hang_report import nccl_environment
 from launcher.supervise.notify import event_of, notify
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses, delete_old_state_folders
@@ -44,7 +55,7 @@ from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
-_PREFLIGHT_S = 600.0  # time limit of the preflight checks
+_PREFLIGHT_S = 600.0  # time limit of the preflight checks, besides the time for which they may wait for storage
 _TAKE_OVER_S = 180.0  # how long a new job waits until the supervisor of the job before it has ended its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
@@ -128,9 +139,17 @@ class Supervisor:
 
         Otherwise return the exit code with which the process must end: the other nodes have then received the report
         that this node has ended, and `run` must not be called. The findings are printed to stdout. Takes at most 10
-        minutes.
+        minutes, and as long again as `cluster.storage_patience_s` where a new run waits for storage.
         """
-        code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
+        patience_s = self._cluster.storage_patience_s
+        code = preflight(
+            self._run_dir,
+            [*self._arguments, "--storage-patience", str(patience_s)],
+            _PREFLIGHT_S + patience_s,
+            give_up=lambda: self._signals.number != 0,
+        )
+        if self._signals.number:
+            return self._end(self._why_not_started())
         if code != EXIT_DONE:
             return self._end(StartOutcome(code=code, why="preflight failed; see its findings above and strikes.jsonl"))
         return code
@@ -146,8 +165,10 @@ class Supervisor:
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
-            checkpoint_before = newest_checkpoint(read_ledger(self._run_dir))
-            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
+            checkpoint_before = newest_checkpoint(self._read_ledger())
+            port = self._patience.call(
+                lambda: self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
+            )
             if port is None or self._signals.number:
                 return self._end(self._why_not_started())
             result = self._run_start(port)
@@ -155,12 +176,12 @@ class Supervisor:
                 return self._end(result)
             if self._meeting.taken_over():
                 return self._end(self._why_not_started())
-            if newest_checkpoint(read_ledger(self._run_dir)) > checkpoint_before:
+            if newest_checkpoint(self._read_ledger()) > checkpoint_before:
                 num_fruitless = 0
             final_result = self._why_not_restarted(result, num_fruitless)
             if final_result is not None:
                 return self._end(final_result)
-            self._meeting.end(result.code, final=False)
+            self._patience.call(lambda code=result.code: self._meeting.end(code, final=False))  # type: ignore[misc]
             num_fruitless += 1
             limit = self._cluster.max_fruitless_restarts
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
@@ -203,6 +224,14 @@ class Supervisor:
             return StartOutcome(code=EXIT_UNHEALTHY, why=gpu_fault)
         return None
 
+    def _read_ledger(self) -> list[Record]:
+        """Return the events of the run, oldest first; wait for a run folder that does not answer.
+
+        Raises:
+            StorageLost: it does not answer for longer than `cluster.storage_patience_s`.
+        """
+        return self._patience.call(lambda: read_ledger(self._run_dir))
+
     def _must_not_start(self) -> bool:
         """Return whether to stop waiting for node 0 to begin the next start of the ranks.
 
@@ -221,11 +250,12 @@ class Supervisor:
             The exit code for this node and the reason; EXIT_CRASH is the only code after which the ranks may be
             started again.
         """
-        num_events_before = len(read_ledger(self._run_dir))
-        num_strikes_before = len(read_strikes(self._run_dir))
+        num_events_before = len(self._read_ledger())
+        num_strikes_before = len(self._patience.call(lambda: read_strikes(self._run_dir)))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
         token = self._lease.token if self._lease is not None else ""
         environment = {TOKEN_VARIABLE: token, **self._job_end.environment()}
+        environment |= nccl_environment(ranks.state, os.environ)
         try:
             rank_arguments = [*self._arguments, *self._rank_options]
             ranks.start(self._placement.command(ranks.state, port, rank_arguments), environment)
@@ -278,11 +308,11 @@ class Supervisor:
             num_events_before: number of ledger events before the start; the later ones are part of the evidence.
             num_strikes_before: number of strikes before the start, of all nodes.
         """
-        new_strikes = read_strikes(self._run_dir)[num_strikes_before:]
+        new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         is_only_node = self._placement.num_nodes == 1
         return StartEnd(
-            events=read_ledger(self._run_dir)[num_events_before:],
+            events=self._read_ledger()[num_events_before:],
             codes=ranks.codes(),
             num_ranks=len(self._placement.ranks),
             at_fault=was_struck or is_only_node,
@@ -300,7 +330,7 @@ class Supervisor:
             return ""
         strike = strike_of(findings, node, time.time())
         assert strike is not None  # An unhealthy finding about this node gives a strike.
-        add_strike(self._run_dir, strike)
+        self._patience.call(lambda: add_strike(self._run_dir, strike))
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
@@ -332,7 +362,9 @@ class Supervisor:
         """
         has_run_folder = self._lease is None or not self._lease.is_lost
         if has_run_folder:
-            self._meeting.end(end.code, final=True)
+            # The ranks have ended: how they did decides what follows, whether or not other nodes learn it.
+            with contextlib.suppress(StorageLost):
+                self._patience.call(lambda: self._meeting.end(end.code, final=True))
         self.log(f"end, exit code {end.code}: {end.why}")
         event = event_of(end.code, self._placement.node)
         was_killed = end.code == EXIT_CRASH and self._signals.number  # by a person or by Slurm

@@ -20,8 +20,10 @@ from types import FrameType
 
 from electra_dist.analysis.hung_ranks import HangLimits, Hung, hung
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
+from electra_dist.run.folder import supervise_log
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.store.atomic_files import disk_problem
+from launcher.supervise.hangs.folder_watch import FolderWatch, probe_folder
+from launcher.supervise.hangs.hang_report import HangReport, request_nccl_traces
 from launcher.supervise.heartbeat_times import HeartbeatTimes
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.rank_processes import RankProcesses
@@ -29,6 +31,7 @@ from launcher.supervise.rendezvous import Rendezvous
 
 _POLL_S = 0.1  # between two looks at the processes
 _LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
+_LOOK_FOR_HANG_S = 1.0  # between two looks whether another node has found a hung rank
 _FOLLOW_S = 10.0  # how long the remaining ranks may take to end by themselves after a rank of any node was lost
 _LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done") or its exit code
 
@@ -97,7 +100,10 @@ class StartMonitor:
         self._follow_until: float | None = None  # when ranks that did not follow a loss are to be killed
         self._next_look = 0.0
         self._heartbeat_times = HeartbeatTimes()
-        self._no_heartbeats_since: float | None = None  # since the disk of the run folder takes none
+        own_file = supervise_log(run_dir, placement.node)
+        self._folder = FolderWatch(lambda: probe_folder(run_dir, own_file), limits.storage_s, log)
+        self._report = HangReport(meeting.hang_folder(), placement.node, placement.num_nodes, log)
+        self._next_look_for_hang = 0.0
         self._leaving: dict[int, float] = {}  # rank -> since when only the end of its process is missing
 
     def until_over(self) -> str:
@@ -107,11 +113,12 @@ class StartMonitor:
         function `start_outcome.outcome`.
 
         Returns:
-            Why the ranks must be killed: "hung", "SIGINT received twice", or that node 0 has begun a new start. Empty
-            if all ranks have ended. Also empty if ranks were lost (killed or crashed, on any node) and the others did
-            not end within 10 s: then the exit codes show the reason.
+            Why the ranks must be killed: "hung", that a rank of another node is hung, "SIGINT received twice", or that
+            node 0 has begun a new start. Empty if all ranks have ended. Also empty if ranks were lost (killed or
+            crashed, on any node) and the others did not end within 10 s: then the exit codes show the reason.
         """
         while True:
+            self._folder.round_begins()
             alive = self._ranks.alive()
             codes = self._ranks.codes()
             if self._all_have_ended(alive, codes):
@@ -120,6 +127,9 @@ class StartMonitor:
             self._pass_on_signal()
             if self._signals.interrupts > 1:
                 return "SIGINT received twice"
+            if self._hang_elsewhere():
+                self._describe_ranks("a rank of another node is hung")
+                return "a rank of another node is hung"
             news = self._meeting.news()
             self._look_for_lost(alive, codes, news)
             if news and self._meeting.superseded():
@@ -130,7 +140,7 @@ class StartMonitor:
                     return ""
             hung_ranks = self._find_hung(alive, codes)
             if hung_ranks:
-                self._log_hung(hung_ranks)
+                self._report_hung(hung_ranks)
                 return "hung"
             time.sleep(_POLL_S)
 
@@ -240,30 +250,12 @@ class StartMonitor:
             started=self._ranks.started,
             ranks=ranks_at_work,
             read_all_beats=lambda: self._heartbeat_times.translate(read_heartbeats(self._run_dir)),
+            not_before=self._folder.back_since,
         )
-        if silent and self._storage_explains(now):
+        if (silent or self._folder.is_away) and self._folder.explains_silence():
             silent = []
         done = {beat.rank for beat in beats if beat.phase == "done"}
         return silent + self._find_lingering(alive, done.union(codes), now)
-
-    def _storage_explains(self, now: float) -> bool:
-        """Return whether ranks may be silent because the disk of the run folder takes no heartbeats at present.
-
-        That explains a silence for as long as a rank may wait for storage, and is logged once.
-
-        Args:
-            now: time in seconds, by `time.monotonic`.
-        """
-        problem = disk_problem(self._run_dir)
-        if not problem:
-            self._no_heartbeats_since = None
-            return False
-        if self._no_heartbeats_since is None:
-            self._no_heartbeats_since = now
-            self._log(
-                f"no heartbeats: {self._run_dir}: {problem}; waiting up to {self._limits.storage_s:.0f} s for it"
-            )
-        return now - self._no_heartbeats_since < self._limits.storage_s
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
         """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done".
@@ -283,19 +275,36 @@ class StartMonitor:
             if rank in alive and now - since > _LEAVE_S
         ]
 
-    def _log_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Log the likely culprit, the other hung ranks, and the stacks of all ranks of this node.
+    def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
+        """Log the likely culprit, the other hung ranks and the stacks, and collect the stacks of all nodes.
 
         Args:
             hung_ranks: the hung ranks, the likely culprit first; at least one.
         """
+        self._report.begin()
         culprit, *others = hung_ranks
         silent_too = [other.rank for other in others]
         stopped = self._ranks.stopped()
-        self._log(
+        why = (
             f"hung: rank {culprit.rank} in phase {culprit.phase} at step {culprit.step:,}, silent for "
             f"{culprit.quiet_s:.1f} s (limit {culprit.limit_s:.1f} s); also silent: {silent_too}; "
             f"stopped or blocked in the kernel: {stopped}; the stacks of all ranks follow"
         )
-        for line in self._ranks.stacks():
+        self._describe_ranks(why)
+        self._report.await_other_nodes()
+
+    def _describe_ranks(self, why: str) -> None:
+        """Log why the ranks of this node are ended and what they do, and write both into the report of the hang."""
+        self._log(why)
+        request_nccl_traces(self._ranks.state)
+        stacks = self._ranks.stacks()
+        for line in stacks:
             self._log(f"  {line}")
+        self._report.write(why, stacks, self._ranks.state)
+
+    def _hang_elsewhere(self) -> bool:
+        """Return whether another node has found a hung rank in this start; looks at most once per second."""
+        if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
+            return False
+        self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S
+        return self._report.was_begun

@@ -129,3 +129,47 @@ def test_ranks_may_wait_in_any_step_for_one_that_waits_for_storage():
     assert [rank.rank for rank in hung([silent], 1106.0, limits, read_all_beats=lambda: [silent, waiting])] == [1]
     others = [silent, earlier_attempt]
     assert [rank.rank for rank in hung([silent], 1090.0, limits, read_all_beats=lambda: others)] == [1]
+
+
+@pytest.mark.parametrize("phase", ["step", "checkpoint", "eval"])
+def test_a_rank_that_waited_for_a_slower_rank_is_not_hung_when_that_rank_comes_back(phase: str):
+    """Rank 0 was away for 70 s, for data or for a save, and has just gone on. Rank 1 still waits in the collective."""
+    waiting = heartbeat(rank=1, step_s=0.1, time=1000.0)
+    back = heartbeat(rank=0, step_s=0.1, phase=phase, time=1070.0, phase_since=1070.0)
+    beats = [waiting, back]
+
+    assert hung([waiting], 1071.0, LIMITS, read_all_beats=lambda: beats) == []
+    limit_s = LIMITS.of(back)
+    (rank,) = hung([waiting], 1070.5 + limit_s, LIMITS, read_all_beats=lambda: beats)
+    assert (rank.rank, rank.limit_s) == (1, limit_s)
+
+
+def test_a_stuck_rank_is_not_excused_by_ranks_that_are_ahead_of_it_or_done():
+    stuck = heartbeat(rank=1, step=99, step_s=0.1, time=1000.0)
+    ahead = heartbeat(rank=0, step=100, step_s=0.1, time=1012.0)
+    done = heartbeat(rank=2, phase="done", step=99, time=1012.0)
+
+    (rank,) = hung([stuck], 1011.0, LIMITS, read_all_beats=lambda: [stuck, ahead, done])
+    assert (rank.rank, rank.quiet_s) == (1, 11.0)
+
+
+def test_the_heartbeats_of_all_ranks_are_read_once_and_only_if_a_rank_is_silent():
+    beats = [heartbeat(rank=rank, step_s=0.1) for rank in range(4)]
+    reads = []
+
+    def read() -> list[Beat]:
+        reads.append(1)
+        return beats
+
+    assert hung(beats, 1010.0, LIMITS, read_all_beats=read) == []
+    assert reads == []
+    assert len(hung(beats, 1011.0, LIMITS, read_all_beats=read)) == 4
+    assert reads == [1]
+
+
+def test_no_silence_is_counted_from_before_the_time_at_which_heartbeats_could_be_written_again():
+    silent = heartbeat(rank=0, step_s=0.1)
+
+    assert hung([silent], 1015.0, LIMITS, ranks=[0, 1], not_before=1006.0) == []
+    assert [rank.rank for rank in hung([silent], 1017.0, LIMITS, not_before=1006.0)] == [0]
+    assert hung([silent], 1120.0, LIMITS, started=990.0, ranks=[1], not_before=1119.0) == []

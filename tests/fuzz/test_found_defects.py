@@ -70,6 +70,8 @@ FOUND = [
     ("run/ledger.jsonl", "report", line(time=TIME, event="checkpoint", step=0, spent_s={"step": "x"})),
     ("run/slurm/jobs.jsonl", "end of a Slurm job", b""),
     ("run/slurm/jobs.jsonl", "status", line(time=TIME, event="begin", job="1", restart=0, ledger_events="x")),
+    ("run/slurm/jobs.jsonl", "status", line(time=TIME, event="submit", jobs="1")),
+    ("run/slurm/jobs.jsonl", "status", line(time=TIME, event="submit", jobs=[1])),
     ("run/slurm/job-1-0/exit-n0", "end of a Slurm job", b"\xff"),
     ("run/slurm/job-1-0/exit-n0", "end of a Slurm job", "²".encode()),
     ("run/strikes.jsonl", "excluded nodes", line(time="x", node="n", device="", reason="", by="")),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from electra_dist.errors import StorageLost, StoreAway, StoreError
+from electra_dist.config_layers import read_yaml
+from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
 from electra_dist.store import patience as module
 from electra_dist.store.patience import Patience
 
@@ -106,3 +109,23 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
     patience.abandon()
     thread.join(timeout=10.0)
     assert ends and ends[0].startswith("full; storage was waited for")
+
+
+def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The reader of configs wraps the error of the operating system into one for the user."""
+    file = tmp_path / "config.yaml"
+    file.write_text("{}")
+    errors = [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")]
+    read_text = Path.read_text
+
+    def stale(self: Path, *args: object, **kwargs: object) -> str:
+        if self == file and errors:
+            raise errors.pop()
+        return read_text(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert Patience(60.0, note=lambda line: None).call(lambda: read_yaml(file)) == {}
+    assert errors == []
+    errors.append(PermissionError(errno.EACCES, "Permission denied"))
+    with pytest.raises(UserError, match="cannot be read"):
+        Patience(60.0, note=lambda line: None).call(lambda: read_yaml(file))

@@ -40,6 +40,25 @@ def small_disk(folder: Path, megabytes: int = 4) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
+@contextlib.contextmanager
+def freezable_disk(folder: Path, megabytes: int = 16) -> Iterator[Path]:
+    """Mount an empty ext4 on a folder, which is created, and unmount it at the end.
+
+    `fsfreeze --freeze` lets every write to it hang until `fsfreeze --unfreeze`, as a network share does whose server
+    does not answer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_name(f"{folder.name}.ext4")
+    with image.open("wb") as file:
+        file.truncate(megabytes << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
 def fill_command(disk: Path) -> str:
     """Return the shell command that fills a disk to its last byte."""
     return f"cat /dev/zero > {shlex.quote(str(disk / BALLAST))} 2>/dev/null; true"

@@ -149,7 +149,7 @@ def test_ranks_without_a_recent_heartbeat_in_a_running_job_are_listed(run: Path,
 def test_a_pending_job_is_shown_as_waiting_with_its_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch, WAITING)
     page = shown(run)
-    assert page[0].endswith(": waiting (Resources)")
+    assert page[0].endswith(": waiting (Resources: no free nodes)")
     assert commands(page)[0].startswith("squeue --start --name=run-")
 
 
@@ -253,3 +253,54 @@ def test_the_owner_of_the_run_folder_is_shown_in_the_text_and_as_json(run: Path)
     assert NOW <= owner["since"] <= owner["renewed"] + 1
     lease.release()
     assert not [line for line in shown(run) if line.startswith("  owner  ")]
+
+
+def test_every_link_is_shown_with_its_verdict_and_a_waiting_run_with_the_last_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    records = [
+        event("submit", 900, jobs=["7", "8", "9"]),
+        event("begin", 890, job="7", restart=0, nodes="n1", ledger_events=0),
+        event("end", 600, job="7", restart=0, verdict="next", why="stopped on purpose at step 10"),
+        event("begin", 590, job="8", restart=0, nodes="n1", ledger_events=2),
+        event("begin", 300, job="9", restart=0, nodes="n1", ledger_events=2),
+        event("end", 100, job="9", restart=0, verdict="later", why="storage stayed full or away at step 12"),
+    ]
+    write(run / "slurm" / "jobs.jsonl", records)
+    queue(monkeypatch, QueuedJob(job="10", state="PENDING", reason="BeginTime", nodes=""))
+    page = shown(run)
+    assert "waiting (BeginTime: its begin time has not come" in page[0]
+    assert page[0].endswith("; the last job: storage stayed full or away at step 12)")
+    assert [line for line in page if line.startswith("  link")] == [
+        "  link        7: next: stopped on purpose at step 10",
+        "  link        8: ended without a verdict: its first node failed, or the job was killed",
+        "  link        9: later: storage stayed full or away at step 12",
+    ]
+    verdicts = [link["verdict"] for link in status.json_tree(status.facts(run))["links"]]
+    assert verdicts == ["next", None, "later"]
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([], "never submitted"),
+        ([{"jobs": ["7", "8"]}], "jobs 7, 8 are not in the queue any more"),
+    ],
+)
+def test_a_run_that_has_not_begun_is_shown_with_the_reason(
+    run: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict[str, Any]], words: str
+):
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+    write(run / "slurm" / "jobs.jsonl", [event("submit", 90, **record) for record in records])
+    queue(monkeypatch)
+    assert "not begun (" in shown(run)[0] and words in shown(run)[0]
+
+
+def test_one_step_that_waited_for_storage_does_not_set_the_remaining_time(run: Path):
+    write(run / "metrics.jsonl", [{"kind": "train", "step": 12, "loss": 8.5185, "step_s": 7200.0}])
+    pulse = Heartbeat(run, 0, attempt=1)
+    pulse._step_times.extend([2.0] * 20)
+    pulse.beat("step", 12)
+    assert "eta 16s" in next(line for line in shown(run) if line.startswith("  step"))
+    assert status.json_tree(status.facts(run))["eta_s"] == pytest.approx(16.0)

@@ -101,3 +101,76 @@ def test_without_sbatch_the_error_names_the_login_node(
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, UserError)
     assert "login node" in str(result.exception)
+
+
+def test_a_submission_without_a_chain_has_a_standby_job_and_says_what_the_jobs_begin(
+    tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path
+):
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert len(fake_sbatch.read_text().splitlines()) == 2
+    said = " ".join(result.output.split())
+    assert "job 2 takes over if job 1 cannot be requeued" in said
+    assert "a new run" in said
+
+
+def test_paths_of_a_submission_do_not_depend_on_the_folder_in_which_its_jobs_run(
+    tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    changes = ["run_dir=runs/a", "data.cache_dir=cache", "checkpoint.targets=[saved, 's3://bucket/run']"]
+    options = [option for change in changes for option in ("--set", change)]
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1", *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    queued = yaml.safe_load((tmp_path / "runs" / "a" / "slurm" / "submission-0001.yaml").read_text())
+    assert queued["run_dir"] == str(tmp_path / "runs" / "a")
+    assert queued["data"]["cache_dir"] == str(tmp_path / "cache")
+    assert queued["checkpoint"]["targets"] == [str(tmp_path / "saved"), "s3://bucket/run"]
+
+
+@pytest.mark.parametrize(("time", "is_refused"), [("2", True), ("2:30", True), ("2:31", False), ("0-1", False)])
+def test_a_time_limit_that_leaves_no_time_for_steps_is_refused(
+    tiny_config: MakeConfig, fake_sbatch: Path, time: str, is_refused: bool
+):
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1", "--time", time]
+    result = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert isinstance(result.exception, UserError) == is_refused
+    if is_refused:
+        assert "set --time to more than 2 minutes" in str(result.exception)  # 120 s ahead, 30 s assumed
+
+
+def test_the_start_and_the_save_that_a_run_has_measured_count_for_its_time_limit(
+    tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path
+):
+    ledger = Ledger(tmp_path / "run")
+    ledger.append("start", 0, setup_s={"import": 100.0, "build": 200.0})
+    ledger.append("checkpoint", 10, stall_s=1.0, write_s=59.0)
+    ledger.close()
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1", "--dry-run"]
+    assert CliRunner().invoke(app, [*command, "--time", "9"]).exit_code == 0
+    result = CliRunner().invoke(app, [*command, "--time", "8"])
+    assert "360 s that this run has needed" in str(result.exception)
+
+
+def test_a_setup_file_that_is_missing_is_refused(tiny_config: MakeConfig, fake_sbatch: Path):
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1"]
+    result = CliRunner().invoke(app, [*command, "--setup", "none.sh"])
+    assert isinstance(result.exception, UserError) and "--setup none.sh" in str(result.exception)
+    assert not fake_sbatch.exists()
+
+
+def test_a_sweep_submits_a_run_for_each_value_and_none_if_one_is_refused(
+    tiny_config: MakeConfig, tmp_path: Path, fake_sbatch: Path
+):
+    command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1", "--chain", "2"]
+    result = CliRunner().invoke(app, [*command, "--each", "seed=3,x"])
+    assert isinstance(result.exception, UserError)
+    assert not fake_sbatch.exists()
+    result = CliRunner().invoke(app, [*command, "--each", "seed=3,4"])
+    assert result.exit_code == 0, result.output
+    assert len(fake_sbatch.read_text().splitlines()) == 4
+    for seed in (3, 4):
+        queued = yaml.safe_load((tmp_path / f"run-seed-{seed}" / "slurm" / "submission-0001.yaml").read_text())
+        assert (queued["seed"], queued["run_dir"]) == (seed, str(tmp_path / f"run-seed-{seed}"))

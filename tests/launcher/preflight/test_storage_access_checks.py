@@ -10,6 +10,7 @@ from support.real_runs import REPOSITORY
 from electra_dist.config_file import load_config
 from electra_dist.errors import StoreAway
 from electra_dist.store.local_store import LocalStore
+from electra_dist.store.patience import Patience
 from launcher.preflight import storage_access_checks
 from launcher.preflight.findings import Finding
 from launcher.preflight.storage_access_checks import check_storage, classify_skew
@@ -50,3 +51,35 @@ def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path
     assert "the run waits for it" in findings[target].next_step
     missing_corpus = next(finding for what, finding in findings.items() if "corpus.json" in what)
     assert missing_corpus.severity == "user error"  # no wait brings it back
+
+
+def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patience_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first link of a chain would cancel all others for S3 that refuses connections for a minute."""
+    num_failures = 2
+    write_new = LocalStore.write_new
+
+    def away_twice(self: LocalStore, key: str, data: bytes) -> bool:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise StoreAway(f"{self.url}: the service cannot be reached; check the endpoint URL")
+        return write_new(self, key, data)
+
+    overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
+    config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
+    monkeypatch.setattr(LocalStore, "write_new", away_twice)
+    monkeypatch.setattr(storage_access_checks, "check_disks", lambda config, corpora, node: [])
+    lines: list[str] = []
+    findings = check_storage(config, "n1", Patience(60.0, note=lines.append))
+    target = next(finding for finding in findings if "checkpoint target" in finding.what)
+    assert target.severity == "ok"
+    assert "waiting up to 60 s for storage" in lines[0] and "cannot be reached" in lines[0]
+    missing_corpus = next(finding for finding in findings if "corpus.json" in finding.what)
+    assert missing_corpus.severity == "user error"  # at once: no wait brings it back
+
+    num_failures = 1000
+    findings = check_storage(config, "n1", Patience(0.7, note=lines.append))
+    target = next(finding for finding in findings if "cannot be reached" in finding.what)
+    assert target.severity == "user error"

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from electra_dist.errors import StoreAway
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import Ledger, read_jobs
+from launcher.slurm import job
 from launcher.slurm.job import JobEnd, decide, main
 
 
@@ -52,7 +54,7 @@ CASES = [
     ("stopped, the launcher ended with 1", [START, event("stop", 7)], {"n1": 1, "n2": 143}, False, "next", 75),
     ("stopped by RUN/stop", [START, event("stop", 7, why="file /r/stop")], {"n1": 75}, False, "stop", 75),
     ("75 of a rank without a stop in the ledger", [START], {"n1": 75}, False, "again", 1),
-    ("storage stayed away", [START, event("storage", 7, why="disk full")], {"n1": 75, "n2": 75}, False, "next", 75),
+    ("storage stayed away", [START, event("storage", 7, why="disk full")], {"n1": 75, "n2": 75}, False, "later", 75),
     ("bad config or input", [], {"n1": 78, "n2": 143}, False, "stop", 78),
     ("unhealthy node", [START], {"n1": 143, "n2": 69}, False, "next", 69),
     ("crash", [START, event("crash", 3)], {"n1": 1, "n2": 1}, False, "again", 1),
@@ -207,3 +209,69 @@ def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_t
     assert (first["submitted"], first["started"]) == ("2023-11-14T22:13:20.000+00:00", None)
     assert (last["verdict"], last["codes"]) == ("next", {"n1": 143, "n2": 69})
     assert json.dumps(last)
+
+
+def test_a_job_that_would_begin_a_new_run_where_an_earlier_one_has_saved_is_refused(
+    tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config, run = tiny_config("run"), tmp_path / "run"
+    arguments = ["--config", str(config), "--nodes", "n1"]
+    ledger = Ledger(run)
+    ledger.append("checkpoint", 5)
+    ledger.close()
+    (run / "config.yaml").touch()
+    assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+    (run / "ledger.jsonl").unlink()
+    (run / "config.yaml").unlink()
+    assert main(["begin", str(run), "--job", "8", *arguments]) == 78
+    assert "restore the run folder" in capsys.readouterr().err
+    assert [record["job"] for record in read_jobs(run)] == ["7"]
+
+
+def test_a_job_whose_config_names_another_run_folder_is_refused(
+    tiny_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Slurm starts a job in /tmp where its working folder is missing, and a relative run_dir is another one there."""
+    config = tiny_config("run")
+    config.write_text(config.read_text().replace(str(tmp_path / "run"), "run"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["begin", str(tmp_path / "run"), "--job", "7", "--config", str(config)]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["begin", str(tmp_path / "run"), "--job", "8", "--config", str(config)]) == 78
+    assert "run_dir is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["begin", "end"])
+def test_bookkeeping_waits_for_a_run_folder_that_is_away_and_ends_with_75_when_its_patience_ends(
+    tiny_config: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+):
+    config, run = tiny_config("run", **{"cluster.storage_patience_s": 2.0}), tmp_path / "run"
+    state = run / "slurm" / "job-7-0"
+    arguments = {"begin": [], "end": ["--state", str(state)]}
+    main(["begin", str(run), "--job", "7", "--config", str(config)])
+    state.mkdir(parents=True)
+    num_failures = 2
+
+    def away(run_dir: Path, event: str, **details: Any) -> None:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise StoreAway(f"{run_dir}: read-only file system; mount it for writing")
+        note(run_dir, event, **details)
+
+    note = job.note
+    monkeypatch.setattr(job, "note", away)
+    options = [command, str(run), "--job", "7", "--config", str(config), *arguments[command]]
+    assert main(options) == 0
+    assert read_jobs(run)[-1]["event"] == command
+    num_failures = 1000
+    assert main(options) == 75
+    assert "storage was waited for" in capsys.readouterr().err

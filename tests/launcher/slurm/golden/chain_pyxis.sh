@@ -6,14 +6,14 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --partition=gpu
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
 #SBATCH --dependency=singleton
-#SBATCH --open-mode=append
 #SBATCH --chdir=/home/ada/electra
-#SBATCH --output='/shared/it'"'"'s a run/slurm/job-%j.log'
+#SBATCH --output=/dev/null
 #SBATCH --exclude=n3,n7
 #SBATCH --account=vision
 #SBATCH --comment='it'"'"'s ours'
@@ -23,6 +23,9 @@ run_dir='/shared/it'"'"'s a run'
 script=/shared/runs/large/slurm/submission-0001.sh
 config=/shared/runs/large/slurm/submission-0001.yaml
 python=python
+work_dir=/home/ada/electra
+setup=''
+patience_s=900 retry_s=120 least_job_s=20
 export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 export PYTHONUNBUFFERED=1
 
@@ -31,6 +34,8 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     supervisor= received=
     pass_to_supervisor() { received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }
     for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
+    until cd "$work_dir" 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do sleep 2; done
+    [ -z "$setup" ] || . "$setup"
     (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.
         trap '' USR1 USR2 TERM
         exec "$python" -m launcher.supervise --config "$config" --node-rank "$SLURM_NODEID" \
@@ -42,8 +47,11 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     wait "$supervisor"
     while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
     wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
-    code=$?
-    echo "$code" >"$state/exit-$SLURMD_NODENAME"
+    code=$? SECONDS=0
+    until { echo "$code" >"$state/exit-$SLURMD_NODENAME"; } 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do
+        sleep 2
+    done
+    [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
     exit "$code"
 fi
 ours() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra "$python" -m launcher.slurm.job "$@"; }
@@ -54,37 +62,86 @@ pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
 
-mkdir -p "$state"
-echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
-master_addr=${nodes%%,*}
-# The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
-master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
-export master_addr master_port
+retry() { # Repeats a command of Slurm until it succeeds: as long as the controller is away, otherwise for $retry_s.
+    local pause=1 end=$((SECONDS + retry_s))
+    until "$@"; do
+        scontrol ping 2>/dev/null | grep -q UP || end=$((SECONDS + retry_s))
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep "$pause"
+        pause=$((pause < 30 ? 2 * pause : 30))
+    done
+}
+list_pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
+pending() { retry list_pending; }
+cancel_pending() { for job in $(pending); do retry scancel "$job"; done; }
+cancel_standby() { # It must not continue a cancelled run. This job may wait itself, if Slurm has preempted it.
+    for job in $(pending); do [ "$job" = "$SLURM_JOB_ID" ] || retry scancel "$job"; done
+}
+keep_distance() { [ "$SECONDS" -ge "$least_job_s" ] || sleep $((least_job_s - SECONDS)); }
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
-export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
-queued=EligibleTime                                      # For a link of a chain: when the link before it ended.
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
-ours begin "$run_dir" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" --nodes "$nodes" \
-    --submitted "$(ask "$queued")" --started "$(ask StartTime)"
-if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
-    start_step
-    step=$!
-    wait "$step"
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
-    step=
-fi
 
-pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
-IFS='|' read -r action code exclude why <<<"$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" \
-    --restart "${SLURM_RESTART_COUNT:-0}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")"
+run_job() { # Records the job, runs the ranks of all nodes, and sets action, code, exclude and why.
+    echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
+    master_addr=${nodes%%,*}
+    # The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
+    master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
+    export master_addr master_port
+    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+    local queued=EligibleTime                                # For a link of a chain: when the link before it ended.
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
+    ours begin "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
+        --nodes "$nodes" --submitted "$(ask "$queued")" --started "$(ask StartTime)"
+    code=$?
+    case $code in
+    75) action=later why="the run folder stayed full or away" && return ;;
+    78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
+    esac
+    :  # The next job of the chain takes over.
+    if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
+        start_step
+        step=$!
+        wait "$step"
+        while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
+        step=
+    fi
+    verdict=$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
+        --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")
+    [ $? != 75 ] || verdict="later|75||the run folder stayed full or away"
+    IFS='|' read -r action code exclude why <<<"$verdict"
+}
+
+action= code= exclude= why=
+log=$run_dir/slurm/job-$SLURM_JOB_ID.log
+until { cd "$work_dir" && mkdir -p "$state" && : >>"$log"; } 2>/dev/null; do # A shared folder is full or away.
+    if [ "$SECONDS" -ge "$patience_s" ] || [ -n "$told" ]; then
+        action=later code=75 why="the run folder stayed full or away"
+        break
+    fi
+    sleep 2
+done
+if [ -z "$action" ]; then
+    exec >>"$log" 2>&1 # Slurm ends a job at once whose output file it cannot open.
+    [ -z "$setup" ] || . "$setup"
+    run_job
+fi
 echo "${action:-no verdict}: ${why:-launcher.slurm.job could not be run}"
 case $action in
-done | stop) for job in $(pending); do scancel "$job"; done ;;
+done | stop) cancel_pending ;;
 next) : ;;
-again) sbatch "$script" ;;
+again)
+    keep_distance
+    retry sbatch "$0" || echo "no replacement was submitted: the next link takes over" ;;
+later)
+    for job in $(pending); do retry scontrol update JobId="$job" StartTime=now+600; done
+    retry sbatch --begin=now+600 "$0" || echo "no replacement was submitted" ;;
+leave)
+    :
+    ;;
+*) keep_distance ;;
 esac
 if [ -n "$exclude" ]; then # Jobs that wait, and this one if it was just requeued, must not use these nodes.
-    for job in $(pending) ; do scontrol update JobId="$job" ExcNodeList="$exclude"; done
+    for job in $(pending) ; do retry scontrol update JobId="$job" ExcNodeList="$exclude"; done
 fi
+[ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
 exit "${code:-1}"

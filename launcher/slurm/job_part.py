@@ -1,0 +1,153 @@
+"""Write the part of the batch script that runs once per job, on its first node.
+
+Guarantee: storage that is away when a job begins or ends is waited for, as long as `cluster.storage_patience_s`; then
+the job makes room for one that begins ten minutes later, and no job of a chain is lost. A command of Slurm that fails
+is repeated: as long as the controller is away, and for two minutes otherwise. If it fails for good, the job that waits
+in the queue (the next of a chain, or the standby job) takes over.
+
+How: `launcher.slurm.job begin` and `end` record the job and decide what follows. The script does it.
+
+Cost: a job that crashes or cannot be judged holds its nodes for at least 20 s, so that a fault of the site does not
+use up a chain within seconds.
+"""
+
+from __future__ import annotations
+
+RETRY_S = 120  # how long a command of Slurm is repeated while the controller is up
+LEAST_JOB_S = 20  # a job without a good end takes at least this long
+LATER_S = 600  # how much later a run goes on after its storage stayed away, as train/restart_pause.py has it
+
+
+def job_part(chain: bool) -> str:
+    """Return the part of the script that runs once per job.
+
+    If the run goes on after this job, the text depends on the kind of the submission. In a chain (several jobs that
+    are submitted together and run one after another), the next job already waits in the queue. So nothing is done
+    after a stop on purpose, such as at the time limit, or because of an unhealthy node. After a crash or an outage of
+    storage, the script is submitted once more, to replace the lost job. Without a chain, the job is requeued in all
+    these cases, and a standby job, which waits for its end, takes over if that fails.
+
+    Args:
+        chain: whether the submission is a chain.
+    """
+    if chain:
+        pieces = {
+            "@STANDBY@": ":  # The next job of the chain takes over.",
+            "@NEXT@": ":",
+            "@AGAIN@": 'retry sbatch "$0" || echo "no replacement was submitted: the next link takes over"',
+            "@LATER@": f'retry sbatch --begin=now+{LATER_S} "$0" || echo "no replacement was submitted"',
+            "@LEAVE@": ":",
+            "@SELF@": "",
+        }
+    else:
+        requeue = (
+            'retry scontrol requeue "$SLURM_JOB_ID" || echo "the job cannot be requeued: the standby job takes over"'
+        )
+        pieces = {
+            "@STANDBY@": _STANDBY,
+            "@NEXT@": requeue,
+            "@AGAIN@": requeue,
+            "@LATER@": f'{requeue}\n    retry scontrol update JobId="$SLURM_JOB_ID" StartTime=now+{LATER_S}',
+            "@LEAVE@": '[ "$told" != TERM ] || cancel_standby',
+            "@SELF@": '"$SLURM_JOB_ID"',
+        }
+    text = _JOB_PART
+    for name, piece in pieces.items():
+        text = text.replace(name, piece)
+    return text.replace("@LATER_S@", str(LATER_S))
+
+
+_STANDBY = r"""if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is the standby job: it needs one itself.
+        sbatch "$0" || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
+    fi"""
+
+_JOB_PART = r"""
+told= step=
+pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+
+retry() { # Repeats a command of Slurm until it succeeds: as long as the controller is away, otherwise for $retry_s.
+    local pause=1 end=$((SECONDS + retry_s))
+    until "$@"; do
+        scontrol ping 2>/dev/null | grep -q UP || end=$((SECONDS + retry_s))
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep "$pause"
+        pause=$((pause < 30 ? 2 * pause : 30))
+    done
+}
+list_pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
+pending() { retry list_pending; }
+cancel_pending() { for job in $(pending); do retry scancel "$job"; done; }
+cancel_standby() { # It must not continue a cancelled run. This job may wait itself, if Slurm has preempted it.
+    for job in $(pending); do [ "$job" = "$SLURM_JOB_ID" ] || retry scancel "$job"; done
+}
+keep_distance() { [ "$SECONDS" -ge "$least_job_s" ] || sleep $((least_job_s - SECONDS)); }
+ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
+
+run_job() { # Records the job, runs the ranks of all nodes, and sets action, code, exclude and why.
+    echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
+    master_addr=${nodes%%,*}
+    # The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
+    master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
+    export master_addr master_port
+    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+    local queued=EligibleTime                                # For a link of a chain: when the link before it ended.
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
+    ours begin "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
+        --nodes "$nodes" --submitted "$(ask "$queued")" --started "$(ask StartTime)"
+    code=$?
+    case $code in
+    75) action=later why="the run folder stayed full or away" && return ;;
+    78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
+    esac
+    @STANDBY@
+    if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
+        start_step
+        step=$!
+        wait "$step"
+        while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
+        step=
+    fi
+    verdict=$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
+        --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")
+    [ $? != 75 ] || verdict="later|75||the run folder stayed full or away"
+    IFS='|' read -r action code exclude why <<<"$verdict"
+}
+
+action= code= exclude= why=
+log=$run_dir/slurm/job-$SLURM_JOB_ID.log
+until { cd "$work_dir" && mkdir -p "$state" && : >>"$log"; } 2>/dev/null; do # A shared folder is full or away.
+    if [ "$SECONDS" -ge "$patience_s" ] || [ -n "$told" ]; then
+        action=later code=75 why="the run folder stayed full or away"
+        break
+    fi
+    sleep 2
+done
+if [ -z "$action" ]; then
+    exec >>"$log" 2>&1 # Slurm ends a job at once whose output file it cannot open.
+    [ -z "$setup" ] || . "$setup"
+    run_job
+fi
+echo "${action:-no verdict}: ${why:-launcher.slurm.job could not be run}"
+case $action in
+done | stop) cancel_pending ;;
+next) @NEXT@ ;;
+again)
+    keep_distance
+    @AGAIN@ ;;
+later)
+    for job in $(pending); do retry scontrol update JobId="$job" StartTime=now+@LATER_S@; done
+    @LATER@ ;;
+leave)
+    @LEAVE@
+    ;;
+*) keep_distance ;;
+esac
+if [ -n "$exclude" ]; then # Jobs that wait, and this one if it was just requeued, must not use these nodes.
+    for job in $(pending) @SELF@; do retry scontrol update JobId="$job" ExcNodeList="$exclude"; done
+fi
+[ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
+exit "${code:-1}"
+"""

@@ -1,0 +1,196 @@
+"""Storage faults over a chain of Slurm jobs, and a controller that is away: no chain ends, and losses stay equal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from machines import wait_for
+from slurm import SlurmCluster
+from submitted import SubmittedRun, submit, submit_fake
+from support.real_runs import read_losses, step_records, write_corpus
+from support.s3_server import make_bucket, running_s3
+from support.small_disks import freezable_disk
+
+MakeConfig = Callable[..., Path]
+StartCluster = Callable[..., SlurmCluster]
+FLOOR_S = 20.0  # limit of a step, longer than any step takes on a busy machine
+AWAY_S = 1.75 * FLOOR_S  # length of each fault
+
+
+class Relay:
+    """Relay in front of a server of this machine, on an address that the machines of a cluster reach."""
+
+    def __init__(self, address: str, upstream: str) -> None:
+        """Prepare a relay that refuses connections until `open` is called.
+
+        Args:
+            address: address to listen on.
+            upstream: URL of the server.
+        """
+        self._upstream = (urlsplit(upstream).hostname, urlsplit(upstream).port)
+        self._listener: socket.socket | None = None
+        self._connections: list[socket.socket] = []
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            self._address = probe.getsockname()
+
+    @property
+    def url(self) -> str:
+        """URL of the relay."""
+        return "http://{}:{}".format(*self._address)
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._listener = socket.create_server(self._address, backlog=64)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Break all connections, and refuse new ones."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._connections = []
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Connect each client with the server, until the listener is closed."""
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(self._upstream)
+                self._connections += [client, server]
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        """Copy bytes from one connection to another until it ends."""
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def run_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own under the folder of the run, mounted before the machines boot."""
+    with freezable_disk(tmp_path / "cut", 400) as disk:
+        yield disk
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """Make a disk read-only for the length of the block, on all machines."""
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@contextlib.contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    """Let every write to a disk hang for the length of the block."""
+    subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
+
+
+def wait_for_steps(run: SubmittedRun, count: int) -> None:
+    """Wait until the run has recorded so many more steps."""
+    wanted = len(step_records(run.folder)) + count
+    wait_for(lambda: len(step_records(run.folder)) >= wanted, 600, run.log)  # a start imports torch
+
+
+def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_hangs(
+    run_disk: Path, cluster: StartCluster, tiny_config: MakeConfig, pretrain: Callable[..., object], tmp_path: Path
+):
+    slurm = cluster(1)
+    settings = {
+        "train.num_steps": 600,
+        "checkpoint.every_steps": 20,
+        "cluster.hang_step_floor_s": FLOOR_S,
+        "data.heldout": None,
+    }
+    write_corpus(str(tmp_path / "corpus"), [16] * 20)
+    with running_s3("moto") as server:
+        os.environ.update(server.env)  # sbatch passes the environment on
+        bucket = make_bucket(server.endpoint_url, server.env, "drill")
+        write_corpus(f"{bucket}/corpus", [16] * 20, endpoint_url=server.endpoint_url)
+        relay = Relay(slurm.head_address, server.endpoint_url)
+        config = tiny_config(
+            "cut",
+            **settings,
+            **{
+                "data.corpus": f"{bucket}/corpus",
+                "data.endpoint_url": relay.url,
+                "checkpoint.endpoint_url": relay.url,
+                "checkpoint.targets": [f"{bucket}/checkpoints"],
+            },
+        )
+        slurm.slurm("scontrol", "update", "partition=batch", "state=down")
+        run = submit(slurm, config, "--nodes", "1", "--gpus-per-node", "0", "--chain", "4")
+        with read_only(run_disk):
+            slurm.slurm("scontrol", "update", "partition=batch", "state=up")
+            time.sleep(AWAY_S)
+            assert len(run.queue().splitlines()) == 4, run.queue()
+        wait_for(lambda: "waiting up to" in run.log(), 120, run.log)  # S3 refuses when the first link begins
+        time.sleep(AWAY_S)
+        relay.open()
+        wait_for_steps(run, 30)
+        relay.close()
+        time.sleep(AWAY_S)
+        print(run.status())
+        relay.open()
+        wait_for_steps(run, 30)
+        with frozen(run_disk):
+            time.sleep(AWAY_S)
+        wait_for_steps(run, 30)
+        run.wait(600)
+        relay.close()
+    assert run.verdicts() == ["done"], run.log()
+    assert len(run.nodes()) == 1  # one link of four
+    assert "hung: rank" not in run.log()
+    assert [event["attempt"] for event in [*run.events("start"), *run.events("resume")]] == [1]
+    pretrain(tiny_config("uncut", **settings, **{"data.corpus": str(tmp_path / "corpus")}), 1)
+    assert read_losses(run.folder) == read_losses(tmp_path / "uncut")
+
+
+def test_a_controller_that_is_away_when_a_job_ends_ends_no_run(cluster: StartCluster, tiny_config: MakeConfig):
+    slurm = cluster(1)
+    run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 60}), num_nodes=1)
+    run.wait_for_checkpoint(3)
+    (run.folder / "exit-n1").write_text("1")
+    slurm.stop_daemon("slurmctld")
+    wait_for(lambda: run.verdicts() == ["again"], 120, run.log)
+    time.sleep(30)
+    subprocess.run(["slurmctld"], check=True, capture_output=True)
+    run.wait(300)
+    assert run.verdicts() == ["again", "done"], run.log()
+
+
+def test_a_standby_job_takes_over_where_jobs_cannot_be_requeued(cluster: StartCluster, tiny_config: MakeConfig):
+    slurm = cluster(1)
+    config = tiny_config("run", **{"train.num_steps": 30})
+    run = submit_fake(slurm, config, num_nodes=1)
+    run.wait_for_checkpoint(3)
+    slurm.slurm("scontrol", "update", f"JobId={run.jobs[0]}", "Requeue=0")  # as sites have it that forbid requeues
+    (run.folder / "exit-n1").write_text("1")
+    run.wait(400)
+    assert run.verdicts() == ["again", "done"], run.log()
+    assert "the standby job takes over" in run.log()
+    assert run.events("resume")

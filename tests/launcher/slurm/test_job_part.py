@@ -1,0 +1,270 @@
+"""The part of the batch script that runs once per job, with fake commands of Slurm: outages, refusals, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from support.small_disks import can_mount, small_disk
+
+from launcher.slurm.batch_script import SubmitRequest, batch_script
+
+JOB = "7"
+# Each fake appends its name and arguments to $CALLS; the file $FAILS/NAME holds how often it is still to fail, or a
+# word if it always fails.
+FAKE = """#!/bin/bash
+name=$(basename "$0")
+echo "$name $*" >>"$CALLS"
+if [ "$1" = ping ]; then [ -e "$FAILS/controller" ] && { echo "is DOWN"; exit 1; }; echo "is UP"; exit 0; fi
+[ "$name" != srun ] || [ ! -e "$FAILS/slow" ] || sleep 5
+if [ -s "$FAILS/$name" ]; then
+    left=$(cat "$FAILS/$name")
+    [ "$left" != always ] || exit 1
+    [ "$left" -gt 1 ] && echo $((left - 1)) >"$FAILS/$name" || rm "$FAILS/$name"
+    exit 1
+fi
+case "$name $*" in
+"scontrol show"*) echo n1 ;;
+*PENDING*)
+    [ -e "$FAILS/no-standby" ] || echo 8
+    [ ! -e "$FAILS/preempted" ] || echo 7 ;;
+esac
+"""
+# Stands in for the interpreter: `begin` and `end` print and end as the test wants.
+PYTHON = """#!/bin/bash
+echo "python ${*:2:2}" >>"$CALLS"
+case "$*" in
+*"launcher.slurm.job begin"*) exit "${BEGIN_CODE:-0}" ;;
+*"launcher.slurm.job end"*) echo "$VERDICT"; exit "${END_CODE:-0}" ;;
+esac
+"""
+
+
+@dataclasses.dataclass
+class FakeSlurm:
+    """Folder with fake commands, and the script of a run whose folder is `run`."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return self.folder / "run"
+
+    def fail(self, command: str, times: int | Literal["always"] = 1) -> None:
+        """Let a command fail so many times, or until its file is deleted."""
+        (self.folder / "fails" / command).write_text(str(times))
+
+    def calls(self, word: str = "") -> list[str]:
+        """Return the calls of the fakes that contain a word, in order."""
+        file = self.folder / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if word in line and not line.endswith(" ping")]
+
+    def start(self, verdict: str, chain: int = 0, *, begin_code: int = 0, end_code: int = 0, **limits: int):
+        """Start the script of a job; `limits` replace its times in seconds."""
+        request = SubmitRequest(
+            run_dir=str(self.run),
+            script_file=str(self.folder / "script.sh"),
+            config_file="config.yaml",
+            work_dir=str(self.folder),
+            command="electra-dist submit",
+            python=str(self.folder / "bin" / "python"),
+            job_name="run-0123abcd",
+            num_nodes=1,
+            gpus_per_node=1,
+            chain=chain,
+        )
+        text = batch_script(request)
+        for name, seconds in {"patience_s": 900, "retry_s": 4, "least_job_s": 0, **limits}.items():
+            old = {"patience_s": 900, "retry_s": 120, "least_job_s": 20}[name]
+            assert f"{name}={old}" in text
+            text = text.replace(f"{name}={old}", f"{name}={seconds}")
+        Path(request.script_file).write_text(text)
+        environment = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "CALLS": str(self.folder / "calls"),
+            "FAILS": str(self.folder / "fails"),
+            "VERDICT": verdict,
+            "BEGIN_CODE": str(begin_code),
+            "END_CODE": str(end_code),
+            "SLURM_JOB_ID": JOB,
+            "SLURM_JOB_NAME": "run-0123abcd",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_JOB_END_TIME": "9999999999",
+            "SLURMD_NODENAME": "n1",
+        }
+        return subprocess.Popen(["bash", request.script_file], env=environment, stdout=subprocess.DEVNULL)
+
+    def finish(self, verdict: str, chain: int = 0, **options: int) -> int:
+        """Run the script of a job to its end and return its exit code."""
+        return self.start(verdict, chain, **options).wait(60)
+
+    def log(self) -> str:
+        """Return the log of the job."""
+        return (self.run / "slurm" / f"job-{JOB}.log").read_text()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    """Fake commands of Slurm, and a python that is none."""
+    for name in ("bin", "fails", "run"):
+        (tmp_path / name).mkdir()
+    for name in ("sbatch", "scontrol", "scancel", "squeue", "srun"):
+        (tmp_path / "bin" / name).write_text(FAKE)
+    (tmp_path / "bin" / "python").write_text(PYTHON)
+    for file in (tmp_path / "bin").iterdir():
+        file.chmod(0o755)
+    return FakeSlurm(tmp_path)
+
+
+STOPPED = "next|75||stopped on purpose at step 7"
+CRASHED = "again|1||crash (n1 1)"
+AWAY = "later|75||storage stayed full or away at step 7"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        ("done|0||the target step is reached", 0),
+        (STOPPED, 0),
+        ("stop|75||stopped by file stop", 0),
+        (AWAY, 0),
+        (CRASHED, 1),
+        ("stop|78||user error", 78),
+        ("next|69|n1|n1 unhealthy", 69),
+        ("", 1),
+    ],
+)
+def test_a_stop_on_purpose_is_no_failure_in_the_accounting_and_everything_else_is(
+    slurm: FakeSlurm, verdict: str, code: int
+):
+    assert slurm.finish(verdict) == code
+
+
+@pytest.mark.parametrize(("verdict", "is_requeued"), [(STOPPED, True), (CRASHED, True), ("stop|78||error", False)])
+def test_a_requeue_that_is_refused_at_first_is_repeated(slurm: FakeSlurm, verdict: str, is_requeued: bool):
+    slurm.fail("srun")  # srun's exit code counts for nothing
+    process = slurm.start(verdict)
+    slurm.fail("scontrol", times=2)  # `show hostnames`, and one requeue
+    process.wait(60)
+    assert bool(slurm.calls("scontrol requeue 7")) == is_requeued
+    if is_requeued:
+        assert "cannot be requeued" not in slurm.log()
+
+
+def test_a_requeue_that_stays_forbidden_leaves_the_run_to_the_standby_job(slurm: FakeSlurm):
+    process = slurm.start(STOPPED, retry_s=2)
+    slurm.fail("scontrol", times="always")
+    assert process.wait(60) == 0
+    assert len(slurm.calls("scontrol requeue 7")) >= 2
+    assert "the standby job takes over" in slurm.log()
+    assert not slurm.calls("scancel")
+
+
+def test_a_requeue_is_repeated_for_as_long_as_the_controller_is_away(slurm: FakeSlurm):
+    slurm.fail("controller")
+    process = slurm.start(STOPPED, retry_s=1)
+    slurm.fail("scontrol", times="always")
+    time.sleep(5)  # several times as long as a command is repeated while the controller is up
+    assert process.poll() is None
+    for name in ("scontrol", "controller"):
+        (slurm.folder / "fails" / name).unlink()
+    assert process.wait(60) == 0
+    assert "cannot be requeued" not in slurm.log()
+
+
+def test_a_job_without_a_successor_in_the_queue_submits_a_standby_job(slurm: FakeSlurm):
+    assert slurm.finish(STOPPED) == 0
+    assert not slurm.calls("sbatch")
+    slurm.fail("no-standby")
+    assert slurm.finish(STOPPED) == 0
+    assert len(slurm.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize("chain", [0, 3])
+def test_a_finished_run_cancels_the_jobs_that_wait(slurm: FakeSlurm, chain: int):
+    assert slurm.finish("done|0||the target step is reached", chain) == 0
+    assert slurm.calls("scancel") == ["scancel 8"]
+
+
+@pytest.mark.parametrize(("chain", "cancelled"), [(0, ["scancel 8"]), (3, [])])
+def test_a_cancelled_job_cancels_its_standby_job_but_neither_itself_nor_a_chain(
+    slurm: FakeSlurm, chain: int, cancelled: list[str]
+):
+    """A preempted job receives the same signal and waits in the queue itself."""
+    slurm.fail("slow")
+    slurm.fail("preempted")
+    process = slurm.start("leave|75||the job was cancelled", chain)
+    deadline = time.monotonic() + 30
+    while not slurm.calls("srun") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert slurm.calls("scancel") == cancelled
+
+
+def test_a_crashed_link_is_replaced_and_a_refused_replacement_is_left_to_the_next_link(slurm: FakeSlurm):
+    assert slurm.finish(CRASHED, chain=3) == 1
+    assert len(slurm.calls("sbatch")) == 1
+    slurm.fail("sbatch", times="always")
+    assert slurm.finish(CRASHED, chain=3, retry_s=2) == 1
+    assert len(slurm.calls("sbatch")) >= 3
+    assert "the next link takes over" in slurm.log()
+
+
+def test_storage_that_stays_away_costs_no_link_and_the_others_wait_ten_minutes(slurm: FakeSlurm):
+    assert slurm.finish(AWAY, chain=3) == 0
+    assert "scontrol update JobId=8 StartTime=now+600" in slurm.calls()
+    (replacement,) = slurm.calls("sbatch")
+    assert "--begin=now+600" in replacement
+    assert slurm.finish(AWAY) == 0
+    assert "scontrol requeue 7" in slurm.calls()
+    assert "scontrol update JobId=7 StartTime=now+600" in slurm.calls()
+
+
+@pytest.mark.parametrize("option", ["begin_code", "end_code"])
+def test_bookkeeping_that_ends_for_lack_of_storage_is_taken_for_an_outage(slurm: FakeSlurm, option: str):
+    assert slurm.finish("", chain=3, **{option: 75}) == 0
+    assert "--begin=now+600" in slurm.calls("sbatch")[0]
+    assert "later: the run folder stayed full or away" in slurm.log()
+
+
+def test_a_job_that_would_begin_another_run_starts_no_ranks_and_cancels_the_rest(slurm: FakeSlurm):
+    assert slurm.finish("", chain=3, begin_code=78) == 78
+    assert slurm.calls("scancel") == ["scancel 8"]
+    assert not slurm.calls("srun")
+
+
+def test_a_job_without_a_verdict_keeps_its_distance_to_the_next_one(slurm: FakeSlurm):
+    begin = time.monotonic()
+    assert slurm.finish("", chain=3, least_job_s=4) == 1
+    assert time.monotonic() - begin >= 3.0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount a file system")
+def test_a_run_folder_that_is_read_only_when_a_job_begins_is_waited_for(slurm: FakeSlurm):
+    with small_disk(slurm.run) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        process = slurm.start(STOPPED, chain=3)
+        time.sleep(2)
+        assert process.poll() is None and not slurm.calls()
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        assert process.wait(60) == 0
+        assert [call.split()[0] for call in slurm.calls("launcher.slurm.job")] == ["python", "python"]
+        assert "next: stopped on purpose" in slurm.log()
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount a file system")
+def test_a_run_folder_that_stays_read_only_costs_no_link(slurm: FakeSlurm):
+    with small_disk(slurm.run) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert slurm.finish(STOPPED, chain=3, patience_s=1) == 0
+        assert [call.split()[0] for call in slurm.calls()] == ["squeue", "scontrol", "sbatch"]
