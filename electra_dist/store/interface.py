@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from electra_dist.errors import StoreError
@@ -129,6 +129,14 @@ class Store(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete objects as `delete` does, several with one request where the store can.
+
+        If it raises, some of the objects are deleted, and the call can be repeated.
+        """
+        for key in keys:
+            self.delete(key)
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:

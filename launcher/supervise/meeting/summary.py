@@ -72,7 +72,7 @@ class SummaryReader:
         self._seen = 0.0  # when this node has noticed the last change, by `time.monotonic`
 
     def read(self) -> Summary | None:
-        """Return the summary; None if there is none, it is damaged, or node 0 has not touched it for `STALE_S` seconds.
+        """Return the summary; None if there is none, it is damaged, or node 0 has not touched it for `STALE_S`.
 
         The clocks of two nodes are never compared: the reader remembers by its own clock when it saw the file change.
         """
