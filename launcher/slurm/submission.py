@@ -145,10 +145,8 @@ def job_name(run_dir: Path) -> str:
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
 
-    Each rank must get a whole number of micro-batches per step.
-
     Args:
-        config: the resolved config, with train.global_batch and train.micro_batch.
+        config: the resolved config, with train.global_batch.
         num_nodes: nodes of the job.
         ranks_per_node: ranks on each node.
 
@@ -156,15 +154,15 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
         UserError: the ranks cannot share it; the message names the numbers of nodes that can.
     """
     train = config.train
-    if train.micro_batches(num_nodes * ranks_per_node):
-        return  # Each rank gets a whole number of micro-batches per step.
-    fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
+    if train.fitting_micro_batch(num_nodes * ranks_per_node):
+        return
+    fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.fitting_micro_batch(nodes * ranks_per_node)]
     advice = "use fewer ranks per node"
     if fitting_nodes:
         advice = f"use {', '.join(fitting_nodes)} nodes"
     raise UserError(
         f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
-        f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
+        f"evenly; {advice}, or change train.global_batch"
     )
 
 

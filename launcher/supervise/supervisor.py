@@ -26,6 +26,7 @@ from pathlib import Path
 
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
+from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
 from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
@@ -44,7 +45,6 @@ from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
-_PREFLIGHT_S = 600.0  # time limit of the preflight checks
 _TAKE_OVER_S = 180.0  # how long a new job waits until the supervisor of the job before it has ended its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
@@ -130,7 +130,7 @@ class Supervisor:
         that this node has ended, and `run` must not be called. The findings are printed to stdout. Takes at most 10
         minutes.
         """
-        code = preflight(self._run_dir, self._arguments, _PREFLIGHT_S)
+        code = preflight(self._run_dir, self._arguments, PREFLIGHT_LIMIT_S)
         if code != EXIT_DONE:
             return self._end(StartOutcome(code=code, why="preflight failed; see its findings above and strikes.jsonl"))
         return code
