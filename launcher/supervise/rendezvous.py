@@ -127,10 +127,10 @@ class Rendezvous:
         """
         if not self._session or self._has_begun_session:
             return
-        self._has_begun_session = True
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
         with open(self._sessions, "a", encoding="ascii") as sessions:
             sessions.write(self._session + "\n")
+        self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
         """Report to the other nodes that this node's ranks have ended in the current start, and with which exit code.
@@ -190,9 +190,12 @@ class Rendezvous:
         not start ranks again. The last line of RUN/meeting/sessions is the name of the newest job. Without a session
         name the result is always empty.
         """
-        if not self._session or not self._sessions.exists():
+        if not self._session:
             return ""
-        sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
+        try:
+            sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
+        except OSError:  # No job with a name has begun, or the file system cannot read the file now.
+            return ""
         if self._session not in sessions:
             return ""  # A shared file system may show an old version of the file, without this job.
         newest = sessions[-1]
@@ -217,25 +220,27 @@ class Rendezvous:
         self.begin_session()
         # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
         increment = 2 if is_first else 1
-        self.number = self._files.newest_start() + increment
+        number = self._files.newest_start() + increment
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.
-        port = _free_port() if self._port is None else self._next_port(self._port)
-        self._write(self._start_file(self.number), {"port": port})
+        port = _free_port() if self._port is None else self._next_port(self._port, number)
+        self._write(self._start_file(number), {"port": port})
+        self.number = number  # only now: an announcement that the disk has refused is made again
         self._announced_port = port
         self._look(oldest_start=self.number - 1)  # puts the announcement into the summary
         self._files.delete_starts(self.number - _KEPT_STARTS)  # all but the newest three, the current one included
         return port
 
-    def _next_port(self, first: int) -> int:
-        """Return the port of this start: the first one from its turn on that is free on this node.
+    def _next_port(self, first: int, number: int) -> int:
+        """Return the port of a start: the first one from its turn on that is free on this node.
 
         Args:
             first: the first of the ports that successive starts use in turn.
+            number: number of the start.
 
         Returns:
             The port; that of the start's turn if all are in use.
         """
-        turn = self.number % _NUM_PORTS
+        turn = number % _NUM_PORTS
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
         return next((port for port in ports if is_free(port)), ports[0])
 

@@ -8,10 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.counting_store import CountingStore, Service
+from support.real_runs import tiny_tree
 
+from electra_dist.config import Config
 from electra_dist.run.process_identity import identity_of, this_process
+from electra_dist.store.local_store import LocalStore
+from electra_dist.store.patience import Patience
 from electra_dist.train.saving import staging_folder as module
-from electra_dist.train.saving.staging_folder import staging_folder, take_over
+from electra_dist.train.saving.staging_folder import prepare_staging, staging_folder, take_over
 
 
 def left_by(node_folder: Path, run: str, **owner: object) -> Path:
@@ -39,6 +44,24 @@ def test_folders_of_processes_that_have_ended_are_deleted_and_all_others_are_kep
     # What an earlier start of the run has left is deleted by its checkpoint writer, which knows the starts.
     assert (own / "step-00000010-a0001").exists()
     assert json.loads((own / "owner.json").read_text()) == dataclasses.asdict(this_process())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_remote", "is_in_run"), [("2", True, True), ("4", True, False), ("4", False, True)]
+)
+def test_a_run_on_several_nodes_stages_on_the_nodes_own_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, is_remote: bool, is_in_run: bool
+) -> None:
+    for name, value in (("WORLD_SIZE", world_size), ("LOCAL_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    settings = {"data.cache_dir": str(tmp_path / "node")}
+    config = Config.model_validate(tiny_tree(tmp_path / "run", "corpus", **settings))
+    target = CountingStore(Service()) if is_remote else LocalStore(tmp_path / "target")
+    folder = prepare_staging(config, [target], Patience(0.0))
+    assert (folder == tmp_path / "run" / "staging") == is_in_run
+    owners = list(tmp_path.rglob("owner.json"))
+    assert owners == ([] if is_in_run else [folder / "owner.json"])
+    assert is_in_run or folder.parent == tmp_path / "node" / "staging"
 
 
 def test_nodes_that_share_the_folder_leave_one_another_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,12 +35,11 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.towers import detects_replacements
 from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
-from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.step_records import EvalRecord
 from electra_dist.store.patience import Patience
 from electra_dist.train.loss_guard import Guard
-from electra_dist.train.node_cache import has_several_nodes, is_first_on_node, node_cache_folder
-from electra_dist.train.saving.staging_folder import staging_folder, take_over
+from electra_dist.train.node_cache import is_first_on_node
+from electra_dist.train.saving.staging_folder import prepare_staging
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
 
@@ -187,7 +185,7 @@ class Checkpointer:
         )
         self.writer = CheckpointWriter(
             targets=self._targets,
-            staging=self._prepare_staging(),
+            staging=prepare_staging(config, self._targets, self._patience),
             rank=dist.get_rank(),
             attempt=attempt,
             policy=config.checkpoint,
@@ -195,23 +193,6 @@ class Checkpointer:
             patience=self._patience,
             clears_staging=is_first_on_node(),
         )
-
-    def _prepare_staging(self) -> Path:
-        """Return the folder for files on their way to S3; the first rank of a node makes it this run's.
-
-        With a target that is a local folder it is not used, and nothing is done.
-
-        Raises:
-            StorageLost: the disk of the folder stayed full or away for too long.
-        """
-        run_dir = Path(self._config.run_dir)
-        is_used = all(target.local_path(STAGING_DIR) is None for target in self._targets)
-        if not is_used or not has_several_nodes():
-            return run_dir / STAGING_DIR
-        folder = staging_folder(run_dir, node_cache_folder(self._config).path)
-        if is_first_on_node():
-            self._patience.call(lambda: take_over(folder))
-        return folder
 
     @property
     def attempt(self) -> int:

@@ -15,19 +15,49 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from electra_dist.config import Config
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.patience import Patience
+from electra_dist.train.node_cache import has_several_nodes, is_first_on_node, node_cache_folder
 
 _OWNER_FILE = "owner.json"
 _NAME_CHARACTERS = 16  # of the digest of the run folder, which names a run's folder
 _OWNER = TypeAdapter(ProcessIdentity)
+
+
+def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
+    """Return the folder for files on their way to S3; the first rank of a node makes it this run's.
+
+    With a single node it is in the run folder. With a target that is a local folder it is not used, and nothing is
+    done.
+
+    Args:
+        config: the resolved config of the run.
+        targets: the stores that receive every checkpoint.
+        patience: how long a disk that is full or away is waited for.
+
+    Raises:
+        StorageLost: the disk stayed full or away for longer than that.
+        StoreError: this node has no temporary directory that can be used.
+    """
+    run_dir = Path(config.run_dir)
+    is_used = all(target.local_path(STAGING_DIR) is None for target in targets)
+    if not is_used or not has_several_nodes():
+        return run_dir / STAGING_DIR
+    folder = staging_folder(run_dir, node_cache_folder(config).path)
+    if is_first_on_node():
+        patience.call(lambda: take_over(folder))
+    return folder
 
 
 def staging_folder(run_dir: Path, node_folder: Path) -> Path:

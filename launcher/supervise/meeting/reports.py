@@ -62,7 +62,8 @@ class MeetingFolder:
     def ends(self, since: int) -> list[End]:
         """Return the reports of all nodes, including this one, that their ranks have ended; in no particular order.
 
-        A damaged report counts as none: the ranks that wait for that node are then found hung.
+        A damaged report, or one that the file system cannot read now, counts as none: the ranks that wait for that
+        node are then found hung.
 
         Args:
             since: number of the oldest start whose reports are returned; those of earlier starts are not opened.
@@ -72,7 +73,7 @@ class MeetingFolder:
             name = _FILE_NAME.fullmatch(entry.name)
             if name is None or name["node"] is None or int(name["start"]) < since:
                 continue
-            with contextlib.suppress(FileNotFoundError):  # Node 0 may have deleted the file since it was listed.
+            with contextlib.suppress(OSError):  # Node 0 may have deleted the file since it was listed.
                 reports[entry.name] = self._report(entry, int(name["start"]), int(name["node"]))
         self._reports = reports
         return [end for _, end in reports.values() if end is not None]
@@ -85,8 +86,8 @@ class MeetingFolder:
                 Path(entry.path).unlink(missing_ok=True)
 
     def _list(self) -> list[os.DirEntry[str]]:
-        """Return the entries of the folder; none if it does not exist yet."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as entries:
+        """Return the entries of the folder; none if it does not exist yet, or cannot be read now."""
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             return list(entries)
         return []
 
@@ -94,7 +95,7 @@ class MeetingFolder:
         """Return the version of a report and its content, which is read only if the version is a new one.
 
         Raises:
-            FileNotFoundError: the file has been deleted.
+            OSError: the file has been deleted, or cannot be read now.
         """
         status = entry.stat()
         version = _FileVersion(status.st_ino, status.st_mtime_ns, status.st_size)

@@ -23,6 +23,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
+from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from launcher.supervise.meeting.reports import End
@@ -52,14 +53,17 @@ class SummaryWriter:
         self._written: Summary | None = None
 
     def write(self, summary: Summary) -> None:
-        """Write the summary by an atomic replacement if it has changed; otherwise set the file's time to now."""
-        if summary == self._written:
-            with contextlib.suppress(FileNotFoundError):  # The run folder is being deleted.
+        """Write the summary by an atomic replacement if it has changed; otherwise set the file's time to now.
+
+        If the disk refuses that, nothing is raised: the other nodes then read the reports themselves.
+        """
+        with contextlib.suppress(OSError, StoreError):
+            if summary == self._written:
                 os.utime(self._file)
-            return
-        with replacing(self._file) as out:
-            out.write(json.dumps(dataclasses.asdict(summary)).encode() + b"\n")
-        self._written = summary
+                return
+            with replacing(self._file) as out:
+                out.write(json.dumps(dataclasses.asdict(summary)).encode() + b"\n")
+            self._written = summary
 
 
 class SummaryReader:
@@ -81,7 +85,7 @@ class SummaryReader:
                 changed_ns = os.fstat(file.fileno()).st_mtime_ns
                 content = file.read()
             summary = validate_json(_SUMMARY, parse_json_object(content))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, DamagedJson):
+        except (OSError, DamagedJson):
             return None
         now = time.monotonic()
         if changed_ns != self._changed_ns:
