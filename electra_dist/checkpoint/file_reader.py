@@ -26,8 +26,7 @@ from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Manifest, Ten
 from electra_dist.checkpoint.many_ranks.parameter_runs import FilesOfElements, Run
 from electra_dist.checkpoint.tensor_file import Fragment, parse_header
 from electra_dist.errors import StoreMissing, TornCheckpoint
-from electra_dist.store.interface import Store
-from electra_dist.store.parallel import in_parallel
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.retry import Rereading
 
 REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger

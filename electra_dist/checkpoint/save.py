@@ -23,9 +23,8 @@ from electra_dist.checkpoint.many_ranks.rank_groups import led_group
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 from electra_dist.errors import StoreAway
 from electra_dist.store.failure_kinds import is_worth_waiting_for
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.local_store import LocalStore
-from electra_dist.store.parallel import in_parallel
 
 _HEADER_BYTES = 1 << 20  # allowed for the header of a tensor file, and for the manifest
 

@@ -13,9 +13,17 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from electra_dist.errors import StoreError
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+REQUEST_THREADS = 16  # requests at a time
 
 
 class Store(ABC):
@@ -153,6 +161,18 @@ class Store(ABC):
     def __repr__(self) -> str:
         """Return the class and the URL of the store, as in LocalStore('runs/a'); the URL holds no credentials."""
         return f"{type(self).__name__}({self.url})"
+
+
+def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Send several requests at a time: call a function for every item in threads, and return the results in order.
+
+    At most `REQUEST_THREADS` calls are under way. A single item is passed in this thread. The first error, in the
+    order of the items, is raised after all calls have ended.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(REQUEST_THREADS, len(items))) as pool:
+        return list(pool.map(function, items))
 
 
 def _is_file_name(key: str) -> bool:

@@ -32,8 +32,7 @@ from typing import IO, Any, NamedTuple
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.interface import Store, check_key
-from electra_dist.store.parallel import in_parallel
+from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:

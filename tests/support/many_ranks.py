@@ -20,8 +20,8 @@ from electra_dist.checkpoint.many_ranks.rank_groups import led_group
 from electra_dist.checkpoint.save import Save
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor
 from electra_dist.config import CheckpointConfig
+from electra_dist.store.interface import REQUEST_THREADS
 from electra_dist.store.local_store import LocalStore
-from electra_dist.store.parallel import REQUEST_THREADS
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 

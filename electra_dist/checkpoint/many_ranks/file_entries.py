@@ -17,9 +17,8 @@ from electra_dist.checkpoint.checkpoint_manifest import FileEntry, RunState
 from electra_dist.checkpoint.many_ranks.parameter_runs import Parts, is_too_long_a_list, join
 from electra_dist.checkpoint.many_ranks.rank_groups import entry_key, group_prefix, keys_of_group, merged_key
 from electra_dist.errors import StoreError
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import parse_json
-from electra_dist.store.parallel import in_parallel
 from electra_dist.store.retry import Rereading
 
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0

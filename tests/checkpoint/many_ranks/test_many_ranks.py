@@ -139,7 +139,8 @@ def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int,
     found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0))
     assert found is not None and found.step == 10 and small.equal(values, small.content(10))
     assert len(notes) == 1 and "is set aside" in notes[0]
-    assert any("restored from" in line for line in repair(targets, [], dry_run=False))
+    lines = list(repair(targets, [], dry_run=False))
+    assert any("restored from" in line for line in lines)
     assert verify(targets[0], FOLDER)[1] == []
     assert targets[0].read(f"{FOLDER}/manifest.json") == targets[1].read(f"{FOLDER}/manifest.json")
 
