@@ -73,7 +73,7 @@ class Save:
         Returns:
             The first failure that is worth a wait; None if all targets have both. Other errors are raised.
         """
-        failures = []
+        failures: list[Exception | None] = []
         while self._written is None and len(failures) < len(self._copies):
             # The first target that accepts the file gets it before the others, which receive copies of it.
             failures.append(self._failure(self._store, self._copies[len(failures)]))

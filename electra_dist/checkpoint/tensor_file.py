@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 
@@ -143,7 +143,7 @@ def parse_header(file: FileEntry, header: bytes) -> FileEntry:
         sha256 = digests[number * len(_NO_DIGEST) : (number + 1) * len(_NO_DIGEST)]
         entries.append(
             TensorEntry(
-                kind=kind,
+                kind=cast(Kind, kind),
                 name=parameter,
                 start=int(start),
                 numel=described["shape"][0],

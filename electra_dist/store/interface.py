@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from electra_dist.errors import StoreError
 
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
