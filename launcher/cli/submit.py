@@ -60,6 +60,14 @@ def submit(
             help="continue a run that an older version began, although masks, samples or dropout will differ",
         ),
     ] = False,
+    stage_environment: Annotated[
+        bool,
+        typer.Option(
+            "--stage-environment",
+            help="copy the Python packages to the own disk of every node, so that hundreds of ranks do not import "
+            "them from the shared file system",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="print the batch script; write and submit nothing")] = False,
 ) -> None:
     """Submit a run to Slurm. Its jobs continue it after time limits, preemption and dead nodes until it is finished.
@@ -82,14 +90,17 @@ def submit(
         container=ranks_container,
         sbatch_options=tuple(sbatch or ()),
         accept_new_numerics=accept_new_numerics,
+        stage_environment=stage_environment,
     )
     command_line = ["electra-dist", *sys.argv[1:]]
     resolved_config, request, excluded_nodes = prepare(submission, command_line)
     if dry_run:
         print(batch_script(request, excluded_nodes), end="")
         return
-    job_ids = submit_jobs(resolved_config, request, excluded_nodes)
     out = open_console()
+    packing = "packing the Python packages into one file" if stage_environment else "submitting"
+    with out.status(packing):
+        job_ids = submit_jobs(resolved_config, request, excluded_nodes)
     run = shlex.quote(resolved_config.run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"
     out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")

@@ -31,6 +31,7 @@ from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
+from launcher.slurm.environment_archive import archive_name, environment_files, write_archive
 from launcher.slurm.job import note
 from launcher.slurm.sbatch import run_sbatch
 
@@ -74,6 +75,13 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         check_new_run(config)
     check_numerics(run_dir, config.numerics, submission.accept_new_numerics)
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
+    archive = ""
+    if submission.stage_environment:
+        if submission.container is not None:
+            raise UserError(
+                "--stage-environment copies this interpreter's packages, but --container has its own; leave out one"
+            )
+        archive = str(run_dir / SLURM_DIR / archive_name(environment_files()))
     # The submission has these options and others; the request for the script takes them over unchanged.
     job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}
     request = SubmitRequest(
@@ -84,6 +92,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         command=shlex.join(command),
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
+        environment_archive=archive,
         **job_options,
     )
     expires_s = 3600 * config.cluster.strike_expires_h
@@ -116,6 +125,8 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
             file.write(dump_yaml(config))
         script.write_text(script_text, encoding="utf-8")
         script.chmod(0o755)
+    if request.environment_archive:
+        write_archive(Path(request.environment_archive), environment_files())
     num_jobs = max(1, request.chain)  # Without a chain, `chain` is 0 and one job is submitted.
     jobs: list[str] = []
     try:

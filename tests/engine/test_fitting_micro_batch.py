@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config_file import load_config
@@ -30,6 +30,7 @@ def test_the_shipped_large_config_runs_on_up_to_2048_ranks(ranks: int, size: int
     assert all(f"{size} rows and not 32" in note and "global batch stays 2048" in note for note in notes)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 80))
 def test_the_largest_divisor_is_taken(micro_batch: int, num_micro_batches: int, ranks: int) -> None:
     train = TrainConfig(num_steps=1, global_batch=micro_batch * num_micro_batches, micro_batch=micro_batch)
