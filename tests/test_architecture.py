@@ -36,6 +36,7 @@ LARGEST = {"launcher/cli": 26, "electra_dist/objectives": 24, "kernels/electra_k
 WITHOUT_TORCH = (
     "launcher.cli.submit",
     "launcher.slurm.job",
+    "launcher.slurm.batch_script",
     "launcher.supervise.__main__",
     "launcher.preflight.__main__",
     "launcher.cli.status",
@@ -45,8 +46,9 @@ _TELL_TORCH = """
 import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-    if "torch" in sys.modules:
-        sys.exit(f"{name} imports torch")
+    for heavy in ("torch", "deepspeed"):
+        if heavy in sys.modules:
+            sys.exit(f"{name} imports {heavy}")
 """
 
 
@@ -124,7 +126,7 @@ def test_no_folder_has_too_many_files(files: Graph):
     assert {name: n for name, n in counts.items() if n > LARGEST.get(name, LARGEST_FOLDER)} == {}
 
 
-def test_what_runs_on_a_login_node_is_imported_without_torch():
+def test_what_runs_on_a_login_node_or_beside_the_ranks_is_imported_without_torch_and_deepspeed():
     done = subprocess.run(
         [sys.executable, "-c", _TELL_TORCH, *WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT
     )

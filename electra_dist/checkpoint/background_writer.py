@@ -3,7 +3,7 @@
 Guarantee: if any process is killed at any moment, the newest committed checkpoint in every target is complete. A
 target is a store (a folder or a bucket) that receives every checkpoint. Each rank writes the file with its part of the
 state once, then uploads that file to the other targets. `CheckpointWriter.on_commit` is called when all targets have
-the checkpoint.
+the checkpoint. A second thread then deletes old checkpoints, and the next save does not wait for it.
 
 Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. `reserve`
 allocates it before the first save. `benchmarks/checkpoint.py` measures how long a save holds up training. At most one
@@ -66,6 +66,7 @@ class CheckpointWriter:
         policy: CheckpointConfig,
         rollback_steps: int = 0,
         patience: Patience | None = None,
+        clears_staging: bool = True,
     ) -> None:
         """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
 
@@ -79,6 +80,7 @@ class CheckpointWriter:
             rollback_steps: rank 0 also keeps the newest checkpoint that is at least this many steps older than the
                 newest one, so that a rollback always has a checkpoint to go back to.
             patience: how long a save waits for targets that are full or away; None: not at all.
+            clears_staging: whether this rank deletes what is left in `staging`; one rank of each node is enough.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -94,9 +96,11 @@ class CheckpointWriter:
         """Called about every second while `wait` waits, with the seconds waited so far."""
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
+        self._deletion: threading.Thread | None = None  # of old checkpoints, on rank 0
         self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
         self._scores: list[dict[str, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
-        self._patience.call(lambda: self._clear_staging(attempt))
+        if clears_staging:
+            self._patience.call(lambda: self._clear_staging(attempt))
 
     def _clear_staging(self, attempt: int) -> None:
         """Delete from the staging folder what starts of the run before number `attempt` have left there."""
@@ -152,15 +156,25 @@ class CheckpointWriter:
         """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
 
         The same error is not raised again by the next call. If there was no error, then on rank 0 all targets have the
-        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet.
+        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet. Old
+        checkpoints may still be there.
         """
-        if self._thread is not None:
-            begin = time.perf_counter()
-            self._thread.join(_WAIT_SLICE_S)
-            while self._thread.is_alive():
-                self.on_wait(time.perf_counter() - begin)
-                self._thread.join(_WAIT_SLICE_S)
-            self._thread = None
+        self._join(self._thread)
+        self._thread = None
+        self._raise_error()
+
+    def _join(self, thread: threading.Thread | None) -> None:
+        """Wait until a thread has ended, and call `on_wait` about every second meanwhile."""
+        if thread is None:
+            return
+        begin = time.perf_counter()
+        thread.join(_WAIT_SLICE_S)
+        while thread.is_alive():
+            self.on_wait(time.perf_counter() - begin)
+            thread.join(_WAIT_SLICE_S)
+
+    def _raise_error(self) -> None:
+        """Raise the error of a thread that has ended, if there was one, once."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -172,8 +186,13 @@ class CheckpointWriter:
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save, raise its error if there was one, and free the host buffer."""
-        self.wait()
+        """Wait for the last save and for deletions, raise their error if there was one, and free the host buffer."""
+        try:
+            self.wait()
+        finally:
+            self._join(self._deletion)
+            self._deletion = None
+        self._raise_error()
         self._buffer = None
 
     def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
@@ -223,7 +242,7 @@ class CheckpointWriter:
             self._store_everywhere(state, tensors)
             if self._rank == 0:
                 self.on_commit(state, timing, time.perf_counter() - begin)
-                self._delete_old(state.attempt)
+                self._begin_deletion(state.attempt)
         except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
             self._error = error
 
@@ -240,7 +259,7 @@ class CheckpointWriter:
             StorageLost: a target stayed away too long; the others have the checkpoint.
         """
         save = Save(self._rank, state, tensors, self._staging, self._targets)
-        stages: list[Callable[[], Exception | None]] = [save.store]
+        stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
         if self._rank == 0:
             stages = [save.store, lambda: _failure_of(self.before_commit), lambda: save.commit(self._must_give_up)]
         with self._patience.outage() as outage:
@@ -255,20 +274,31 @@ class CheckpointWriter:
         """Return whether the run ends, so that nothing must be waited for any more."""
         return self._patience.is_abandoned
 
-    def _delete_old(self, attempt: int) -> None:
-        """Delete the checkpoints that are not kept, on every target. Rank 0 only.
+    def _begin_deletion(self, attempt: int) -> None:
+        """Begin to delete the checkpoints that are not kept, in a thread of its own. Rank 0 only.
 
-        No old checkpoint is deleted before all targets have the new one.
+        No old checkpoint is deleted before all targets have the new one. If the deletion after the save before still
+        goes on, it is waited for.
 
         Args:
             attempt: number of this start of the run.
         """
-        for target, scores in zip(self._targets, self._scores):
-            self._patience.call(
-                lambda target=target, scores=scores: retain(  # type: ignore[misc]
-                    target, self._policy, self._rollback_steps, attempt, scores
+        if self._deletion is not None:
+            self._deletion.join()
+        self._deletion = threading.Thread(target=self._delete_old, args=(attempt,), name="checkpoint-deletion")
+        self._deletion.start()
+
+    def _delete_old(self, attempt: int) -> None:
+        """Delete the checkpoints that are not kept, on every target; keep an error for `wait` or `close`."""
+        try:
+            for target, scores in zip(self._targets, self._scores):
+                self._patience.call(
+                    lambda target=target, scores=scores: retain(  # type: ignore[misc]
+                        target, self._policy, self._rollback_steps, attempt, scores
+                    )
                 )
-            )
+        except BaseException as error:  # noqa: BLE001  # the training thread raises it
+            self._error = error
 
 
 def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:

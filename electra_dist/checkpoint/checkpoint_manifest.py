@@ -10,11 +10,17 @@ How: every start of a run has a number, its "attempt". A store that receives che
     step-00000400-a0003/                checkpoint after 400 steps by start 3; no other start writes to this folder
         rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
         rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
+        group-00000/rank-00000.json     the same in a run of more than 16 ranks
+        merged-00000.json               the entries of a group, merged by its last rank; deleted after the commit
         manifest.json                   the commit: created by rank 0, only if absent, after all entries were there
         manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
 
-Cost: 150 bytes of manifest for each tensor. At ZeRO stage 3 every rank stores 3 tensors (master weight and two
-moments) for each parameter: 23 MB of manifest for ELECTRA-Large on 64 ranks.
+A manifest of format 2 lists every tensor, with 150 bytes for each. Where that would take more than 3 MB, because every
+rank stores a part of every parameter (ZeRO stages 0 and 3), the manifest has format 3: it holds only how each
+parameter is divided between the files, and the header of each file, whose digest is in the manifest, lists the tensors
+and their digests. Both formats are read.
+
+Cost: docs/cluster.md has the sizes that were measured.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from electra_dist.checkpoint.many_ranks.parameter_runs import Run, check_runs
 from electra_dist.config import canonical_json
 from electra_dist.errors import TornCheckpoint
 from electra_dist.store.interface import Store
@@ -77,7 +84,12 @@ class FileEntry(_Frozen):
     size_bytes: int  # of the whole file
     header_bytes: int
     header_sha256: str  # hexadecimal
-    tensors: tuple[TensorEntry, ...]  # in the order of the file
+    tensors: tuple[TensorEntry, ...]  # in the order of the file; () if only the file's header lists them
+
+    @property
+    def is_listed_in_header(self) -> bool:
+        """Return whether the file has tensors that only its header lists, as with a manifest of format 3."""
+        return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
         """Verify that the header and the tensors of this entry cover every byte of the file exactly once.
@@ -142,10 +154,11 @@ class RunState(_Frozen):
 class Manifest(_Frozen):
     """Manifest of one checkpoint: its run state and every tensor file, with a SHA-256 for each range of bytes."""
 
-    format: Literal[2] = 2
+    format: Literal[2, 3] = 2
     saved_at: str  # UTC, ISO 8601; the same in all targets
     state: RunState
     files: tuple[FileEntry, ...]
+    runs: dict[str, tuple[Run, ...]] | None = None  # in format 3, how each parameter is divided between the files
 
     @property
     def size_bytes(self) -> int:
@@ -157,7 +170,8 @@ class Manifest(_Frozen):
 
         The key `sha256` holds the digest of the same JSON without that key. A loss that is not finite becomes null.
         """
-        tree = json.loads(self.model_dump_json())  # through JSON text, which turns a NaN into null
+        fields_of_format_3 = {"runs"} if self.runs is None else set()
+        tree = json.loads(self.model_dump_json(exclude=fields_of_format_3))  # through JSON text: NaN becomes null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
@@ -194,12 +208,15 @@ class Manifest(_Frozen):
     def check_coverage(self) -> None:
         """Verify that the manifest lists every element of every parameter, and of both its moments, exactly once.
 
-        It also verifies that header and tensors cover every byte of each tensor file exactly once. Only numbers in the
-        manifest are compared; the tensor files are not read.
+        It also verifies that header and tensors cover every byte of each tensor file exactly once; in format 3 that is
+        verified when the header is read. Only numbers in the manifest are compared; the tensor files are not read.
 
         Raises:
             TornCheckpoint: names the first file or parameter for which this does not hold.
         """
+        if self.runs is not None:
+            self._check_runs(self.runs)
+            return
         # Ranges of elements [start, end) that the files hold, by kind and parameter.
         ranges: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for file in self.files:
@@ -214,6 +231,21 @@ class Manifest(_Frozen):
         for kind in KINDS:
             for name, shape in self.state.shapes.items():
                 _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
+
+    def _check_runs(self, runs: dict[str, tuple[Run, ...]]) -> None:
+        """Verify that the files hold every element of every parameter exactly once, by a manifest of format 3.
+
+        Raises:
+            TornCheckpoint: names the first parameter for which this does not hold.
+        """
+        if set(runs) != set(self.state.shapes):
+            names = sorted(set(runs) ^ set(self.state.shapes))[:3]
+            raise TornCheckpoint(f"{MANIFEST} is inconsistent: `runs` and `shapes` differ in the parameters {names}")
+        for name, shape in self.state.shapes.items():
+            try:
+                check_runs(name, math.prod(shape), runs[name], len(self.files))
+            except TornCheckpoint as error:
+                raise TornCheckpoint(f"{MANIFEST} is inconsistent: {error}") from None
 
 
 def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None:

@@ -2,9 +2,9 @@
 
 Guarantee: every start of a run takes a number, its "attempt". Only the newest attempt deletes files. An older attempt
 whose processes still run raises `Fenced` at its next check for a newer number. Each rank stores a tensor file and a
-JSON entry with the file's digests. Then rank 0 commits the checkpoint by creating its manifest, which contains all
-entries; the store creates it only if it is absent. Deletion removes the manifest before the tensor files. A kill in
-between leaves unused files ("leftovers"), and never a manifest whose files are missing.
+JSON entry with the file's digests (many_ranks/file_entries.py). Then rank 0 commits the checkpoint by creating its
+manifest, which contains all entries; the store creates it only if it is absent. Deletion removes the manifest before
+the tensor files. A kill in between leaves unused files ("leftovers"), and never a manifest whose files are missing.
 
 How: no lock is needed. A new attempt first takes its number, then deletes what older attempts left uncommitted. An
 older attempt may still run, for example behind a cut network link. It checks for newer numbers before its commit, and
@@ -12,25 +12,22 @@ again before it deletes anything. If the new attempt begins just after the first
 of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
 one, which still exists because the second check prevented its deletion.
 
-Cost: a commit takes W + 4 store requests at W ranks; the start of a run takes 6.
+Cost: a commit takes rank 0 a number of requests that grows with the square root of the number of ranks, 16 at a time;
+docs/cluster.md has a table. The start of a run takes 6.
 
-Limits: every rank calls `submit`. Only rank 0, or a command outside the run, calls the other functions.
+Limits: only rank 0, or a command outside the run, calls these functions.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePosixPath
 from types import MappingProxyType
 
 from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
-    FileEntry,
     Manifest,
     RunState,
     committed,
@@ -38,15 +35,14 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     parse_folder,
     read_manifest,
 )
+from electra_dist.checkpoint.many_ranks.file_entries import read_entries, wait_for
+from electra_dist.checkpoint.many_ranks.rank_groups import is_entry, keys_of_rank_0
 from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.json_file import parse_json
-from electra_dist.store.retry import Rereading
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
-_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 _ATTEMPTS = "attempts/"
 _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
@@ -192,10 +188,10 @@ def newest_attempt(target: Store) -> int:
 def leftovers(target: Store, attempt: int) -> list[str]:
     """Return the keys of a target's files that no checkpoint needs ("leftovers"), sorted; nothing is deleted.
 
-    There are two kinds. The first are the files rank-NNNNN.json of checkpoints that are committed or set aside as
-    damaged, because their manifests contain the same entries. The second are all files of a folder without a manifest,
-    if a start of the run before number `attempt` wrote it. Folders of start `attempt` or of a later one are left out:
-    a process may still be writing to them.
+    There are two kinds. The first are the entries of files, such as rank-NNNNN.json, of checkpoints that are committed
+    or set aside as damaged, because their manifests contain the same entries. The second are all files of a folder
+    without a manifest, if a start of the run before number `attempt` wrote it. Folders of start `attempt` or of a
+    later one are left out: a process may still be writing to them.
 
     Args:
         target: the store to list.
@@ -207,7 +203,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
     for key in keys:
         folder, _, name = key.partition("/")  # step-00000400-a0003/rank-00000.json
         is_finished = folder in finished_folders
-        is_used_entry = is_finished and _is_entry(name)  # the manifest contains the entry
+        is_used_entry = is_finished and is_entry(name)  # the manifest contains the entry
         is_abandoned = not is_finished and is_older(key, attempt)  # nobody will commit this folder any more
         if is_used_entry or is_abandoned:
             leftover_keys.append(key)
@@ -227,8 +223,7 @@ def sweep(target: Store, attempt: int) -> list[str]:
         The keys of the deleted files, sorted. Unfinished uploads have no key, so they are not listed.
     """
     leftover_keys = leftovers(target, attempt)
-    for key in leftover_keys:
-        target.delete(key)
+    target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
     return leftover_keys
 
@@ -253,23 +248,6 @@ def is_older(key: str, attempt: int) -> bool:
     return folder_attempt < attempt
 
 
-def submit(target: Store, folder: str, rank: int, entry: FileEntry) -> None:
-    """Store the manifest entry of a rank's tensor file as FOLDER/rank-NNNNN.json, which rank 0 reads to commit.
-
-    Every rank calls it after its tensor file is complete in the target. The object has the SHA-256 of the entry on its
-    first line, then the entry as JSON, so that rank 0 notices a damaged read. Rank 0 deletes it after the commit.
-
-    Args:
-        target: the store that holds the tensor file.
-        folder: the checkpoint's folder in the store.
-        rank: number of the calling process.
-        entry: the name, the size and all digests of the tensor file.
-    """
-    data = entry.model_dump_json().encode()
-    digest = hashlib.sha256(data).hexdigest().encode()
-    target.write(_entry_key(folder, rank), digest + b"\n" + data)
-
-
 def commit(
     target: Store,
     state: RunState,
@@ -280,8 +258,8 @@ def commit(
 ) -> None:
     """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
 
-    The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank
-    stored with `submit`, are deleted.
+    The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank has
+    stored with `submit`, are deleted. In a large run the leaders of groups of ranks have merged them before.
 
     Args:
         target: the store; every rank has written its tensor file to it, or is about to.
@@ -299,13 +277,18 @@ def commit(
         TornCheckpoint: the entries do not cover every parameter exactly once.
     """
     folder = folder_name(state.step, state.attempt)
-    keys = [_entry_key(folder, rank) for rank in range(state.world_size)]
+    keys = keys_of_rank_0(folder, state.world_size)
     if is_repeated and target.exists(f"{folder}/{MANIFEST}"):
         _delete_entries(target, state.attempt, keys)
         return
-    _wait_for(target, folder, keys, give_up)
-    files = tuple(_read_entry(target, key) for key in keys)
-    manifest = Manifest(saved_at=saved_at, state=state, files=files)
+    prefix, _, _ = keys[0].rpartition("-")  # FOLDER/rank or FOLDER/merged
+    wait_for(target, folder, prefix, keys, ENTRY_TIMEOUT_S, give_up)
+    entries = read_entries(target, keys)
+    if entries.parts is None:
+        manifest = Manifest(saved_at=saved_at, state=state, files=entries.files)
+    else:
+        runs = {name: parts.runs for name, parts in entries.parts.items()}
+        manifest = Manifest(format=3, saved_at=saved_at, state=state, files=entries.files, runs=runs)
     manifest.check_coverage()
     check_fence(target, state.attempt)  # before the commit
     if not target.write_new(f"{folder}/{MANIFEST}", manifest.dump()):
@@ -323,8 +306,7 @@ def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
         Fenced: a newer start of the run exists.
     """
     check_fence(target, attempt)
-    for key in keys:
-        target.delete(key)
+    target.delete_all(keys)
 
 
 def check_fence(target: Store, attempt: int) -> None:
@@ -373,8 +355,7 @@ def retain(
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy, rollback_steps):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
-        for key in target.list(f"{checkpoint.folder}/"):
-            target.delete(key)
+        target.delete_all(target.list(f"{checkpoint.folder}/"))
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:
@@ -394,63 +375,6 @@ def held_out_score(target: Store, folder: str) -> HeldOutScore:
     loss = state.eval_rtd_loss if state.eval_loss is None else state.eval_loss
     # Older versions recorded 0 as the discriminator's loss of an objective that has no discriminator.
     return HeldOutScore(context_auc=state.eval_context_auc, loss=loss or None)
-
-
-def _wait_for(target: Store, folder: str, keys: Sequence[str], give_up: Callable[[], bool]) -> None:
-    """List a checkpoint's folder again and again until all `keys` are in it; the pause grows from 0.02 s to 1 s.
-
-    Raises:
-        TimeoutError: a key is missing after `ENTRY_TIMEOUT_S` seconds, or `give_up` returns True; the message names
-            the first one.
-    """
-    deadline = time.monotonic() + ENTRY_TIMEOUT_S
-    poll_s = _POLL_S
-    while True:
-        missing_keys = set(keys) - set(target.list(f"{folder}/"))
-        if not missing_keys:
-            return
-        if time.monotonic() > deadline or give_up():
-            name = PurePosixPath(min(missing_keys)).name
-            raise TimeoutError(
-                f"checkpoint {target.url}/{folder} was not committed: its file {name} was not written within "
-                f"{ENTRY_TIMEOUT_S:.0f} s, or before the run ended; look for the error of that rank in the output"
-            )
-        time.sleep(poll_s)
-        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-
-
-def _read_entry(target: Store, key: str) -> FileEntry:
-    """Read the manifest entry of a rank's file, which the rank stored with `submit`, and verify its digest.
-
-    An entry that does not match the digest stored with it is read again.
-
-    Raises:
-        StoreError: no reading matched the digest, or the object cannot be read.
-    """
-
-    def read_once() -> tuple[bytes, str]:
-        """Return the JSON of the entry, and a fault if it does not match its digest."""
-        digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
-        found = hashlib.sha256(data).hexdigest()
-        return data, "" if found.encode() == digest else f"it does not match its digest (found {found[:12]})"
-
-    data, fault = Rereading(target.reread_pauses_s).read(f"{target.url}/{key}", read_once)
-    if fault:
-        raise StoreError(
-            f"{target.url}/{key}: {fault}, at every reading; check the disk or the storage service, then start the "
-            f"run again"
-        )
-    return FileEntry.model_validate(parse_json(data))
-
-
-def _is_entry(name: str) -> bool:
-    """Return whether a file name is rank-NNNNN.json, the name of the file that holds a rank's manifest entry."""
-    return name.startswith("rank-") and name.endswith(".json")
-
-
-def _entry_key(folder: str, rank: int) -> str:
-    """Return the key of the file in which a rank stores its entry for the manifest: FOLDER/rank-NNNNN.json."""
-    return f"{folder}/rank-{rank:05d}.json"
 
 
 def _attempt_key(attempt: int) -> str:

@@ -5,6 +5,8 @@ Guarantee: callers receive exactly the bytes that the manifest describes. A file
 or a tensor that does not match its digest is read again, with pauses, and counts as damaged only if two readings agree
 (`store/retry.py`); so a bit that was flipped on the way from the store does not count as damage of the checkpoint.
 
+Where the manifest does not list the tensors of a file, the file's header does, which is read and verified first.
+
 Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
 requests at a time, so a rank holds at most 256 MB. SHA-256 does 1.5 GB/s on a core.
 """
@@ -14,16 +16,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Manifest, TensorEntry, read_manifest
-from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.checkpoint.many_ranks.parameter_runs import FilesOfElements, Run
+from electra_dist.checkpoint.tensor_file import Fragment, parse_header
 from electra_dist.errors import StoreMissing, TornCheckpoint
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.retry import Rereading
 
 REQUEST_BYTES = 64 << 20  # 64 MiB: limit of one request, unless a single tensor is larger
@@ -100,18 +103,29 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
     Returns:
         One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
     """
+    _, header_faults = _read_header(store, key, file)
     try:
-        header = store.read_range(key, 0, file.header_bytes, must_exist=True)
         size = store.size(key)
     except StoreMissing:
         return [missing(file.name)]
-    faults = []
-    if size != file.size_bytes:
-        faults.append(f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes")
+    if size == file.size_bytes:
+        return header_faults
+    return [f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes", *header_faults]
+
+
+def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, list[str]]:
+    """Make one reading of a tensor file's header; return it, and one line if it is missing or not that of the entry.
+
+    The line for a missing file is `missing(file.name)`.
+    """
+    try:
+        header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
+    except StoreMissing:
+        return b"", [missing(file.name)]
     header_sha256 = hashlib.sha256(header).hexdigest()
     if header_sha256 != file.header_sha256:
-        faults.append(f"the header of {file.name} does not match its digest (found {header_sha256[:12]})")
-    return faults
+        return header, [f"the header of {file.name} does not match its digest (found {header_sha256[:12]})"]
+    return header, []
 
 
 def read_tensors(
@@ -203,7 +217,9 @@ def fill(
     destinations = _Destinations(fragments)
     rereading = Rereading(store.reread_pauses_s)
     needed_requests: list[Request] = []
-    for file in manifest.files:
+    needed_files = manifest.files if manifest.runs is None else _files_of(manifest.files, manifest.runs, fragments)
+    listed_files, header_faults = with_tensors(store, folder, needed_files, rereading)
+    for file in listed_files:
         needed_requests.extend(requests(file, destinations.need))
 
     def check_file(file: FileEntry) -> list[str]:
@@ -217,7 +233,67 @@ def fill(
     with ThreadPoolExecutor(THREADS) as pool:
         faults_by_file = pool.map(check_file, check)
         faults_by_request = pool.map(read_request, needed_requests)
-        return list(itertools.chain(*faults_by_file, *faults_by_request))
+        return list(itertools.chain(header_faults, *faults_by_file, *faults_by_request))
+
+
+def _files_of(
+    files: Sequence[FileEntry], runs: Mapping[str, Sequence[Run]], fragments: Sequence[Fragment]
+) -> list[FileEntry]:
+    """Return the files that hold any element of the fragments, by a manifest that holds runs.
+
+    Args:
+        files: all files of the checkpoint.
+        runs: how each parameter is divided between the files.
+        fragments: ranges of parameters.
+    """
+    numbers: set[int] = set()
+    for fragment in fragments:
+        end = fragment.start + fragment.numel
+        numbers.update(FilesOfElements(runs[fragment.name]).overlapping(fragment.start, end))
+    return [files[number] for number in sorted(numbers)]
+
+
+def with_tensors(
+    store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
+) -> tuple[list[FileEntry], list[str]]:
+    """Return the entries of files with their tensors, which are read from the headers where the manifest has none.
+
+    Args:
+        store: the store to read from.
+        folder: the checkpoint's folder in the store.
+        files: manifest entries of the files.
+        rereading: the readings of this checkpoint.
+
+    Returns:
+        The entries of the files whose header is good; and one line for each other file.
+
+    Raises:
+        StoreError: the store cannot be read, or returns other bytes at each reading.
+    """
+    listed_files: list[FileEntry] = []
+    faults: list[str] = []
+
+    def read(file: FileEntry) -> tuple[FileEntry, list[str]]:
+        """Return the entry of one file, and the faults of its header."""
+        if not file.is_listed_in_header:
+            return file, []
+        headers: list[bytes] = []
+        key = f"{folder}/{file.name}"
+
+        def read_header() -> list[str]:
+            """Make one reading of the header, and return its faults."""
+            header, header_faults = _read_header(store, key, file)
+            headers[:] = [header]
+            return header_faults
+
+        header_faults = _repeat_while_faulty(read_header, f"{store.url}/{key}", rereading)
+        return (file, header_faults) if header_faults else (parse_header(file, headers[0]), [])
+
+    for file, header_faults in in_parallel(read, files):
+        faults += header_faults
+        if not header_faults:
+            listed_files.append(file)
+    return listed_files, faults
 
 
 class _Destinations:
@@ -321,6 +397,13 @@ def verify_file(
     faults = file_faults(store, folder, file, rereading)
     if faults == [missing(file.name)]:
         return faults
+    if file.is_listed_in_header:
+        if faults:
+            return faults  # Without its header, nothing is known of the tensors.
+        listed_files, header_faults = with_tensors(store, folder, [file], rereading)
+        if header_faults:
+            return header_faults
+        file = listed_files[0]
     with ThreadPoolExecutor(THREADS) as pool:
         for request_faults in pool.map(verify_request, requests(file)):
             faults.extend(request_faults)

@@ -1,7 +1,8 @@
 """Store one checkpoint in several targets, each at its own pace: what is done stays done when a target is tried again.
 
-Guarantee: every stage can be repeated after a failure. A file is written once and uploaded from there, an entry is
-submitted after its file is complete, and a manifest that this process has created is recognised.
+Guarantee: every stage can be repeated after a failure. A file is written once and uploaded from there, to all targets
+at the same time; an entry is submitted after its file is complete, and a manifest that this process has created is
+recognised.
 
 Limits: a target that goes away after it has received the only written copy of this rank's file holds up the others.
 """
@@ -15,12 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_manifest import FileEntry, RunState, folder_name
-from electra_dist.checkpoint.commit import commit, submit
+from electra_dist.checkpoint.commit import ENTRY_TIMEOUT_S, commit
 from electra_dist.checkpoint.free_space import nearest_folder
+from electra_dist.checkpoint.many_ranks.file_entries import has_runs, merge_group, submit
+from electra_dist.checkpoint.many_ranks.rank_groups import led_group
 from electra_dist.checkpoint.tensor_file import Tensor, write_tensor_file
 from electra_dist.errors import StoreAway
 from electra_dist.store.failure_kinds import is_worth_waiting_for
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.local_store import LocalStore
 
 _HEADER_BYTES = 1 << 20  # allowed for the header of a tensor file, and for the manifest
@@ -32,6 +35,7 @@ class _Copy:
 
     target: Store
     is_stored: bool = False  # this rank's file and its entry are there
+    is_merged: bool = False  # if this rank leads a group of ranks: the entries of the group are merged
     was_tried: bool = False  # a commit was begun
     is_committed: bool = False
 
@@ -69,7 +73,25 @@ class Save:
         Returns:
             The first failure that is worth a wait; None if all targets have both. Other errors are raised.
         """
-        return self._for_each(self._store)
+        failures: list[Exception | None] = []
+        while self._written is None and len(failures) < len(self._copies):
+            # The first target that accepts the file gets it before the others, which receive copies of it.
+            failures.append(self._failure(self._store, self._copies[len(failures)]))
+        return self._for_each(self._store, failures)
+
+    def merge(self, give_up: Callable[[], bool]) -> Exception | None:
+        """Merge the entries of the group that this rank leads, in every target that lacks it; do nothing otherwise.
+
+        Args:
+            give_up: asked while the entries of other ranks are waited for; True ends the wait with an error.
+
+        Returns:
+            As for `store`.
+        """
+        group = led_group(self._rank, self._state.world_size)
+        if group is None:
+            return None
+        return self._for_each(lambda copy: self._merge(copy, group, give_up))
 
     def commit(self, give_up: Callable[[], bool]) -> Exception | None:
         """Commit the checkpoint on every target that has this rank's file and no manifest. Rank 0 only.
@@ -87,18 +109,26 @@ class Save:
         if self._written is not None and self._written[0] == self._staging.local_path(self._key):
             self._staging.delete(self._key)
 
-    def _for_each(self, stage: Callable[[_Copy], None]) -> Exception | None:
-        """Run a stage for every copy, and return the first failure that is worth a wait."""
-        first_failure: Exception | None = None
-        for copy in self._copies:
-            try:
-                stage(copy)
-            except Exception as error:
-                if not is_worth_waiting_for(error):
-                    raise
-                if first_failure is None:
-                    first_failure = error
-        return first_failure
+    def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
+        """Run a stage for several copies at a time, and return the first failure that is worth a wait.
+
+        Args:
+            stage: called once for each copy.
+            failures: results of the first copies, for which the stage was run already.
+        """
+        remaining_copies = self._copies[len(failures) :]
+        results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
+        return next((failure for failure in results if failure is not None), None)
+
+    def _failure(self, stage: Callable[[_Copy], None], copy: _Copy) -> Exception | None:
+        """Run a stage for one copy; return its error if that is worth a wait, and None if it succeeds."""
+        try:
+            stage(copy)
+        except Exception as error:
+            if not is_worth_waiting_for(error):
+                raise
+            return error
+        return None
 
     def _store(self, copy: _Copy) -> None:
         """Store the file and its entry in one target, unless they are there."""
@@ -108,12 +138,21 @@ class Save:
         if self._written is None:
             path = path_in_target or self._staging.local_path(self._key)
             _check_space(path, self._tensors)
-            self._written = (path, write_tensor_file(path, self._tensors))
+            is_listed = has_runs(self._state)
+            self._written = (path, write_tensor_file(path, self._tensors, digests_in_header=is_listed))
         written_path, entry = self._written
         if written_path != path_in_target:
             copy.target.upload(written_path, self._key)
-        submit(copy.target, self._folder, self._rank, entry)
+        submit(copy.target, self._folder, self._rank, self._state, entry)
         copy.is_stored = True
+
+    def _merge(self, copy: _Copy, group: int, give_up: Callable[[], bool]) -> None:
+        """Merge the entries of this rank's group in one target, if this rank's file is there."""
+        if copy.is_merged or not copy.is_stored:
+            return
+        world_size = self._state.world_size
+        merge_group(copy.target, self._folder, group, world_size, ENTRY_TIMEOUT_S, give_up)
+        copy.is_merged = True
 
     def _commit(self, copy: _Copy, give_up: Callable[[], bool]) -> None:
         """Commit the checkpoint on one target, if this rank's file is there."""

@@ -7,6 +7,10 @@ file would have to be read again to compute the digests.
 A tensor of more than `PIECE` elements is stored in pieces, each with its own digest. A digest can only be checked over
 the whole range that it covers. With pieces, a rank that needs a part of a tensor reads and hashes little more than
 that part.
+
+Where the manifest does not list the tensors, the header of the file holds their digests: as one text of 64 characters
+for each tensor, in their order, under the key `sha256` of the header's `__metadata__`. The header is written a second
+time when the digests are known.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 
@@ -25,6 +29,8 @@ from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Kind, TensorE
 from electra_dist.store.atomic_files import make_folder, sync_folder, writable
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB
+_LENGTH_BYTES = 8  # before the JSON of a header
+_NO_DIGEST = "0" * 64  # takes the place of a digest that is not known yet
 _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the processor's cache
 
 
@@ -66,7 +72,7 @@ class Tensor:
         ]
 
 
-def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
+def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_header: bool = False) -> FileEntry:
     """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest.
 
     Tensors of more than `PIECE` elements are stored in pieces, each with its own name and digest. An existing file is
@@ -75,12 +81,13 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
     Args:
         path: the file; its folder is created if missing.
         tensors: fp32 values on the CPU, in the order in which they are written.
+        digests_in_header: whether the header holds the digests of the tensors, so that the manifest need not.
 
     Raises:
         StoreError: the disk is full or refuses the write.
     """
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
-    header = _header(pieces)
+    header = _header(pieces, [_NO_DIGEST] * len(pieces) if digests_in_header else [])
     entries = []
     offset = len(header)  # at which the next piece begins in the file
     with writable(path):
@@ -101,6 +108,10 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
                     )
                 )
                 offset += len(data)
+            if digests_in_header:
+                header = _header(pieces, [entry.sha256 for entry in entries])
+                file.seek(0)
+                file.write(header)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(path.parent)
@@ -113,6 +124,38 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> FileEntry:
     )
 
 
+def parse_header(file: FileEntry, header: bytes) -> FileEntry:
+    """Return the entry of a file with the tensors that its header lists, and their digests.
+
+    Args:
+        file: entry without tensors.
+        header: the header, which has been compared with its digest in the entry.
+
+    Raises:
+        TornCheckpoint: the tensors do not cover the file.
+    """
+    table = json.loads(header[_LENGTH_BYTES:])
+    digests = table.pop("__metadata__")["sha256"]
+    entries = []
+    for number, (name, described) in enumerate(table.items()):
+        kind, parameter, start = name.split("|")
+        begin, _ = described["data_offsets"]
+        sha256 = digests[number * len(_NO_DIGEST) : (number + 1) * len(_NO_DIGEST)]
+        entries.append(
+            TensorEntry(
+                kind=cast(Kind, kind),
+                name=parameter,
+                start=int(start),
+                numel=described["shape"][0],
+                offset=file.header_bytes + begin,
+                sha256=sha256,
+            )
+        )
+    complete = file.model_copy(update={"tensors": tuple(entries)})
+    complete.check_layout()
+    return complete
+
+
 def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
     """Write bytes to a file and return their SHA-256; each chunk is hashed while it is in the CPU cache."""
     digest = hashlib.sha256()
@@ -123,14 +166,18 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _header(pieces: Sequence[Tensor]) -> bytes:
+def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
     """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with spaces.
 
     A piece of a tensor is named `KIND|PARAMETER|START`: master or a moment, the parameter, and its first element. The
     padding makes the length of the JSON a multiple of 8 bytes, as the format asks, so that the data after it are
     aligned.
+
+    Args:
+        pieces: the tensors in the order of the file.
+        digests: their SHA-256, hexadecimal, which the header is to hold; empty for none.
     """
-    table: dict[str, object] = {}
+    table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}
     offset = 0  # of a tensor's data, counted from the end of the header
     for piece in pieces:
         assert piece.values.dtype == torch.float32
@@ -143,4 +190,4 @@ def _header(pieces: Sequence[Tensor]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     num_spaces = -len(text) % 8  # up to the next multiple of 8
     text += b" " * num_spaces
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

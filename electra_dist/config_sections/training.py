@@ -142,8 +142,9 @@ class TrainConfig(Section):
     )
     micro_batch: Positive = Field(
         description="Number of rows that a rank processes in one forward and backward pass. Gradients are "
-        "accumulated over as many passes as global_batch needs. auto: measure memory at the start of the run and "
-        "use the largest number that fits."
+        "accumulated over as many passes as global_batch needs. If a rank has fewer rows, or this number does not "
+        "divide them, a start takes the largest smaller number that does, and logs it. auto: measure memory at the "
+        "start of the run and use the largest number that fits."
     )
     largest_micro_batch: bool = Field(
         default=False,
@@ -189,7 +190,8 @@ class TrainConfig(Section):
     def micro_batches(self, num_ranks: int) -> int:
         """Return the number of micro-batches of a rank in each step: global_batch / (micro_batch * num_ranks).
 
-        It is 0 if that is not a whole number; this number of ranks then cannot run the config.
+        It is 0 if that is not a whole number; a start with this number of ranks takes another micro-batch then
+        (`fitting_micro_batch`).
 
         Args:
             num_ranks: Number of ranks of the run, at least 1.
@@ -199,8 +201,22 @@ class TrainConfig(Section):
             return 0
         return self.global_batch // rows_per_pass
 
+    def fitting_micro_batch(self, num_ranks: int) -> int:
+        """Return the micro-batch of a start: the largest number up to `micro_batch` that divides the rows of a rank.
+
+        It is 0 if the ranks cannot share global_batch evenly; this number of ranks then cannot run the config.
+
+        Args:
+            num_ranks: Number of ranks of the run, at least 1.
+        """
+        rows_per_rank, rest = divmod(self.global_batch, num_ranks)
+        if rest or not rows_per_rank:
+            return 0
+        sizes = range(1, min(self.micro_batch, rows_per_rank) + 1)
+        return max(size for size in sizes if rows_per_rank % size == 0)
+
     def possible_ranks(self) -> list[int]:
-        """Return the numbers of ranks that this config can run on, ascending.
+        """Return the numbers of ranks that this config can run on with its own micro-batch, ascending.
 
         They are those for which global_batch is a multiple of micro_batch * ranks.
         """

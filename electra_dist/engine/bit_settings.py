@@ -7,7 +7,7 @@ type of machine, with more threads. A checkpoint records them, and a start that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,23 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
     settings["CPU instructions"] = torch.backends.cpu.get_cpu_capability()
     settings["compiled CPU library"] = "no" if cpu_library.permute is None else "yes"
     return settings | {name: os.environ[name] for name in _LIBRARY_VARIABLES if name in os.environ}
+
+
+def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
+    """Return why a start draws other dropout than the one before it, as a part of a sentence; "" if it does not.
+
+    On a GPU dropout of attention is drawn by torch's kernels, for each micro-batch and in an order that depends on the
+    backend of attention. All other draws depend on the row alone, and so does every draw on a CPU.
+
+    Args:
+        changed: names of the settings that have changed, as `changes` returns them.
+        attention_dropout: `model.attention_dropout`.
+        device_type: "cuda" or "cpu".
+    """
+    causes = [name for name in ("train.micro_batch", "attention") if name in changed]
+    if device_type != "cuda" or attention_dropout == 0 or not causes:
+        return ""
+    return f"dropout of attention is drawn differently from this step on, because {' and '.join(causes)} changed"
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:

@@ -111,25 +111,24 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
 
 
 def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Raise if the rows of the global batch cannot be divided evenly into micro-batches of all ranks.
+    """Raise if the rows of the global batch cannot be divided evenly between the ranks.
 
     Args:
-        train: gives the global batch and the micro-batch, in rows.
+        train: gives the global batch, in rows.
         world_size: number of ranks of the run.
 
     Raises:
-        UserError: `global_batch` is not a multiple of `micro_batch` x `world_size`; lists the numbers of ranks that
-            are possible with this micro-batch.
+        UserError: `global_batch` is not a multiple of `world_size`; lists the numbers of ranks that are possible.
     """
-    can_share_evenly = train.micro_batches(world_size) > 0
-    if can_share_evenly:
+    if train.fitting_micro_batch(world_size) > 0:
         return
-    possible_ranks = [str(ranks) for ranks in train.possible_ranks()]
+    numbers = range(1, train.global_batch + 1)
+    possible_ranks = [str(ranks) for ranks in numbers if train.global_batch % ranks == 0]
     if len(possible_ranks) > _MOST_RANKS_SHOWN:
         possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
     raise UserError(
-        f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
-        f"{world_size} ranks; with this micro-batch use {', '.join(possible_ranks)} ranks, or change train.micro_batch"
+        f"train.global_batch {train.global_batch} is not a multiple of the {world_size} ranks; use "
+        f"{', '.join(possible_ranks)} ranks, or change train.global_batch"
     )
 
 

@@ -96,6 +96,28 @@ def with_micro_batch(
     return config.model_copy(update={"train": train})
 
 
+def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
+    """Return a config whose micro-batch divides the rows of a rank, and one line for the log if it had to be changed.
+
+    The global batch stays as it is, so every step has the same rows on any number of ranks. If the ranks cannot share
+    the global batch, the config is returned unchanged, and `check_world_size` refuses it.
+
+    Args:
+        config: the resolved config.
+        world_size: number of ranks of the run.
+    """
+    train = config.train
+    size = train.fitting_micro_batch(world_size)
+    if size in (0, train.micro_batch):
+        return config, []
+    rows_per_rank = train.global_batch // world_size
+    line = (
+        f"micro-batch: {size} rows and not {train.micro_batch} (train.micro_batch), because each of the {world_size} "
+        f"ranks has {rows_per_rank} rows of a step; the global batch stays {train.global_batch} rows"
+    )
+    return config.model_copy(update={"train": train.model_copy(update={"micro_batch": size})}), [line]
+
+
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
     """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} before the first.
 

@@ -12,9 +12,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from electra_dist.engine.meeting_port import agreed_port
+from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S, agreed_port
 
-PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
+# The ranks of a node whose checks take longest come last; after them, imports and a collective get ten minutes.
+PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)
 
 # What a process without a launcher gets: a group of a single rank on this machine.
 _SINGLE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -12,10 +12,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from electra_dist.errors import StoreError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+REQUEST_THREADS = 16  # requests at a time
 
 
 class Store(ABC):
@@ -130,6 +137,14 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete objects as `delete` does, several with one request where the store can.
+
+        If it raises, some of the objects are deleted, and the call can be repeated.
+        """
+        for key in keys:
+            self.delete(key)
+
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete what killed processes left of unfinished writes, and return the number of these writes.
@@ -145,6 +160,18 @@ class Store(ABC):
     def __repr__(self) -> str:
         """Return the class and the URL of the store, as in LocalStore('runs/a'); the URL holds no credentials."""
         return f"{type(self).__name__}({self.url})"
+
+
+def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Send several requests at a time: call a function for every item in threads, and return the results in order.
+
+    At most `REQUEST_THREADS` calls are under way. A single item is passed in this thread. The first error, in the
+    order of the items, is raised after all calls have ended.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(REQUEST_THREADS, len(items))) as pool:
+        return list(pool.map(function, items))
 
 
 def _is_file_name(key: str) -> bool:

@@ -92,6 +92,7 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     )
     client = boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
     client.meta.events.register("after-call.s3.GetObject", _add_stream)
+    client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
     client.meta.events.register("before-parse.s3", _refuse_redirect)
     return client
 
@@ -106,6 +107,15 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
     if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
         status = {"HTTPStatusCode": response_dict["status_code"]}
         raise ClientError({"Error": {}, "ResponseMetadata": status}, "redirected request") from None
+
+
+def _add_md5(params: dict[str, Any], **_: Any) -> None:
+    """Add the header Content-MD5, which older services demand of a request that deletes several objects.
+
+    boto3 calls this before it signs such a request.
+    """
+    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:

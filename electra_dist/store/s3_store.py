@@ -28,9 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from electra_dist.errors import StoreMissing, UserError
+from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.interface import Store, check_key
+from electra_dist.store.interface import Store, check_key, in_parallel
 from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
 
 try:
@@ -55,6 +55,7 @@ _MULTIPART_FROM = 64 << 20  # Files of at least this many bytes are uploaded in 
 _PART = 16 << 20  # Least size of a part in bytes.
 _MAX_PARTS = 9_000  # S3 allows 10,000.
 _UPLOAD_THREADS = 4
+_MOST_DELETED = 1_000  # Keys in one request that deletes several; the limit of S3.
 
 
 class S3Store(Store):
@@ -93,6 +94,7 @@ class S3Store(Store):
         self.reread_pauses_s = policy.reread_pauses_s
         self._policy = policy
         self._account = RetryAccount(policy)
+        self._deletes_several = True  # Whether the service has the request that deletes several objects.
         self._answered = False  # Whether the service has answered any request of this store.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
@@ -229,6 +231,35 @@ class S3Store(Store):
     def delete(self, key: str) -> None:
         """Delete an object with one request; a key without an object is no error."""
         self._call(key, "delete_object", self._object(key))
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete objects with one request for each thousand; a key without an object is no error.
+
+        A key that the service's answer does not list as deleted is deleted by a request of its own, and so are all
+        keys if the service does not have the request for several.
+        """
+        for begin in range(0, len(keys), _MOST_DELETED):
+            batch = keys[begin : begin + _MOST_DELETED]
+            deleted = self._delete_batch(batch) if len(batch) > 1 and self._deletes_several else set()
+            remaining = [key for key in batch if key not in deleted]
+            in_parallel(self.delete, remaining)
+
+    def _delete_batch(self, keys: Sequence[str]) -> set[str]:
+        """Send one request that deletes several objects; return the keys that are deleted, none if it was refused.
+
+        Raises:
+            StoreAway: The service is away, or all retries failed.
+        """
+        full_keys = {self._object(key)["Key"]: key for key in keys}
+        arguments = {"Bucket": self._bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}
+        try:
+            answer = self._call("", "delete_objects", arguments)
+        except StoreAway:
+            raise
+        except StoreError:
+            self._deletes_several = False
+            return set()
+        return {full_keys[entry["Key"]] for entry in answer.get("Deleted", []) if entry.get("Key") in full_keys}
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
         """Delete the parts of multipart uploads that were never completed; return the number of these uploads.

@@ -39,10 +39,12 @@ def node_cache_folder(config: Config) -> CacheFolder:
     Raises:
         StoreError: this node has no temporary directory that can be used.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return choose_cache_folder(
-        config.data.cache_dir, config.cache_folder, has_several_nodes=world_size > ranks_on_this_node()
-    )
+    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes())
+
+
+def has_several_nodes() -> bool:
+    """Return whether the launcher has started ranks on other nodes, too, by its environment variables."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > ranks_on_this_node()
 
 
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
@@ -82,7 +84,7 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
 
 def _shares_shards(config: Config) -> bool:
     """Return whether the nodes of this run pass shards to one another. Collective: all ranks must call it."""
-    num_nodes = sum(gather(_is_first_on_node()))
+    num_nodes = sum(gather(is_first_on_node()))
     if num_nodes == 1:
         return False
     if config.data.share_shards is None:
@@ -90,8 +92,8 @@ def _shares_shards(config: Config) -> bool:
     return config.data.share_shards
 
 
-def _is_first_on_node() -> bool:
-    """Return whether this rank is the first one of its node, which serves the node's cache to other nodes."""
+def is_first_on_node() -> bool:
+    """Return whether this rank is the first one of its node, which serves the node's cache and clears its folders."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -110,12 +112,12 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
     """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
-    if _is_first_on_node():
+    if is_first_on_node():
         with contextlib.suppress(OSError):
             server = ShardServer(_own_address(), token)
             stack.callback(server.close)
     address_of_rank = gather(server.address if server is not None else None)
-    first_ranks = [rank for rank, is_first in enumerate(gather(_is_first_on_node())) if is_first]
+    first_ranks = [rank for rank, is_first in enumerate(gather(is_first_on_node())) if is_first]
     # Ranks of one node have consecutive numbers, so the first rank of this node is the last one up to this rank.
     first_rank_of_node = max(rank for rank in first_ranks if rank <= dist.get_rank())
     serving_ranks = []
@@ -162,7 +164,7 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
     node = node_name()
     rooms = gather((room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"))
     _, name, text = min(rooms)
-    num_nodes = sum(gather(_is_first_on_node()))
+    num_nodes = sum(gather(is_first_on_node()))
     place = f" of {name}, which has the least room of the {num_nodes} nodes" if num_nodes > 1 else ""
     lines = [f"shard cache{place}: {text}"]
     if _is_fetched(inputs.corpus) and _shares_shards(config):

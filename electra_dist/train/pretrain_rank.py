@@ -22,7 +22,7 @@ from electra_dist.config import Config
 from electra_dist.config_checks import keys_without_effect
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.micro_batch import PredictRows, with_micro_batch
+from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
@@ -88,6 +88,7 @@ def run(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
     patience = Patience(config.cluster.storage_patience_s, print_line if is_first_on_node else _print_nothing)
+    config, notes = with_fitting_micro_batch(config, world_size)
     try:
         if config.objective.generator == "frozen":
             config = patience.call(functools.partial(with_generator_digest, config))
@@ -99,7 +100,7 @@ def run(
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:
-        return _run(config, inputs, import_s, begin, predict_rows, from_scratch, patience)
+        return _run(config, inputs, import_s, begin, predict_rows, from_scratch, patience, notes)
     except UserError as error:
         code = EXIT_STOPPED if isinstance(error, StoreAway) else EXIT_USER_ERROR
         report_once(error, code)
@@ -147,6 +148,7 @@ def _run(
     predict_rows: PredictRows | None,
     from_scratch: bool,
     patience: Patience,
+    notes: list[str],
 ) -> int:
     """Take the lease of the run folder, train until the run ends, and release it. Collective.
 
@@ -158,6 +160,7 @@ def _run(
         predict_rows: as in `run`.
         from_scratch: as in `run`.
         patience: how long storage that is full or away is waited for.
+        notes: lines for the log on how the config was adapted.
 
     Returns:
         An exit code of `electra_dist/errors.py`, equal on all ranks.
@@ -176,7 +179,7 @@ def _run(
     from_rank_0(lambda: patience.call(lambda: check_targets(config)))
     lease = _hold_run_folder(config, inputs, patience)
     try:
-        return _train(config, inputs, stop, lease, import_s, begin, predict_rows, from_scratch, patience)
+        return _train(config, inputs, stop, lease, import_s, begin, predict_rows, from_scratch, patience, notes)
     finally:
         if lease is not None:
             lease.release()
@@ -221,6 +224,7 @@ def _train(
     predict_rows: PredictRows | None,
     from_scratch: bool,
     patience: Patience,
+    notes: list[str],
 ) -> int:
     """Build the model and the engine and train until the run ends. Collective.
 
@@ -233,10 +237,11 @@ def _train(
     run_dir = Path(config.run_dir)
     wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
-    notes = from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config))) if from_scratch else []
+    if from_scratch:
+        notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config)))
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
-    notes += _build_notes(config, module)
+    notes = notes + _build_notes(config, module)
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
     source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))

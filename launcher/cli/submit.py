@@ -81,6 +81,14 @@ def submit(
             help="continue a run that an older version began, although masks, samples or dropout will differ",
         ),
     ] = False,
+    stage_environment: Annotated[
+        bool,
+        typer.Option(
+            "--stage-environment",
+            help="copy the Python packages to the own disk of every node, so that hundreds of ranks do not import "
+            "them from the shared file system",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="print the batch script; write and submit nothing")] = False,
 ) -> None:
     """Submit a run to Slurm. Its jobs continue it after time limits, preemption and dead nodes until it is finished.
@@ -107,6 +115,7 @@ def submit(
             sbatch_options=tuple(sbatch or ()),
             accept_new_numerics=accept_new_numerics,
             setup_file=setup,
+            stage_environment=stage_environment,
         )
         for changes in changes_of_runs
     ]
@@ -119,7 +128,9 @@ def submit(
         if dry_run:
             print(batch_script(request, excluded_nodes), end="")
         else:
-            job_ids = submit_jobs(resolved_config, request, excluded_nodes)
+            packing = "packing the Python packages into one file" if stage_environment else "submitting"
+            with open_console().status(packing):
+                job_ids = submit_jobs(resolved_config, request, excluded_nodes)
             _print_jobs(request, job_ids, excluded_nodes)
 
 

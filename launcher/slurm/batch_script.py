@@ -26,6 +26,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from launcher.slurm.environment_archive import staging_lines
 from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
 from launcher.slurm.sbatch import directive, user_options
 
@@ -55,6 +56,7 @@ class JobOptions:
     sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`: account=vision
     accept_new_numerics: bool = False  # the run may continue with other draws than the version that began it had
     setup_file: str | None = None  # shell file that the script and every node read first, such as for modules
+    stage_environment: bool = False  # every node copies the Python packages to its own disk before the ranks start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class SubmitRequest(JobOptions):
     storage_patience_s: int = 900  # how long a job waits for the run folder before it ends
     command: str  # the command line that the user typed, quoted in a comment of the script
     python: str  # Python interpreter of the ranks; a path inside the container if there is one
+    environment_archive: str = ""  # the packages of `python` in one file; "": the ranks import from where they are
     job_name: str
 
 
@@ -215,13 +218,14 @@ def _node_part(request: SubmitRequest) -> str:
     there is one. The part of the script that runs once per job calls both functions.
     """
     container = _container_text(request)
+    staging = staging_lines(request.environment_archive) if request.environment_archive else ""
     srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
     return f"""
 if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
     # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
     supervisor= received=
     pass_to_supervisor() {{ received=$1; [ -z "$supervisor" ] || kill -"$1" "$supervisor"; }}
-    for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done
+    for signal in USR1 USR2 TERM; do trap "pass_to_supervisor $signal" "$signal"; done{staging}
     until cd "$work_dir" 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do sleep 2; done
     [ -z "$setup" ] || . "$setup"
     (   # An ignored signal stays ignored across exec: only processes with handlers, supervisor and ranks, act on it.

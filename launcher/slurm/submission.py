@@ -31,6 +31,7 @@ from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import writable
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
+from launcher.slurm.environment_archive import archive_name, environment_files, write_archive
 from launcher.slurm.job import note
 from launcher.slurm.job_length import check_job_length, check_time_limit
 from launcher.slurm.sbatch import run_sbatch
@@ -77,6 +78,13 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
     if submission.setup_file is not None:
         setup_file = str(_readable_file(submission.setup_file))
     stem = run_dir / SLURM_DIR / f"submission-{_next_number(run_dir):04d}"
+    archive = ""
+    if submission.stage_environment:
+        if submission.container is not None:
+            raise UserError(
+                "--stage-environment copies this interpreter's packages, but --container has its own; leave out one"
+            )
+        archive = str(run_dir / SLURM_DIR / archive_name(environment_files()))
     # The submission has these options and others; the request for the script takes them over unchanged.
     job_options = {field.name: getattr(submission, field.name) for field in fields(JobOptions)}
     job_options["setup_file"] = setup_file
@@ -89,6 +97,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
         storage_patience_s=round(config.cluster.storage_patience_s),
+        environment_archive=archive,
         **job_options,
     )
     expires_s = 3600 * config.cluster.strike_expires_h
@@ -123,6 +132,8 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
             file.write(dump_yaml(config))
         script.write_text(script_text, encoding="utf-8")
         script.chmod(0o755)
+    if request.environment_archive:
+        write_archive(Path(request.environment_archive), environment_files())
     num_jobs = request.chain or 2  # Without a chain, `chain` is 0: one job and its standby job.
     jobs: list[str] = []
     try:
@@ -188,10 +199,8 @@ def _readable_file(name: str) -> Path:
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
     """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
 
-    Each rank must get a whole number of micro-batches per step.
-
     Args:
-        config: the resolved config, with train.global_batch and train.micro_batch.
+        config: the resolved config, with train.global_batch.
         num_nodes: nodes of the job.
         ranks_per_node: ranks on each node.
 
@@ -199,15 +208,15 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
         UserError: the ranks cannot share it; the message names the numbers of nodes that can.
     """
     train = config.train
-    if train.micro_batches(num_nodes * ranks_per_node):
-        return  # Each rank gets a whole number of micro-batches per step.
-    fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.micro_batches(nodes * ranks_per_node)]
+    if train.fitting_micro_batch(num_nodes * ranks_per_node):
+        return
+    fitting_nodes = [str(nodes) for nodes in range(1, 1025) if train.fitting_micro_batch(nodes * ranks_per_node)]
     advice = "use fewer ranks per node"
     if fitting_nodes:
         advice = f"use {', '.join(fitting_nodes)} nodes"
     raise UserError(
         f"--nodes {num_nodes} x {ranks_per_node} ranks do not share train.global_batch {train.global_batch} "
-        f"evenly with train.micro_batch {train.micro_batch}; {advice}, or change train.micro_batch"
+        f"evenly; {advice}, or change train.global_batch"
     )
 
 

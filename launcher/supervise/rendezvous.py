@@ -2,6 +2,7 @@
 
     start-000007.json           by node 0: start 7 begins, on this port
     end-000007-node-1.json      by node 1: its ranks of start 7 ended with this code; `final`: its supervisor ends, too
+    summary.json                by node 0: the newest start and all reports on it, which the other nodes read
     ../sessions                 one line for each session that began; supervisors of all but the last one must end
 
 The ranks of a run are started on all nodes at once, and again after a crash; these starts are numbered. A session is
@@ -13,17 +14,17 @@ ended within seconds. A node that was cut off from the network never joins the j
 session name, a node may join a start of an earlier job, until it sees the new start of node 0.
 Each start has its own port, so that no rank of an earlier start can connect to it.
 
-Cost: one listing of a small folder per second. With one node the same files are written, and nothing is waited for.
+Cost: per second, node 0 lists a small folder, and every other node opens two files: `sessions` and the summary. With
+one node the same files are written, and nothing is waited for.
 
 Limits: on NFS a file may become visible a minute late, and with it the report. A cut network is not reported through
-these files: then each side finds its own ranks hung.
+these files: then each side finds its own ranks hung. If the supervisor of node 0 is killed, the other nodes read each
+other's reports themselves, after ten seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -37,23 +38,13 @@ from electra_dist.engine.meeting_port import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.json_file import DamagedJson, parse_json_object, read_json_as, validate_json
+from electra_dist.store.json_file import read_json_as
+from launcher.supervise.meeting.reports import End, MeetingFolder
+from launcher.supervise.meeting.summary import Summary, SummaryReader, SummaryWriter
 
 _KEPT_STARTS = 3  # files of older starts are deleted
 _NUM_PORTS = 64  # consecutive starts use the ports in turn
 _POLL_S = 1.0
-# Of the files in the meeting folder: start-000007.json, end-000007-node-1.json.
-_FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0-9]+))?\.json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    """Report of one node that its ranks have ended in one start: the content of one file end-START-node-NODE.json."""
-
-    number: int  # of the start
-    node: int
-    code: int
-    final: bool  # whether the node's supervisor ended, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +54,6 @@ class _Announcement:
     port: Annotated[int, Field(gt=0, lt=1 << 16)]  # where the ranks meet on node 0
 
 
-_END = TypeAdapter(_End)
 _ANNOUNCEMENT = TypeAdapter(_Announcement)
 
 
@@ -96,6 +86,10 @@ class Rendezvous:
         self.number = 0
         self._has_begun_session = False
         self._next_look = 0.0
+        self._files = MeetingFolder(self._folder)
+        self._summary = SummaryReader(self._folder)  # on nodes other than 0
+        self._summary_writer = SummaryWriter(self._folder)  # on node 0
+        self._announced_port = 0  # of the newest start, on node 0
 
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
@@ -113,13 +107,13 @@ class Rendezvous:
             return None if another_node_left else self._announce()
         deadline = time.monotonic() + timeout_s
         while not give_up() and time.monotonic() < deadline:
-            newest = self._newest_start()
-            node_0_left = any(end.number == newest and end.node == 0 and end.final for end in self._ends())
+            summary = self._look(oldest_start=self.number)
+            newest = summary.start
+            node_0_left = any(end.number == newest and end.node == 0 and end.final for end in summary.ends)
             is_new = newest > self.number
             if is_new and not node_0_left:
                 self.number = newest
-                next_step = "delete the folder of this file and start the run again on all nodes"
-                return read_json_as(self._start_file(newest), _ANNOUNCEMENT, next_step).port
+                return summary.port or self._announced_port_of(newest)
             # If node 0 left in a newer start, that start may be one of an earlier job: keep waiting for this job's.
             took_part = self.number > 0 and newest == self.number
             if took_part and node_0_left:
@@ -147,13 +141,14 @@ class Rendezvous:
             final: whether this node's supervisor ends, too, and joins no further start.
         """
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
+        self._look(oldest_start=self.number - 1)  # puts the report of node 0 into the summary
 
     def news(self) -> str:
         """Return why this node's ranks should end, as one line; empty if there is no reason.
 
         The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
         have crashed or failed in this start, or the supervisor of another node ended in the start before it. Reads the
-        folder at most once per second; calls in between return "".
+        files at most once per second; calls in between return "".
         """
         if time.monotonic() < self._next_look:
             return ""
@@ -161,9 +156,10 @@ class Rendezvous:
         newer_session = self.taken_over()
         if newer_session:
             return f"{newer_session} has taken the run over"
-        if self.superseded():
+        summary = self._look(oldest_start=self.number - 1)
+        if self._node != 0 and summary.start > self.number:
             return "node 0 has begun a new start"
-        ends = self._ends_of_others(since=self.number - 1)
+        ends = self._of_other_nodes(summary)
         crashes = [end for end in ends if end.number == self.number and end.code not in (EXIT_DONE, EXIT_STOPPED)]
         left_before = [end for end in ends if end.number < self.number and end.final]
         reasons = crashes + left_before
@@ -181,7 +177,7 @@ class Rendezvous:
         Returns:
             (node, exit code for this node); None if no supervisor of another node has ended.
         """
-        for end in self._ends_of_others(since=self.number - 1):
+        for end in self._of_other_nodes(self._look(oldest_start=self.number - 1)):
             if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
                 return end.node, end.code
             if end.final:
@@ -214,7 +210,7 @@ class Rendezvous:
         """
         if self._node == 0:
             return False
-        return self._newest_start() > self.number
+        return self._look(oldest_start=self.number).start > self.number
 
     def hang_folder(self) -> Path:
         """Return the folder in which all nodes describe a hang in the current start; it need not exist.
@@ -233,12 +229,14 @@ class Rendezvous:
         self.begin_session()
         # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
         increment = 2 if is_first else 1
-        number = self._newest_start() + increment
+        number = self._files.newest_start() + increment
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.
         port = _free_port() if self._port is None else self._next_port(self._port, number)
         self._write(self._start_file(number), {"port": port})
         self.number = number  # only now: an announcement that the disk has refused is made again
-        self._delete_old_files()
+        self._announced_port = port
+        self._look(oldest_start=self.number - 1)  # puts the announcement into the summary
+        self._files.delete_starts(self.number - _KEPT_STARTS)  # all but the newest three, the current one included
         return port
 
     def _next_port(self, first: int, number: int) -> int:
@@ -255,46 +253,39 @@ class Rendezvous:
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
         return next((port for port in ports if is_free(port)), ports[0])
 
-    def _delete_old_files(self) -> None:
-        """Delete the announcements and reports of all starts except the newest three, the current one included."""
-        for file in self._folder.glob("*-*.json"):
-            name = _FILE_NAME.fullmatch(file.name)
-            if name is not None and int(name["start"]) <= self.number - _KEPT_STARTS:
-                file.unlink(missing_ok=True)
+    def _look(self, oldest_start: int) -> Summary:
+        """Return the newest start and the reports on how the ranks of nodes have ended.
 
-    def _ends_of_others(self, since: int) -> list[_End]:
-        """Return the reports of other nodes that their ranks have ended, for this start and some before it.
+        Node 0 reads the reports of all nodes and writes them into the summary. The other nodes read the summary; if
+        there is none, or node 0 does not keep it up to date, they read the reports themselves.
 
         Args:
-            since: number of the oldest start whose reports are returned; the newest one is the current start.
+            oldest_start: number of the oldest start whose reports are needed; there may be others in the result.
         """
-        return [end for end in self._ends() if since <= end.number <= self.number and end.node != self._node]
+        if self._node == 0:
+            ends = tuple(self._files.ends(since=self.number - 1))
+            summary = Summary(start=self.number, port=self._announced_port, ends=ends)
+            if self._announced_port:
+                self._summary_writer.write(summary)
+            return summary
+        from_node_0 = self._summary.read()
+        if from_node_0 is not None:
+            return from_node_0
+        newest = self._files.newest_start()
+        return Summary(start=newest, port=0, ends=tuple(self._files.ends(since=min(oldest_start, newest))))
 
-    def _newest_start(self) -> int:
-        """Return the number of the newest start that node 0 has announced; 0 before the first one.
+    def _announced_port_of(self, number: int) -> int:
+        """Return the port that node 0 has announced for a start.
 
-        The number is read from the names of the files, for example 7 from start-000007.json. Files of other names are
-        passed over.
+        Raises:
+            UserError: the file that announces it is damaged.
         """
-        names = [_FILE_NAME.fullmatch(file.name) for file in self._folder.glob("start-*.json")]
-        return max((int(name["start"]) for name in names if name is not None and name["node"] is None), default=0)
+        next_step = "delete the folder of this file and start the run again on all nodes"
+        return read_json_as(self._start_file(number), _ANNOUNCEMENT, next_step).port
 
-    def _ends(self) -> list[_End]:
-        """Return all reports that the ranks of a node have ended in a start, from all nodes including this one.
-
-        They come in no particular order. Node 0 deletes old reports, so only those on the newest starts are there.
-        """
-        ends = []
-        for file in self._folder.glob("end-*.json"):
-            name = _FILE_NAME.fullmatch(file.name)
-            if name is None or name["node"] is None:
-                continue  # not a file of a supervisor
-            # Node 0 may have deleted the file since it was listed. A damaged report, or one that the file system
-            # cannot read now, counts as none: the ranks that wait for that node are then found hung.
-            with contextlib.suppress(OSError, DamagedJson):
-                content = parse_json_object(file.read_bytes())
-                ends.append(validate_json(_END, content | {"number": int(name["start"]), "node": int(name["node"])}))
-        return ends
+    def _of_other_nodes(self, summary: Summary) -> list[End]:
+        """Return the reports of other nodes on the start in which this node takes part, and on the one before."""
+        return [end for end in summary.ends if self.number - 1 <= end.number <= self.number and end.node != self._node]
 
     def _start_file(self, number: int) -> Path:
         """Return the path of the file by which node 0 announces start `number`, for example start-000007.json."""

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
+from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S
 from electra_dist.errors import (
     EXIT_CRASH,
     EXIT_DONE,
@@ -55,7 +56,6 @@ from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
-_PREFLIGHT_S = 600.0  # time limit of the preflight checks, besides the time for which they may wait for storage
 _TAKE_OVER_S = 180.0  # how long a new job waits until the supervisor of the job before it has ended its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
@@ -145,7 +145,7 @@ class Supervisor:
         code = preflight(
             self._run_dir,
             [*self._arguments, "--storage-patience", str(patience_s)],
-            _PREFLIGHT_S + patience_s,
+            PREFLIGHT_LIMIT_S + patience_s,
             give_up=lambda: self._signals.number != 0,
         )
         if self._signals.number:

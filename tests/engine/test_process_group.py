@@ -1,11 +1,13 @@
-"""Joining the process group: each rank works on its own GPU before the first collective."""
+"""Joining the process group: on the rank's own GPU, with the patience that the checks of a slow node need."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from electra_dist.config import ClusterConfig
 from electra_dist.engine import process_group
+from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S
 
 
 def test_the_gpu_of_a_rank_is_current_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +19,14 @@ def test_the_gpu_of_a_rank_is_current_before_the_ranks_meet(monkeypatch: pytest.
     monkeypatch.setattr(process_group.deepspeed, "init_distributed", lambda **_: calls.append(("join",)))
     process_group.init_distributed()
     assert calls == [("set_device", 3), ("join",)]
+
+
+def test_ranks_wait_for_a_node_whose_checks_take_as_long_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks are started that much later, and have to import torch and DeepSpeed then."""
+    joined: list[dict] = []
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", lambda **options: joined.append(options))
+    process_group.init_distributed()
+    (options,) = joined
+    timeout_s = options["timeout"].total_seconds()
+    assert timeout_s >= PREFLIGHT_LIMIT_S + 300
+    assert timeout_s < ClusterConfig().hang_setup_s  # otherwise a rank that waits would count as hung

@@ -260,6 +260,7 @@ TARGETS = (
     ),
     Target("run/meeting/session/start-*.json", "json", (RENDEZVOUS,)),
     Target("run/meeting/session/end-*.json", "json", (RENDEZVOUS,)),
+    Target("run/meeting/session/summary.json", "json", (RENDEZVOUS,)),
     Target("run/meeting/sessions", "text", (RENDEZVOUS,)),
     Target(
         "run/skipped_steps.json", "json", (VERIFY, Reader("skip list", function=lambda r: SkipList(r / "run", [])))

@@ -25,6 +25,7 @@ from electra_dist.config import Config
 from electra_dist.corpus.report.build_report import corpus_sources
 from electra_dist.data.phases.run_corpora import RunCorpora
 from electra_dist.data.row_receipt import Receipt
+from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.engine import Engine
 from electra_dist.errors import StoreAway
 from electra_dist.model.towers import detects_replacements
@@ -147,9 +148,11 @@ class Reporter:
             self._note_restored(restored, attempt)
         if changed:
             listed = ", ".join(f"{name} from {change}" for name, change in changed.items())
+            draws = changed_draws(changed, self._config.model.attention_dropout, self._engine.device.type)
+            also = f"{draws}, and " if draws else ""
             self.note(
-                f"changed since the checkpoint: {listed}; rows, masks and samples stay the same, but the losses may "
-                f"differ from those of an uninterrupted run (docs/exactness.md)"
+                f"changed since the checkpoint: {listed}; rows, masks and samples stay the same, but {also}the losses "
+                f"may differ from those of an uninterrupted run (docs/exactness.md)"
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:

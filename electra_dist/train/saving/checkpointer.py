@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,10 +35,11 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.towers import detects_replacements
 from electra_dist.pretrained.starting_weights import load_source
 from electra_dist.run.environment_record import versions
-from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.step_records import EvalRecord
 from electra_dist.store.patience import Patience
 from electra_dist.train.loss_guard import Guard
+from electra_dist.train.node_cache import is_first_on_node
+from electra_dist.train.saving.staging_folder import prepare_staging
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.step import StepResult
 
@@ -183,15 +183,15 @@ class Checkpointer:
             bit_settings=bit_settings(config, engine),
             skipped=tuple(sorted(skipped)),
         )
-        staging = Path(config.run_dir) / STAGING_DIR
         self.writer = CheckpointWriter(
             targets=self._targets,
-            staging=staging,
+            staging=prepare_staging(config, self._targets, self._patience),
             rank=dist.get_rank(),
             attempt=attempt,
             policy=config.checkpoint,
             rollback_steps=config.guard.most_skipped,
             patience=self._patience,
+            clears_staging=is_first_on_node(),
         )
 
     @property

@@ -34,6 +34,7 @@ Moment = Literal["before", "torn", "after"]
 STORING_REQUESTS = {
     "PutObject": "PUT",
     "DeleteObject": "DELETE",
+    "DeleteObjects": "DELETE of several",
     "CreateMultipartUpload": "begin of parts",
     "UploadPart": "part",
     "CompleteMultipartUpload": "end of parts",
@@ -247,7 +248,10 @@ class OperationLog:
             request.moment = None
             if kind is None:
                 return
-            key = _RANDOM.sub("*", params["url_path"].partition("?")[0].partition(self._s3_prefix)[2])
+            path = params["url_path"].partition("?")[0]
+            if model.name == "DeleteObjects":  # named by the first of the keys
+                path = params["body"].decode().partition("<Key>")[2].partition("</Key>")[0]
+            key = _RANDOM.sub("*", path.partition(self._s3_prefix)[2])
             part = params["query_string"].get("partNumber")
             request.moment = self._number(kind, f"s3:{key}" + (f" part {part}" if part else ""), 0)
             if request.moment == "before":

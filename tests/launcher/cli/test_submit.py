@@ -68,7 +68,7 @@ def test_nodes_with_a_recent_strike_are_excluded(tiny_config: MakeConfig, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "3"], "--nodes 3 x 1 ranks do not share train.global_batch 16 .* use 1, 2 nodes"),
+        (["--nodes", "3"], "--nodes 3 x 1 ranks do not share train.global_batch 16 .* use 1, 2, 4, 8, 16 nodes"),
         (["--nodes", "1", "--set", "train.micro_batc=1"], "did you mean `train.micro_batch`"),
     ],
 )

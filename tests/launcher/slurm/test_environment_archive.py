@@ -1,0 +1,83 @@
+"""The packages of a run on each node's own disk: packed once, unpacked whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.slurm.environment_archive import (
+    OWN_PACKAGES,
+    archive_name,
+    environment_files,
+    staging_lines,
+    write_archive,
+)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """The archive of an environment with one package, whose version is 3."""
+    package = tmp_path / "site-packages" / "staged_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("VERSION = 3\n")
+    (package / "it's data.txt").write_text("x")
+    files = environment_files([package.parent], packages=())
+    file = tmp_path / "shared folder" / archive_name(files)
+    write_archive(file, files)
+    return file
+
+
+def stage(archive: Path, node_disk: Path, program: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the lines of the batch script on a simulated node; print PYTHONPATH, or run a Python program with it."""
+    node_disk.mkdir(exist_ok=True)
+    action = f"{sys.executable} -c '{program}'" if program else 'echo "$PYTHONPATH"'
+    environment = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node_disk)}
+    script = f"{staging_lines(str(archive))}\n{action}\n"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+
+
+def test_the_ranks_of_a_node_import_from_its_own_disk(archive: Path, tmp_path: Path) -> None:
+    node_disk = tmp_path / "node disk"
+    program = "import staged_package as s; print(s.VERSION, s.__file__)"
+    done = stage(archive, node_disk, program)
+    version, file = done.stdout.strip().split(" ", 1)
+    assert version == "3" and file.startswith(str(node_disk)), done.stderr
+    archive.unlink()  # The second start on the node does not read it.
+    assert stage(archive, node_disk, program).stdout == done.stdout
+
+
+@pytest.mark.parametrize("content", [None, b"no archive"])
+def test_without_a_whole_copy_the_shared_packages_are_used(
+    archive: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    if content is None:
+        archive.unlink()
+    else:
+        archive.write_bytes(content)
+    done = stage(archive, tmp_path / "node")
+    assert done.returncode == 0 and done.stdout.strip() == ""
+    (folder,) = (tmp_path / "node").iterdir()
+    assert list(folder.iterdir()) == []
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_changed_environment_has_another_archive_and_an_equal_one_is_not_packed_again(
+    archive: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "site-packages"
+    files = environment_files([folder], packages=())
+    assert archive_name(files) == archive.name
+    before = archive.stat()
+    write_archive(archive, files)
+    assert (archive.stat().st_ino, archive.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    (folder / "staged_package" / "__init__.py").write_text("VERSION = 33\n")
+    assert archive_name(environment_files([folder], packages=())) != archive.name
+
+
+def test_the_own_packages_are_packed_wherever_they_are_installed() -> None:
+    names = {packed.name for packed in environment_files([], OWN_PACKAGES)}
+    assert {"electra_dist/config.py", "launcher/pretrain.py", "electra_kernels/keyed_random.py"} <= names
