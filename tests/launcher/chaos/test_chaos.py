@@ -23,7 +23,9 @@ from electra_dist.run.marked_processes import MARK, mark_of
 from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences
 from launcher.chaos.drill import Drill, Planned, plan
-from launcher.chaos.faults import FAULTS, FILLER, Victim
+from launcher.chaos.faults import FAULTS
+from launcher.chaos.file_faults import FILLER, SmallDisk
+from launcher.chaos.victim import Victim
 
 KINDS = sorted(FAULTS)
 
@@ -157,7 +159,7 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
     monkeypatch.setattr(drill, "PATIENCE_S", 120.0)
     config = tiny_config(**{"train.num_steps": 100_000, "cluster.hang_step_floor_s": 3.0})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
-    run = Drill(tmp_path / "run", command, seed=1, disk=None)
+    run = Drill(tmp_path / "run", command, seed=1)
     try:
         kinds = ["kill", "hang", "term", "power"]
         hits = [
@@ -183,7 +185,7 @@ def test_a_fault_without_its_effect_raises_stuck(
     monkeypatch.setitem(FAULTS, "hang", dataclasses.replace(FAULTS["hang"], act=lambda victim, draw: "nobody"))
     config = tiny_config(**{"train.num_steps": 100_000})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
-    run = Drill(tmp_path / "run", command, seed=1, disk=None)
+    run = Drill(tmp_path / "run", command, seed=1)
     try:
         run._wait_for(lambda: ((beat := run._beat()) and beat.step > 8) or None)
         monkeypatch.setattr(drill, "PATIENCE_S", 5.0)
@@ -207,8 +209,6 @@ def test_an_unknown_fault_or_an_existing_run_folder_is_refused_with_78(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_only_the_checkpoint_folder_runs_full_and_its_files_are_kept_afterwards(tmp_path: Path) -> None:
-    from launcher.chaos.faults import SmallDisk
-
     folder = tmp_path / "run" / "checkpoints"
     disk = SmallDisk(folder, 1 << 20)
     try:
