@@ -301,14 +301,14 @@ class Drill:
 
         The planned step must be reached, a checkpoint must have been saved since the last fault, and the heartbeat of
         every rank must contain its step time. A rank without a step time has a much longer limit of silence, so that a
-        hang would be noticed late.
+        hang would be noticed late. Heartbeats of an earlier start with more ranks do not count.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:
             return None
         first_beat = beats[0]
         is_step_reached = first_beat.step >= planned.step
-        is_step_time_known = all(beat.step_s is not None for beat in beats)
+        is_step_time_known = all(beat.step_s is not None for beat in beats if beat.attempt == first_beat.attempt)
         if not is_step_reached or not is_step_time_known:
             return None
         has_new_checkpoint = newest_checkpoint(self._ledger()) > self._saved

@@ -42,9 +42,7 @@ class Fault:
     bad_checkpoint: bool = False  # whether the next start must set a checkpoint aside
     needs_save: bool = False  # whether half of these faults should hit the run while it writes a checkpoint
     hits_launcher: bool = False  # whether it kills DeepSpeed's launcher, of which each start has one
-    undo: Undo | None = (
-        None  # ends a fault that would last: after the end of the run or, if it goes on, `lasts_s` later
-    )
+    undo: Undo | None = None  # ends a fault that would last, once the run has ended or, if it goes on, after `lasts_s`
     lasts_s: float = 0.0
 
 

@@ -107,9 +107,12 @@ def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadl
     progress = drill.progress
     task = bar.add_task("faults", total=progress.count, completed=len(progress.hits))
 
-    def is_over() -> bool:
+    def show_progress() -> None:
         bar.update(task, completed=len(progress.hits))
         bar.refresh()
+
+    def is_over() -> bool:
+        show_progress()
         return time.monotonic() > deadline - _SPARE_S
 
     while progress.open_leg or (len(progress.hits) < progress.count and not is_over()):
@@ -128,6 +131,7 @@ def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadl
         drill.compare_leg(leg)
         progress.seconds += time.monotonic() - begin
         progress.write()
+        show_progress()
         if leg.different_steps:
             bar.console.print(f"DIFFERENT in leg {leg.number}: {leg.first_difference}", markup=False, highlight=False)
 
@@ -174,4 +178,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # the clean-up of objects that were frozen before the forks prints hundreds of lines

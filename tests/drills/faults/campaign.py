@@ -23,7 +23,6 @@ from support.small_disks import small_disk
 from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_STOPPED
-from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.store.local_store import LocalStore
 from launcher.chaos.__main__ import compared_lines
 from launcher.chaos.drill import Hit, Planned, Stuck
@@ -69,10 +68,10 @@ class Campaign:
         """
         with contextlib.ExitStack() as stack:
             overrides = self._place(planned, stack)
-            while faults and not until():
-                with contextlib.suppress(Stuck):
-                    self._hit_until_stuck(planned, faults, leg, overrides, until)
-        leg.last_step = newest_checkpoint(read_ledger(self.run_dir))
+            has_stopped = False
+            while not has_stopped:
+                has_stopped = self._hit_until_stuck(planned, faults, leg, overrides, until)
+        leg.last_step = newest_step(self.run_dir)
         self.progress.write()
 
     def _hit_until_stuck(
@@ -82,11 +81,15 @@ class Campaign:
         leg: Leg,
         overrides: list[str],
         until: Callable[[], bool],
-    ) -> None:
-        """Start the run and hit it; each fault is removed from `faults` when its result is recorded.
+    ) -> bool:
+        """Start the run, hit it, and stop it; each fault is removed from `faults` when its result is recorded.
+
+        Returns:
+            Whether the run was stopped and has saved. False: it made no progress or ended unexpectedly after a fault,
+            which is recorded as the result of that fault, and was killed.
 
         Raises:
-            Stuck: the run made no progress or ended unexpectedly; that is recorded as the result of the fault.
+            RuntimeError: that happened too often, or the run did not stop as it must.
         """
         command = [sys.executable, "-m", "launcher.supervise", "--config", str(self._config(self.run_dir))]
         command += ["--gpus-per-node", str(planned.ranks)]
@@ -104,17 +107,19 @@ class Campaign:
                     hit = run.hit(moment)
                 except Stuck as stuck:
                     hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
+                    run.end_fault(fault.kind)
                     self.num_stuck += 1
                 faults.pop(0)
                 self.progress.add(hit)
                 if hit.fault.startswith("stuck"):
                     if self.num_stuck > _MOST_STUCK:
                         raise RuntimeError(f"{self.num_stuck} faults got the run stuck; read {self.run_dir}.log")
-                    raise Stuck(hit.fault)
+                    return False
                 base = run.step
             code = run.stop()
             if code != EXIT_STOPPED:
                 raise RuntimeError(f"the run ended with exit code {code} at the end of a leg; read {self.run_dir}.log")
+            return True
         finally:
             run.close()
 

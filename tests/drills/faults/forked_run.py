@@ -95,6 +95,14 @@ class ForkedDrill(Drill):
         os.kill(self._supervisor.pid, signal.SIGTERM)
         return self.finish()
 
+    def end_fault(self, kind: str) -> None:
+        """End a fault that would last, after which the run got stuck; the run is killed first."""
+        self.close()
+        (self._run_dir / COMMIT_FAULT).unlink(missing_ok=True)
+        undo = self._faults[kind].undo
+        if undo is not None:
+            undo(self._victim())
+
     @property
     def step(self) -> int:
         """The number of steps that the run has done, by the last heartbeat of rank 0."""
@@ -118,6 +126,7 @@ def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_s
     variables = _rank_variables(ranks, free_port())
 
     def train() -> int:
+        os.setsid()  # as the run with faults: Ctrl-C in the terminal reaches only the drill
         _stop_after(last_step)
         launcher.pretrain._write_report = lambda run_dir: None
         return launcher.pretrain.main(arguments)
