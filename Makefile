@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/demo_cpu.yaml
 RANKS ?= 2
 CLUSTER_TESTS ?= tests/cluster
+MINUTES ?= 100
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest test-long cluster-test drills fuzz kill-matrix chaos bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain test pytest test-long cluster-test drills fuzz kill-matrix chaos faults bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
@@ -20,6 +21,7 @@ help:
 	@echo "make fuzz           damage every file that is read, 50,000 times, and judge how what reads it ends (docs/drills.md)"
 	@echo "make kill-matrix    kill a short run at every change of a file or an object in turn (docs/drills.md)"
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
+	@echo "make faults         hit one run with 2,000 random faults (hours; STATE=DIR keeps it, and the next call goes on)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make docs           build the documentation as a web site in site/"
 	@echo "make clean          remove build products (keeps runs/ and corpora/)"
@@ -82,6 +84,11 @@ kill-matrix: $(VENV)/ready-test
 
 chaos: $(VENV)/ready-test
 	$(BIN)/python tests/drills/chaos_drill.py --count 60 --seed 1
+
+# It ends after MINUTES; call it again with the same STATE until it has written benchmarks/results/faults.json.
+faults: $(VENV)/ready-test
+	$(BIN)/python tests/drills/faults $(if $(STATE),--state $(STATE)) --minutes $(MINUTES) \
+		--results benchmarks/results/faults.json
 
 # The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin

@@ -33,7 +33,8 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from launcher.chaos.fault_plot import write_fault_plot
-from launcher.chaos.faults import FAULTS, SmallDisk
+from launcher.chaos.faults import FAULTS
+from launcher.chaos.file_faults import SmallDisk
 from launcher.lasting_output import outlive_the_reader
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
@@ -55,8 +56,8 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
         The number of steps of the reference run, and the first difference as one line, which is empty if the runs are
         equal. A different number of steps is a difference, too.
     """
-    found_lines = _compared_lines(found)
-    expected_lines = _compared_lines(expected)
+    found_lines = compared_lines(found)
+    expected_lines = compared_lines(expected)
     num_steps = len(expected_lines)
     for found_line, expected_line in zip(found_lines, expected_lines):
         if found_line != expected_line:
@@ -66,7 +67,7 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
     return num_steps, ""
 
 
-def _compared_lines(run_dir: Path) -> list[str]:
+def compared_lines(run_dir: Path) -> list[str]:
     """Return what is compared of each training step of a run, as one line of JSON per step.
 
     COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows).
@@ -259,7 +260,7 @@ def _hit_run(
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
     hits: list[Hit] = []
     problems: list[str] = []
-    run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed, disk)
+    run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed)
     try:
         for number, planned_fault in enumerate(planned, start=1):
             hit = run.hit(planned_fault)

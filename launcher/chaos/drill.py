@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,12 +22,13 @@ from typing import TypeVar
 from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
-from electra_dist.run.folder import supervise_log
+from electra_dist.run.folder import LEDGER_FILE, supervise_log
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.store.local_store import LocalStore
-from launcher.chaos.faults import FAULTS, Fault, SmallDisk, Victim, kill_everything
+from launcher.chaos.faults import FAULTS, Fault
+from launcher.chaos.victim import Victim, kill_everything
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
 _SAVE_PATIENCE_S = 10.0  # how long a fault waits for a checkpoint to be written
@@ -95,7 +96,7 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
             f"add --set train.num_steps=..., or lower checkpoint.every_steps or --count"
         )
     faults = []
-    for number, kind in enumerate(_ordered_kinds(kinds, count, draw), start=1):
+    for number, kind in enumerate(ordered_kinds(kinds, count, draw), start=1):
         # Window 0 has no fault. The last `every_steps` steps of a window are left for the next checkpoint.
         step = number * window + draw.randrange(window - every_steps)
         in_save = FAULTS[kind].needs_save and draw.random() < 0.5
@@ -104,37 +105,43 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
     return faults
 
 
-def _ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
+def ordered_kinds(
+    kinds: Sequence[str], count: int, draw: random.Random, faults: Mapping[str, Fault] = FAULTS
+) -> list[str]:
     """Return `count` kinds of faults in random order, every kind about equally often.
 
-    A fault is harmless if the ranks run on without a restart. The only kind of this sort kills DeepSpeed's launcher
-    process, which is created once whenever the ranks are started. A second fault of this kind would find nothing to
-    kill until the ranks are restarted. So between any two harmless faults there is always one that restarts the ranks.
+    One kind kills DeepSpeed's launcher process, which is created once whenever the ranks are started. A second fault
+    of this kind would find nothing to kill until the ranks are restarted. So between any two of these faults there is
+    always one that restarts the ranks.
 
     Args:
-        kinds: keys of FAULTS to choose from.
+        kinds: keys of `faults` to choose from.
         count: number of faults.
         draw: source of the random order.
+        faults: all kinds of faults by their names.
 
     Raises:
-        UserError: there are too many harmless faults to put a fault that restarts the ranks between any two.
+        UserError: too many faults kill the launcher to put a fault that restarts the ranks between any two of them.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
-    harmless = [kind for kind in all_kinds if FAULTS[kind].then == "goes on"]
-    order = [kind for kind in all_kinds if FAULTS[kind].then != "goes on"]
-    num_gaps = len(order) + 1  # before, between and after the other faults
-    if len(harmless) > num_gaps:
+    launcher_kills = [kind for kind in all_kinds if faults[kind].hits_launcher]
+    others = [kind for kind in all_kinds if faults[kind].then == "goes on" and not faults[kind].hits_launcher]
+    order = [kind for kind in all_kinds if faults[kind].then != "goes on"]
+    num_gaps = len(order) + 1  # before, between and after the faults that restart the ranks
+    if len(launcher_kills) > num_gaps:
         raise UserError(
-            f"--faults {','.join(kinds)}: {len(harmless)} faults of kind {harmless[0]} are too many: each kills "
-            f"DeepSpeed's launcher process, and there is no new one until another fault has made the ranks restart; "
-            f"add a kind that restarts the ranks, such as kill"
+            f"--faults {','.join(kinds)}: {len(launcher_kills)} faults of kind {launcher_kills[0]} are too many: each "
+            f"kills DeepSpeed's launcher process, and there is no new one until another fault has made the ranks "
+            f"restart; add a kind that restarts the ranks, such as kill"
         )
     draw.shuffle(order)
-    gaps = draw.sample(range(num_gaps), len(harmless))  # all different, so no two harmless faults meet
+    gaps = draw.sample(range(num_gaps), len(launcher_kills))  # all different, so no two of these faults meet
     # Insertion from the last gap to the first leaves the earlier positions valid.
     for gap in sorted(gaps, reverse=True):
-        order.insert(gap, harmless.pop())
+        order.insert(gap, launcher_kills.pop())
+    for kind in others:
+        order.insert(draw.randrange(len(order) + 1), kind)
     return order
 
 
@@ -145,22 +152,37 @@ class Drill:
     block.
     """
 
-    def __init__(self, run_dir: Path, command: Sequence[str], seed: int, disk: SmallDisk | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        command: Sequence[str],
+        seed: int,
+        faults: Mapping[str, Fault] = FAULTS,
+        first_step: int = 0,
+        disk: Path | None = None,
+    ) -> None:
         """Start the run's supervisor.
 
         Args:
             run_dir: the run folder; the output of the supervisor goes to RUN_DIR.log beside it.
             command: the command that starts the supervisor.
             seed: determines which ranks and files the faults hit, and nothing about the run.
-            disk: small file system for the checkpoints, which the fault `disk` fills; None without this fault.
+            faults: all kinds of faults by their names.
+            first_step: a fault never damages the only good checkpoint of this step or a later one, so that the run
+                does not go back further.
+            disk: the folder that the fault `disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir
         self._command = command
+        self._faults = faults
+        self._first_step = first_step
         self._disk = disk
         self._draw = random.Random(f"{seed} victims")
         self._output = run_dir.with_name(f"{run_dir.name}.log")
         self._supervisor = self._start()
         self._saved = 0  # step of the newest checkpoint at the last fault
+        self._events: list[Record] = []  # of the ledger when it was read last
+        self._events_of = (0, 0)  # size and modification time of the ledger then
 
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
@@ -170,10 +192,10 @@ class Drill:
         Raises:
             Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
         """
-        fault = FAULTS[planned.kind]
+        fault = self._faults[planned.kind]
         if fault.bad_checkpoint:
             # A run without another checkpoint would end with exit code 78, because it never goes back to step 0.
-            self._wait_for(lambda: len(committed(LocalStore(self._victim().checkpoints))) > 1 or None)
+            self._wait_for(lambda: self._num_checkpoints() > 1 or None)
         beat_before = self._wait_for_moment(planned)
         ledger_before = read_ledger(self._run_dir)
         self._saved = newest_checkpoint(ledger_before)
@@ -185,13 +207,16 @@ class Drill:
         hit = Hit(kind=planned.kind, step=beat_before.step, what=what)
         if fault.then == "ends":
             hit.code = self.finish()
-            if self._disk:
-                self._disk.free()
+            if fault.undo is not None:
+                fault.undo(victim)
             self._supervisor = self._start()
+        elif fault.undo is not None:
+            time.sleep(fault.lasts_s)
+            fault.undo(victim)
         restarts = fault.then != "goes on"
         self._wait_for(lambda: self._new_step(beat_before, begin, restarts))
         hit.recovery_s = time.time() - begin
-        if not restarts:
+        if fault.hits_launcher:
             # The supervisor writes what it has noticed to its log, perhaps after the new step.
             self._wait_for(lambda: self._log_since(begin) or None)
         events = read_ledger(self._run_dir)[len(ledger_before) :]
@@ -234,15 +259,35 @@ class Drill:
         """Return the run as a target for faults; its supervisor is None if it has ended."""
         is_running = self._supervisor.poll() is None
         supervisor_pid = self._supervisor.pid if is_running else None
-        return Victim(run_dir=self._run_dir, supervisor=supervisor_pid)
+        return Victim(run_dir=self._run_dir, supervisor=supervisor_pid, disk=self._disk)
+
+    def _num_checkpoints(self) -> int:
+        """Return the number of committed checkpoints that are not older than the first step of this drill."""
+        return sum(step >= self._first_step for step, _, _ in committed(LocalStore(self._victim().checkpoints)))
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the supervisor of the run, and append its output to RUN_DIR.log.
 
-        It gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill.
+        It gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill. It does not ignore
+        SIGHUP, even if this process does (nohup), because `hup` is a fault.
         """
-        with self._output.open("ab") as out:
-            return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        own_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        try:
+            with self._output.open("ab") as out:
+                return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        finally:
+            signal.signal(signal.SIGHUP, own_handler)
+
+    def _ledger(self) -> list[Record]:
+        """Return the events of the ledger, which is read again only if it has changed."""
+        file = self._run_dir / LEDGER_FILE
+        if file.exists():
+            status = file.stat()
+            state = (status.st_size, status.st_mtime_ns)
+            if state != self._events_of:
+                self._events = read_ledger(file)
+                self._events_of = state
+        return self._events
 
     def _beat(self) -> Beat | None:
         """Return the last heartbeat of rank 0; None before the first."""
@@ -256,17 +301,17 @@ class Drill:
 
         The planned step must be reached, a checkpoint must have been saved since the last fault, and the heartbeat of
         every rank must contain its step time. A rank without a step time has a much longer limit of silence, so that a
-        hang would be noticed late.
+        hang would be noticed late. Heartbeats of an earlier start with more ranks do not count.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:
             return None
         first_beat = beats[0]
         is_step_reached = first_beat.step >= planned.step
-        is_step_time_known = all(beat.step_s is not None for beat in beats)
+        is_step_time_known = all(beat.step_s is not None for beat in beats if beat.attempt == first_beat.attempt)
         if not is_step_reached or not is_step_time_known:
             return None
-        has_new_checkpoint = newest_checkpoint(read_ledger(self._run_dir)) > self._saved
+        has_new_checkpoint = newest_checkpoint(self._ledger()) > self._saved
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
@@ -289,7 +334,7 @@ class Drill:
             is_of_new_start = beat.attempt != before.attempt and beat.phase != "setup"
             if not is_of_new_start:
                 return None
-            last_known_step = _resumed_step(read_ledger(self._run_dir))
+            last_known_step = _resumed_step(self._ledger())
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:

@@ -64,15 +64,16 @@ def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
 
 def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
     """Draw a bar for each fault: the seconds from the fault to the next new step, colored by the kind of fault."""
-    colors = matplotlib.colormaps["tab10"]
+    colors = matplotlib.colormaps["tab20"]
     for color, kind in enumerate(sorted({hit.kind for hit in hits})):
         of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
         seconds = [hit.recovery_s or 0.0 for hit in of_kind]
-        axes.vlines([hit.step for hit in of_kind], 0, seconds, color=colors(color % 10), linewidth=3, label=kind)
+        axes.vlines([hit.step for hit in of_kind], 0, seconds, color=colors(color % colors.N), linewidth=3, label=kind)
     axes.set_title("Seconds from a fault to the next new step")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    handles, kinds = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, kinds, loc="outside lower center", ncols=8, frameon=False, fontsize=6)
 
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:

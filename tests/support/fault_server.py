@@ -23,7 +23,7 @@ Listings of a bucket are never flipped, missing or replaced: these faults only h
 The fault of a request is a function of (seed, method, key, number of earlier requests for them), so a schedule
 repeats whatever the clients' timing and the bucket's name are. At most --in-a-row faults hit the same method and path
 one after another, so a client that retries more often than that always succeeds. GET /-/faults returns the number of
-faults by kind as JSON.
+faults by kind as JSON. PUT /-/plan begins a new plan, whose fields are the JSON object in the body.
 """
 
 from __future__ import annotations
@@ -158,6 +158,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         num_bytes = int(self.headers.get("Content-Length", 0))
         if self.path == "/-/faults":
             self._answer(200, {}, json.dumps(self.server.plan.counts).encode())
+            return
+        if self.path == "/-/plan":
+            fields = json.loads(self.rfile.read(num_bytes))
+            self.server.plan = FaultPlan(**{**fields, "faults": tuple(fields["faults"])})
+            self._answer(200, {}, b"")
             return
         fault, where = self.server.plan.draw(self.command, urlsplit(self.path).path)
         if fault == "slowsend":

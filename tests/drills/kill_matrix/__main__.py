@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gc
 import os
 import re
 import shutil
@@ -30,18 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What DeepSpeed and boto3 import only when an engine or a client is made: 5 s.
-import boto3.s3.inject  # noqa: F401
-import deepspeed.module_inject.auto_ep_layer
-import deepspeed.ops
-import deepspeed.runtime.zero.muon.muon_optimizer
-import deepspeed.runtime.zero.muon.original_muon
 from drills.kill_matrix.durable_operations import Kill
 from drills.kill_matrix.matrix import KillResult, Matrix, run_kills
+from drills.kill_matrix.preloaded import prepare_forks
 from rich.progress import Progress
 from support import s3_server
-
-import electra_dist.train.pretrain_rank  # noqa: F401  (once, in the process that forks)
 
 # Kind of operation, file, which of those in the uninterrupted run, and moment.
 SAMPLE = (
@@ -170,9 +162,7 @@ def main() -> int:
     ):
         os.environ.update(server.env)
         bucket = s3_server.make_bucket(*server, "kills")
-        deepspeed.ops.__compatible_ops__  # noqa: B018  (found once, by compilers that it starts: 0.4 s)
-        gc.collect()
-        gc.freeze()  # the forked processes share the memory of everything that is imported
+        prepare_forks()
         matrix = Matrix((args.keep or Path(temporary)).resolve(), bucket, server)
         matrix.run_uninterrupted()
         print(f"uninterrupted run: {len(matrix.operations)} operations, {matrix.seconds:.1f} s", flush=True)

@@ -222,7 +222,7 @@ def thread_names() -> list[str]:
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 
-def wait_for(ranks: Mapping[int, int]) -> dict[int, int]:
+def wait_for(ranks: Mapping[int, int], limit_s: float = PATIENCE_S) -> dict[int, int]:
     """Wait until all processes have ended.
 
     When one was killed, the others are killed at once. When one has crashed, the others get some seconds to end by
@@ -231,13 +231,14 @@ def wait_for(ranks: Mapping[int, int]) -> dict[int, int]:
 
     Args:
         ranks: process id -> rank.
+        limit_s: seconds after which the processes are aborted.
 
     Returns:
         rank -> exit code; negative: the signal that ended it.
     """
     codes: dict[int, int] = {}
     running = dict(ranks)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + limit_s
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:

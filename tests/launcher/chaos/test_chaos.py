@@ -14,20 +14,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED
 
 from electra_dist.errors import UserError
+from electra_dist.run.heartbeat import Beat
+from electra_dist.run.lease.run_lease import LeaseLost, take_lease
 from electra_dist.run.marked_processes import MARK, mark_of
 from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences
 from launcher.chaos.drill import Drill, Planned, plan
-from launcher.chaos.faults import FAULTS, FILLER, Victim
+from launcher.chaos.faults import FAULTS
+from launcher.chaos.file_faults import FILLER, SmallDisk
+from launcher.chaos.victim import Victim
 
 KINDS = sorted(FAULTS)
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 80), every=st.integers(1, 50), spare=st.integers(0, 500), seed=st.integers(0, 10**6))
 def test_a_plan_has_every_kind_equally_often_and_a_checkpoint_between_any_two_faults(
     count: int, every: int, spare: int, seed: int
@@ -92,7 +97,41 @@ def test_damage_hits_exactly_one_file_of_the_newest_committed_checkpoint(tmp_pat
     assert damaged_names == {"rank-00000.safetensors", "manifest.json"}
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang", "term-rank", "usr2", "power", "torn", "flip"])
+def test_a_missing_part_is_a_tensor_file_of_the_newest_committed_checkpoint(tmp_path: Path) -> None:
+    for seed in range(5):
+        victim, newest = victim_of(tmp_path / f"{seed}", tmp_path)
+        before = contents(victim.run_dir)
+        FAULTS["missing"].act(victim, random.Random(seed))
+        deleted = before.keys() - contents(victim.run_dir).keys()
+        assert deleted == {f"checkpoints/{newest.name}/rank-00000.safetensors"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("metrics", "metrics.jsonl"), ("ledger", "ledger.jsonl")])
+def test_a_torn_tail_is_the_beginning_of_a_line_after_all_whole_lines(tmp_path: Path, kind: str, name: str) -> None:
+    victim, _ = victim_of(tmp_path / "run", tmp_path)
+    lines = b'{"step": 1}\n{"step": 2}\n'
+    for seed in range(20):
+        (victim.run_dir / name).write_bytes(lines)
+        FAULTS[kind].act(victim, random.Random(seed))
+        whole, tail = (victim.run_dir / name).read_bytes().split(lines)
+        assert whole == b"" and tail and b'{"step": 2}'.startswith(tail) and len(tail) < len(b'{"step": 2}')
+
+
+def test_a_stolen_lease_is_lost_to_its_owner_and_can_be_taken_once_it_is_returned(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    victim, _ = victim_of(run_dir, tmp_path)
+    owner = take_lease(run_dir, "supervisor", say=print)
+    fault = FAULTS["lease"]
+    fault.act(victim, random.Random(1))
+    with pytest.raises(LeaseLost, match="taken over by another start"):
+        owner.check()
+    assert fault.undo
+    fault.undo(victim)
+    owner.release()
+    take_lease(run_dir, "supervisor", say=print).release()
+
+
+@pytest.mark.parametrize("kind", ["kill", "hang", "pause", "term-rank", "usr2", "power", "torn", "flip", "missing"])
 def test_no_fault_touches_a_process_of_another_run(tmp_path: Path, kind: str) -> None:
     victim, _ = victim_of(tmp_path / "run", tmp_path)
     sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "--state", str(tmp_path / "run")]
@@ -105,7 +144,7 @@ def test_no_fault_touches_a_process_of_another_run(tmp_path: Path, kind: str) ->
             assert process.stdout
             process.stdout.readline()
         FAULTS[kind].act(victim, random.Random(1))
-        if kind == "hang":
+        if kind in ("hang", "pause"):
             os.waitpid(mine.pid, os.WUNTRACED)
         else:
             assert mine.wait(10) < 0
@@ -157,7 +196,7 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
     monkeypatch.setattr(drill, "PATIENCE_S", 120.0)
     config = tiny_config(**{"train.num_steps": 100_000, "cluster.hang_step_floor_s": 3.0})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
-    run = Drill(tmp_path / "run", command, seed=1, disk=None)
+    run = Drill(tmp_path / "run", command, seed=1)
     try:
         kinds = ["kill", "hang", "term", "power"]
         hits = [
@@ -176,6 +215,28 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
     assert run._victim().pids() == []
 
 
+def test_a_rank_that_only_an_earlier_start_had_does_not_delay_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ended in the first start, and the second one has rank 0 alone."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint", "step": 4, "attempt": 2}
+    (run_dir / "ledger.jsonl").write_text(json.dumps(event) + "\n")
+    fields = {"host": "n1", "reason": "", "time": 1.0, "phase_since": 1.0}
+    beats = [
+        Beat(pid=7, rank=0, attempt=2, phase="step", step=6, step_s=0.1, **fields),
+        Beat(pid=6, rank=1, attempt=1, phase="done", step=3, step_s=None, **fields),
+    ]
+    monkeypatch.setattr(drill, "read_heartbeats", lambda run_dir: beats)
+    run = Drill(run_dir, ["true"], seed=1)
+    run.finish()
+    planned = Planned(kind="kill", step=5, in_save=False, delay=0.0)
+    assert run._ready(planned) == beats[0]
+    beats[1] = dataclasses.replace(beats[1], attempt=2, phase="step")  # a rank that has not measured a step yet
+    assert run._ready(planned) is None
+
+
 def test_a_fault_without_its_effect_raises_stuck(
     tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +244,7 @@ def test_a_fault_without_its_effect_raises_stuck(
     monkeypatch.setitem(FAULTS, "hang", dataclasses.replace(FAULTS["hang"], act=lambda victim, draw: "nobody"))
     config = tiny_config(**{"train.num_steps": 100_000})
     command = [*FAKE_WITHOUT_DEEPSPEED, "--config", str(config), "--gpus-per-node", "2"]
-    run = Drill(tmp_path / "run", command, seed=1, disk=None)
+    run = Drill(tmp_path / "run", command, seed=1)
     try:
         run._wait_for(lambda: ((beat := run._beat()) and beat.step > 8) or None)
         monkeypatch.setattr(drill, "PATIENCE_S", 5.0)
@@ -207,8 +268,6 @@ def test_an_unknown_fault_or_an_existing_run_folder_is_refused_with_78(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_only_the_checkpoint_folder_runs_full_and_its_files_are_kept_afterwards(tmp_path: Path) -> None:
-    from launcher.chaos.faults import SmallDisk
-
     folder = tmp_path / "run" / "checkpoints"
     disk = SmallDisk(folder, 1 << 20)
     try:

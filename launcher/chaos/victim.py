@@ -1,0 +1,99 @@
+"""The run that a drill hits: its folder, and its processes on this machine.
+
+Guarantee: only processes of that run are found. A process belongs to the run if it is the supervisor that the drill
+started, or if its environment has the variable that a supervisor sets for all processes that it starts, with a value
+that names exactly this run folder (run/marked_processes.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from electra_dist.config import CHECKPOINTS_DIR
+from electra_dist.run.marked_processes import mark_of, marked_pids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """The run that a fault hits: its folder, and its processes on this machine, which are looked up at each call."""
+
+    run_dir: Path
+    supervisor: int | None  # pid of the supervisor; None if it has ended
+    disk: Path | None = None  # the folder that the fault `disk` fills; None: the checkpoint folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """The run's checkpoint folder; in a drill a run saves only there."""
+        return self.run_dir / CHECKPOINTS_DIR
+
+    @property
+    def filled_folder(self) -> Path:
+        """The folder whose disk the fault `disk` fills."""
+        return self.disk or self.checkpoints
+
+    def pids(self, words: str = "") -> list[int]:
+        """Return the pids of the run's processes, without the supervisor.
+
+        Args:
+            words: text that the command line must contain, its arguments joined by spaces; empty selects all.
+        """
+        matching = []
+        for pid in marked_pids(mark_of(self.run_dir, 0)):
+            with contextlib.suppress(OSError):  # The process may have ended.
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes()  # each ends with a zero byte
+                command_line = arguments.replace(b"\0", b" ").decode(errors="replace")
+                if words in command_line:
+                    matching.append(pid)
+        return matching
+
+    def ranks(self) -> dict[int, int]:
+        """Return a dict from rank to pid of the running ranks.
+
+        A process is a rank if its command line contains the option --state. Its number is the value of its environment
+        variable RANK.
+        """
+        pids = {}
+        for pid in self.pids("--state"):
+            with contextlib.suppress(OSError):  # The process may have ended.
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for variable in variables:
+                    if variable.startswith(b"RANK="):
+                        pids[int(variable.removeprefix(b"RANK="))] = pid
+        return pids
+
+
+Act = Callable[[Victim, random.Random], str]  # (the run, source of random choices) -> what was hit, as text
+Undo = Callable[[Victim], None]  # ends a fault that would otherwise last
+
+
+def send_signal(pids: Iterable[int | None], number: int) -> None:
+    """Send signal `number` to processes. None in place of a pid and processes that have ended are skipped."""
+    for pid in pids:
+        if pid is None:
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_everything(victim: Victim) -> int:
+    """Send SIGKILL to the supervisor and then to all processes of the run, until none is left.
+
+    It is repeated because a process may start a new one before it is killed.
+
+    Returns:
+        The largest number of processes seen at once, the supervisor included.
+    """
+    send_signal([victim.supervisor], signal.SIGKILL)
+    most_pids = 0
+    pids = victim.pids()
+    while pids:
+        most_pids = max(most_pids, len(pids))
+        send_signal(pids, signal.SIGKILL)
+        pids = victim.pids()
+    return most_pids + 1

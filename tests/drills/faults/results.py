@@ -1,0 +1,101 @@
+"""Print and write the result of the long drill: a table by kind of fault, and faults.json."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from drills.faults.kinds import ALL_FAULTS
+from drills.faults.progress import Progress
+
+from benchmarks.measure import hardware
+from electra_dist.run.environment_record import commit, versions
+from launcher.chaos.drill import Hit
+
+
+def make_record(progress: Progress) -> dict[str, Any]:
+    """Return the content of faults.json: what the drill did so far and what came of it, without its folder."""
+    bad = [hit for hit in progress.hits if hit.fault]
+    return {
+        "benchmark": "faults",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"make faults (seed {progress.seed}, {progress.count} faults)",
+        "smoke": len(progress.hits) < progress.count,
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "seed": progress.seed,
+        "faults": len(progress.hits),
+        "process_ends": sum(_ends_processes(hit) for hit in progress.hits),
+        "different_losses": sum(leg.different_steps or 0 for leg in progress.legs),
+        "compared_steps": progress.step,
+        "unexpected_reactions": [f"{hit.kind} at step {hit.step}: {hit.fault}" for hit in bad],
+        "seconds": round(progress.seconds, 1),
+        "seconds_per_fault": round(progress.seconds / max(1, len(progress.hits)), 2),
+        "kinds": {kind: _summary(hits) for kind, hits in _by_kind(progress.hits).items()},
+        "legs": [
+            {
+                "ranks": leg.ranks,
+                "place": leg.place,
+                "first_step": leg.first_step,
+                "last_step": leg.last_step,
+                "different_steps": leg.different_steps,
+            }
+            for leg in progress.legs
+        ],
+    }
+
+
+def write_record(record: dict[str, Any], file: Path) -> None:
+    """Write a record as JSON."""
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def print_table(record: dict[str, Any]) -> None:
+    """Print counts and seconds to the next step by kind of fault, the legs, and the totals."""
+    print(f"\n{'kind':14} {'faults':>6} {'next step s, median':>20} {'most':>7} {'repeated steps':>15}")
+    for kind, row in record["kinds"].items():
+        median, most = (_text(row[name]) for name in ("next_step_s_median", "next_step_s_most"))
+        print(f"{kind:14} {row['faults']:6} {median:>20} {most:>7} {row['repeated_steps']:15}")
+    ranks = Counter(f"{leg['ranks']} ranks, {leg['place']}" for leg in record["legs"])
+    print("\nlegs: " + "; ".join(f"{number} of {name}" for name, number in sorted(ranks.items())))
+    for line in record["unexpected_reactions"]:
+        print(f"BAD: {line}")
+    print(
+        f"seed {record['seed']}, {record['faults']} faults, {record['process_ends']} of them ended processes; "
+        f"{record['compared_steps']:,} steps, {record['different_losses']} different; "
+        f"{len(record['unexpected_reactions'])} unexpected reactions; "
+        f"{record['seconds']:.0f} s, {record['seconds_per_fault']:.2f} s a fault"
+    )
+
+
+def _by_kind(hits: Sequence[Hit]) -> dict[str, list[Hit]]:
+    """Return the faults of each kind, in the order of the names."""
+    return {kind: [hit for hit in hits if hit.kind == kind] for kind in sorted({hit.kind for hit in hits})}
+
+
+def _summary(hits: Sequence[Hit]) -> dict[str, Any]:
+    """Return the number of faults of one kind, the seconds to the next new step, and the repeated steps."""
+    seconds = [hit.recovery_s for hit in hits if hit.recovery_s is not None]
+    return {
+        "faults": len(hits),
+        "next_step_s_median": round(statistics.median(seconds), 2) if seconds else None,
+        "next_step_s_most": round(max(seconds), 2) if seconds else None,
+        "repeated_steps": sum(hit.steps_lost for hit in hits),
+    }
+
+
+def _ends_processes(hit: Hit) -> bool:
+    """Return whether a fault ended at least one process of the run."""
+    fault = ALL_FAULTS[hit.kind]
+    return fault.then != "goes on" or fault.hits_launcher
+
+
+def _text(seconds: float | None) -> str:
+    """Return seconds as text, "-" for None."""
+    return "-" if seconds is None else f"{seconds:.2f}"
