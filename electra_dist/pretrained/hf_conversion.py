@@ -200,7 +200,10 @@ def export_discriminator(
     tensors = to_hf_discriminator(state, model)
     if model.architecture == "modern":
         predicts_tokens = hf_modernbert.OUTPUT_BIAS in tensors
-        config = hf_modernbert.hf_config(model, "discriminator", special, predicts_tokens)
+        architecture = "ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"
+        config = hf_modernbert.hf_config(model, "discriminator", special, architecture)
+        if not predicts_tokens:
+            config |= hf_modernbert.DETECTION_LABELS
     else:
         predicts_tokens = _OUTPUT_BIAS in tensors
         architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
@@ -225,7 +228,7 @@ def export_generator(
     """
     tensors = to_hf_generator(state, model)
     if model.architecture == "modern":
-        config = hf_modernbert.hf_config(model, "generator", special, predicts_tokens=True)
+        config = hf_modernbert.hf_config(model, "generator", special, "ModernBertForMaskedLM")
     else:
         config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
@@ -260,7 +263,8 @@ def export_task_model(
         out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_discriminator(encoder, model) | head.weights
-    config = _hf_config(model, "discriminator", special, head.architecture) | head.config
+    make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
+    config = make_config(model, "discriminator", special, head.architecture) | head.config
     with tempfile.TemporaryDirectory() as folder:
         vocab_file = Path(folder) / VOCAB_FILE
         vocab_file.write_text(vocabulary_text, "utf-8")
