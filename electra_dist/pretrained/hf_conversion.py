@@ -428,7 +428,9 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer's files vocab.txt, tokenizer.json, tokenizer_config.json.
+    """Write model.safetensors, config.json and the tokenizer's files.
+
+    These are tokenizer.json and tokenizer_config.json, and for WordPiece vocab.txt.
 
     Args:
         tensors: weights under Hugging Face's names.
@@ -444,14 +446,20 @@ def _write(
     """
     vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
-    _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
-    tokenizer = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase)
-    _write_file(out_dir / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
+    if vocabulary.tokenizer_json is None:
+        _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
+        tokenizer_text = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase).to_str(pretty=False)
+    else:
+        tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
+    _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lowercase,
         "model_max_length": max_positions,
     }
+    if vocabulary.tokenizer_json is not None:
+        tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        del tokenizer_config["do_lower_case"]
     if config["model_type"] == hf_modernbert.MODEL_TYPE:
         # ModernBERT has no token types, so its models do not take them from a tokenizer.
         tokenizer_config |= {
@@ -459,7 +467,8 @@ def _write(
             "model_input_names": ["input_ids", "attention_mask"],
         }
     for name in _SPECIAL_TOKENS:
-        tokenizer_config[f"{name}_token"] = f"[{name.upper()}]"  # "mask_token": "[MASK]"
+        token_id = vocabulary.special[f"[{name.upper()}]"]
+        tokenizer_config[f"{name}_token"] = vocabulary.tokens[token_id]  # "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
     # Last, so that a folder with weights is complete.
     _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))

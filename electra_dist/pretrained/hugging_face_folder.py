@@ -114,7 +114,7 @@ def read_hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
     tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
-    tokenizer_config.json for lower-casing, whose default is True.
+    tokenizer_config.json for lower-casing, whose default is True. A tokenizer with merges (BPE) is read as it is.
 
     The files of an export are verified against the digests in its pretraining.json. A model of another program names
     none; then the ids in tokenizer.json must be 0, 1, 2, ..., and vocab.txt, if there is one, must have the same
@@ -130,6 +130,9 @@ def read_hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     settings_file = folder / "tokenizer_config.json"
     if tokenizer_file.exists():
         tokenizer = read_json_object(tokenizer_file, _AGAIN)
+        model = tokenizer.get("model")
+        if isinstance(model, dict) and "merges" in model:  # byte-level BPE, such as ModernBERT's
+            return Vocabulary.read(tokenizer_file), False
         try:
             parts = validate_json(_TOKENIZER_JSON, tokenizer)
         except DamagedJson:

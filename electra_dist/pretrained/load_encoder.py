@@ -40,7 +40,7 @@ from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
 
 TowerName = Literal["discriminator", "generator"]
 _LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")  # beginning of the name of a layer's weight
@@ -58,7 +58,7 @@ class Pretrained:
     model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
     tower: TowerConfig  # shape of this tower
     state: dict[str, torch.Tensor]  # fp32 on the host, under `embeddings.`, `encoder.` and `head.`
-    tokenizer: WordPieceTokenizer
+    tokenizer: TextTokenizer
     vocabulary: Vocabulary
     reads_masks: bool = True  # if the tower predicts tokens: trained on text with [MASK], not with replaced tokens
     gives_energies: bool = False  # if it is a discriminator: its outputs are energies (Electric), not logits
@@ -103,7 +103,7 @@ class Pretrained:
             model=model.model_copy(update={"embedding_size": embedding_size}),
             tower=model.discriminator if tower == "discriminator" else model.generator,
             state=tower_state,
-            tokenizer=WordPieceTokenizer(vocabulary, lowercase),
+            tokenizer=new_tokenizer(vocabulary, lowercase),
             vocabulary=vocabulary,
             reads_masks=reads_masks,
             gives_energies=gives_energies,
