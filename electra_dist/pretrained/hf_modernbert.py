@@ -209,6 +209,17 @@ def model_section(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_of_a_task(settings: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a ModernBERT whose head classifies whole texts.
+
+    Such a head with one output, a regression, has the weights' names of a discriminator's.
+
+    Args:
+        settings: content of config.json.
+    """
+    return "ModernBertForSequenceClassification" in (settings.get("architectures") or [])
+
+
 def _rotary_base(settings: Mapping[str, Any], key: str, layer_type: str, default: float) -> float:
     """Return the base of the rotary wavelengths that a config.json has for one type of layer.
 

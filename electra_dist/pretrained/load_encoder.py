@@ -39,6 +39,7 @@ from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
+from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
 
@@ -368,6 +369,8 @@ def _from_hugging_face(folder: Path) -> Pretrained:
         raise UserError(
             f"{folder}: the weights lack {error}, so this is not a complete model; copy or export it again"
         ) from None
+    if hf_modernbert.is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
+        state = {name: weight for name, weight in state.items() if not name.startswith("discriminator_head.")}
     record = read_pretraining_record(folder)
     return Pretrained.from_state(
         name=str(folder),

@@ -104,6 +104,8 @@ def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_reg
         if kind == "regression":
             expected = -2 + 8 * expected
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+        # The head of a task is not taken for one that detects replaced tokens.
+        assert load_pretrained(str(tmp_path / "m")).head_state() == {}
 
 
 @torch.no_grad()
