@@ -96,6 +96,7 @@ faults: $(VENV)/ready-test
 bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/step.py --rounds 4 --save
 	$(BIN)/python benchmarks/step.py --packed --save
+	$(BIN)/python benchmarks/step_modern.py --save
 	$(BIN)/python benchmarks/head.py --save
 	$(BIN)/python benchmarks/loader.py --shards 3 --save
 	$(BIN)/python benchmarks/loader.py --checksums --shards 3 --rounds 41 --save

@@ -270,9 +270,13 @@ class Config(Section):
     def _optimizer_identity(self) -> dict[str, Any]:
         """Return the part of the identity that the section `optimizer` gives.
 
-        It has no `implementation`, and `generator` only if that is set, with the keys that are set there.
+        It has no `implementation`, `generator` only if that is set, with the keys that are set there, and the keys of
+        a trapezoid only for that shape.
         """
-        section = self.optimizer.model_dump(mode="json", exclude={"implementation", "generator"})
+        excluded = {"implementation", "generator"}
+        if self.optimizer.shape == "polynomial":
+            excluded |= {"shape", "decay_steps"}  # runs of versions without these keys have the same identity
+        section = self.optimizer.model_dump(mode="json", exclude=excluded)
         if self.optimizer.generator is not None:
             section["generator"] = self.optimizer.generator.model_dump(mode="json", exclude_none=True)
         return section

@@ -19,9 +19,9 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 def check_new_run(config: Config) -> None:
     """Raise UserError for settings that are valid but almost certainly a mistake in a new run.
 
-    They are: a warm-up of either tower that is longer than the run; an entry of `data.phases` that begins after the
-    end of the run; and `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call it for new runs
-    only: a run that has begun with these settings may go on.
+    They are: a warm-up of either tower that is longer than the run, also together with the decay of a trapezoid; an
+    entry of `data.phases` that begins after the end of the run; and `engine.offload_optimizer` at ZeRO stage 0, where
+    DeepSpeed ignores it. Call it for new runs only: a run that has begun with these settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.
@@ -38,6 +38,12 @@ def check_new_run(config: Config) -> None:
             raise UserError(
                 f"{key} {warmup_steps:,} is longer than the run, train.num_steps {num_steps:,}, so the learning rate "
                 f"would never reach its peak; set {key} to at most {num_steps}, or raise train.num_steps"
+            )
+        num_decay_steps = config.optimizer.trapezoid_decay_steps(num_steps)
+        if config.optimizer.shape == "trapezoid" and warmup_steps + num_decay_steps > num_steps:
+            raise UserError(
+                f"{key} {warmup_steps:,} and the {num_decay_steps:,} steps of decay are longer than the run, "
+                f"train.num_steps {num_steps:,}; lower {key} or optimizer.decay_steps, or raise train.num_steps"
             )
     for phase in config.data.phases:
         if phase.from_step >= num_steps:
@@ -68,6 +74,8 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     unused = _unused_by_objective(config) | _unused_by_generator(config) | _unused_by_architecture(config)
     if not config.objective.draws_at_random:
         unused["objective.random_from"] = "objective.random_share is 0"
+    if config.optimizer.shape == "polynomial":
+        unused["optimizer.decay_steps"] = "only optimizer.shape: trapezoid uses it"
     if config.data.heldout is None:
         unused |= dict.fromkeys(("log.eval_every_steps", "log.eval_rows"), "data.heldout is not set")
     return {key: reason for key, reason in unused.items() if _is_changed(config, key)}

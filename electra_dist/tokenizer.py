@@ -1,4 +1,4 @@
-"""Read WordPiece vocabularies and encode text as token ids.
+"""Read vocabularies, WordPiece's or those of a tokenizer.json, and encode text as token ids.
 
 Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text holds. The characters `[SEP]` in a
 text become the word-pieces of `[`, `sep` and `]`, because BERT's pre-tokenizer cuts at brackets and the encoder knows
@@ -8,7 +8,7 @@ How: the encoder is Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer,
 characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. BERT ends a word at every
 space and encodes each word independently of the others. The ids of a line are therefore the ids of its space-separated
 words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded before, and the
-library encodes new ones only.
+library encodes new ones only. Text of other tokenizers is encoded by the library as a whole (`tokenizer_json.py`).
 
 Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
 most 100 MB.
@@ -26,9 +26,10 @@ from typing import NamedTuple
 import tokenizers
 
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json.
+VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json; it may hold the text of a tokenizer.json.
 MAX_WORD_CHARS = 100
 _MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
 
@@ -57,25 +58,37 @@ def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
 
 
 class Vocabulary:
-    """WordPiece vocabulary: the lines of a vocab.txt, where the line number, counted from 0, is the token's id."""
+    """Tokens and their ids, and the special tokens among them.
+
+    Of WordPiece they are the lines of a vocab.txt, where the line number, counted from 0, is the token's id. Any other
+    tokenizer is the content of a tokenizer.json of Hugging Face's tokenizers.
+    """
 
     def __init__(self, text: str, name: str) -> None:
-        """Check and index the text of a vocab.txt.
+        """Check and index the text of a vocab.txt or of a tokenizer.json.
 
         Args:
-            text: One token per line.
+            text: One token per line, or the JSON object.
             name: Path or URL of the file, for error messages.
 
         Raises:
             UserError: A special token is missing, or a token occurs twice.
         """
+        self.tokenizer_json: TokenizerJson | None = None  # of WordPiece None
+        if is_tokenizer_json(text):
+            self.tokenizer_json = TokenizerJson(text, name)
+            self.tokens = self.tokenizer_json.tokens
+            self._ids = self.tokenizer_json.ids
+            self._text = text.removesuffix("\n") + "\n"
+            return
         self.tokens = text.removesuffix("\n").split("\n")
+        self._text = "\n".join(self.tokens) + "\n"
         self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
         missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
         if missing:
             raise UserError(
                 f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
-                f"BERT or ELECTRA model, or train one with `electra-dist corpus vocab`"
+                f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
             )
         if len(self._ids) < len(self.tokens):
             # self._ids has the last line of each token; the first line with another number is repeated further down.
@@ -139,8 +152,18 @@ class Vocabulary:
 
     @property
     def text(self) -> str:
-        """Return the text of the vocab.txt, one token per line, as it is stored in the folder of a corpus."""
-        return "\n".join(self.tokens) + "\n"
+        """Return the text of the file, one token per line or JSON, as it is stored in the folder of a corpus."""
+        return self._text
+
+    @property
+    def kind(self) -> str:
+        """Return the value of `corpus.tokenizer` that the vocabulary is for: "wordpiece", or "bpe" for JSON."""
+        return "wordpiece" if self.tokenizer_json is None else "bpe"
+
+    @cached_property
+    def shown_tokens(self) -> list[str]:
+        """Return the tokens as people read them, by id: one that continues a word begins with ##, as in WordPiece."""
+        return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
     @property
     def size(self) -> int:
@@ -149,7 +172,9 @@ class Vocabulary:
 
     @property
     def special(self) -> dict[str, int]:
-        """Return the ids of the five special tokens, by token: {"[PAD]": 0, ...}."""
+        """Return the ids of the five special tokens, by their names in BERT: {"[PAD]": 0, ...}."""
+        if self.tokenizer_json is not None:
+            return dict(self.tokenizer_json.special)
         return {token: self._ids[token] for token in SPECIAL_TOKENS}
 
     @cached_property
@@ -235,3 +260,36 @@ class WordPieceTokenizer:
         for word in new_words:
             if len(word) > MAX_WORD_CHARS:
                 self._known.pop(word, None)
+
+
+class JsonTokenizer:
+    """Encoder of text lines to the ids of a tokenizer.json, without special tokens."""
+
+    lowercase = False  # the file itself decides about the case
+
+    def __init__(self, tokenizer_json: TokenizerJson) -> None:
+        """Take the encoder of a vocabulary."""
+        self._tokenizer = tokenizer_json
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
+        return self._tokenizer.encode(lines)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for."""
+        return self._tokenizer.encode_with_offsets(text)
+
+
+TextTokenizer = WordPieceTokenizer | JsonTokenizer
+
+
+def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
+    """Return a new encoder of text for a vocabulary.
+
+    Args:
+        vocabulary: Tokens and their ids.
+        lowercase: Whether WordPiece lower-cases text and strips its accents; a tokenizer.json decides that itself.
+    """
+    if vocabulary.tokenizer_json is not None:
+        return JsonTokenizer(vocabulary.tokenizer_json)
+    return WordPieceTokenizer(vocabulary, lowercase)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.config import Config
-from electra_dist.config_checks import check_new_run
+from electra_dist.config_checks import check_new_run, keys_without_effect
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 
@@ -87,3 +87,26 @@ def test_phases_that_cannot_be_meant_are_refused_in_one_line(phases: str, messag
     with pytest.raises(UserError, match=message) as refusal:
         check_new_run(load_config(DEMO, [f"data.phases={phases}"]))
     assert "\n" not in str(refusal.value)
+
+
+def test_the_keys_of_a_trapezoid_belong_to_the_identity_of_that_shape_only() -> None:
+    config = load_config(CONFIGS / "small.yaml")
+    assert config.identity()["optimizer"].keys().isdisjoint({"shape", "decay_steps"})
+    unused = load_config(CONFIGS / "small.yaml", ["optimizer.decay_steps=5"])
+    assert unused.identity() == config.identity()
+    assert keys_without_effect(unused) == {"optimizer.decay_steps": "only optimizer.shape: trapezoid uses it"}
+    trapezoid = load_config(CONFIGS / "small.yaml", ["optimizer.shape=trapezoid", "optimizer.decay_steps=5"])
+    assert (
+        trapezoid.identity()["optimizer"] | {"shape": "trapezoid", "decay_steps": 5}
+        == (trapezoid.identity()["optimizer"])
+    )
+    assert keys_without_effect(trapezoid) == {}
+
+
+def test_a_trapezoid_whose_slopes_do_not_fit_into_the_run_is_refused() -> None:
+    settings = ["optimizer.shape=trapezoid", "train.num_steps=100", "optimizer.warmup_steps=90"]
+    check_new_run(load_config(CONFIGS / "small.yaml", settings))
+    with pytest.raises(
+        UserError, match=r"optimizer\.warmup_steps 90 and the 20 steps of decay are longer than the run"
+    ):
+        check_new_run(load_config(CONFIGS / "small.yaml", [*settings, "optimizer.decay_steps=20"]))

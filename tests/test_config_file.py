@@ -12,7 +12,8 @@ from electra_dist.config_file import dump_yaml, load_config, sources
 from electra_dist.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-OTHERS = ("compare_cpu.yaml", "compare_tiny_rtd.yaml", "corpus_prepare.yaml")  # configs of commands, not of a run
+# Configs of commands, not of a run.
+OTHERS = ("compare_cpu.yaml", "compare_tiny_modern.yaml", "compare_tiny_rtd.yaml", "corpus_prepare.yaml")
 RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("base.yaml", *OTHERS))
 DEMO = CONFIGS / "demo_cpu.yaml"
 

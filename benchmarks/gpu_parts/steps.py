@@ -1,7 +1,8 @@
-"""Timing of one training step of ELECTRA-Large on one GPU, eager and compiled: two parts of `gpu.py`.
+"""Timing of one training step of ELECTRA-Large on one GPU, eager and compiled: three parts of `gpu.py`.
 
     steps        128 rows, eager and with compiled layers
     more_steps   the other micro-batches, and references instead of kernels
+    modern       the same for the architecture `modern` of base size, on rows of 1,024 tokens
 
 A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
 FLOPs that `model/flops.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
@@ -17,6 +18,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,7 +39,9 @@ from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective, StepInput, loss_counts
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 
-CONFIG = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
+_CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = _CONFIGS / "large_25pct_mask.yaml"
+MODERN_CONFIG = _CONFIGS / "modern_base.yaml"
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 # Settings of a model that trains a step in milliseconds on a CPU.
 TOY_MODEL = [
@@ -50,6 +54,17 @@ TOY_MODEL = [
     "data.seq_len=32",
 ]
 
+# The same for the architecture `modern`, whose tables have the width of the layers; windows are shorter than rows.
+TOY_MODERN = [
+    "model.embedding_size=32",
+    "model.discriminator={hidden_size: 32, num_layers: 3, num_heads: 2, intermediate_size: 48}",
+    "model.generator={hidden_size: 32, num_layers: 1, num_heads: 2, intermediate_size: 48}",
+    "model.vocab_size=300",
+    "model.max_positions=32",
+    "model.local_window=8",
+    "data.seq_len=32",
+]
+
 
 class StepBench:
     """Timer of training steps of one model.
@@ -57,15 +72,19 @@ class StepBench:
     It holds the config and the initial weights, which every variant copies, and turns a step into a row of the table.
     """
 
-    def __init__(self, device: str, backend: str, smoke: bool) -> None:
-        """Load the config.
+    def __init__(
+        self, device: str, backend: str, smoke: bool, architecture: Literal["bert", "modern"] = "bert"
+    ) -> None:
+        """Load the config of an architecture.
 
         Args:
             device: "cuda" or "cpu".
             backend: Implementation of the fused operations.
             smoke: Whether to use the toy model in fp32.
+            architecture: Value of `model.architecture`.
         """
-        self.config: Config = load_config(CONFIG, TOY_MODEL if smoke else [])
+        file, toy = (CONFIG, TOY_MODEL) if architecture == "bert" else (MODERN_CONFIG, TOY_MODERN)
+        self.config: Config = load_config(file, toy if smoke else [])
         self.device = device
         self.backend = backend
         self.smoke = smoke
@@ -200,3 +219,16 @@ def step_cases(bench: StepBench, batches: Sequence[int], backends: Sequence[str]
                 by = f"ours, compiled layers ({backend})" if compiled else f"ours ({backend})"
                 make = functools.partial(bench.module, backend, compiled=compiled)
                 yield bench.case(by, batch, make, compiled=compiled)
+
+
+def modern_cases(bench: StepBench) -> Iterator[Case]:
+    """Yield the training step of the architecture `modern` for each micro-batch, eager and with compiled layers.
+
+    Args:
+        bench: Timer of that architecture.
+    """
+    for batch in bench.batches:
+        for compiled in (False, True):
+            by = "ours, modern, compiled layers" if compiled else "ours, modern"
+            make = functools.partial(bench.module, bench.backend, compiled=compiled)
+            yield bench.case(by, batch, make, compiled=compiled)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.row_layout import RowLayout, SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
 from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator
@@ -85,7 +85,7 @@ class HuggingFace(torch.nn.Module):
         """
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
-        inputs = {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
+        inputs = self.inputs(layout)
         packed = bool(layout.example_BS.max() > 0) if self.packed is None else self.packed
         if packed:  # Examples of one row must not attend to each other.
             # Attention kernels of a GPU refuse a mask of another type than the queries'.
@@ -102,11 +102,16 @@ class HuggingFace(torch.nn.Module):
         chosen_BN = torch.where(masking.weight_BN > 0, sampled_M.view_as(target_BN), target_BN)
         # Empty slots point at position 0, which holds [CLS] and is never masked. They write its own id back.
         corrupted_BS = ids_BS.scatter(1, masking.position_BN, chosen_BN)
-        logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float()
+        # ModernBERT's head has a last dimension for its one label.
+        logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float().view(ids_BS.shape)
         label_BS = (corrupted_BS != ids_BS).float()
         loss_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS, reduction="none")
         rtd = (loss_BS * layout.is_real_BS).sum() / layout.is_real_BS.sum()
         return Losses(mlm, rtd)
+
+    def inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
+        """Return the arguments of both modules beside the ids, for rows of one example each."""
+        return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
 
     def _slot_logits(self, masking: Masking, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the generator's logits at the masked slots, [M, V]."""
@@ -114,8 +119,12 @@ class HuggingFace(torch.nn.Module):
         if not self.gathered:
             logits_BSV = self.generator(input_ids=masking.input_BS, **inputs).logits
             return logits_BSV.gather(1, position_BN.expand(-1, -1, logits_BSV.shape[-1])).flatten(0, 1)
-        hidden_BSH = self.generator.electra(input_ids=masking.input_BS, **inputs).last_hidden_state
+        hidden_BSH = self.generator.base_model(input_ids=masking.input_BS, **inputs).last_hidden_state
         hidden_MH = hidden_BSH.gather(1, position_BN.expand(-1, -1, hidden_BSH.shape[-1])).flatten(0, 1)
+        return self.head(hidden_MH)
+
+    def head(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens, [M, V], from states of the generator, [M, H]."""
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
 
 

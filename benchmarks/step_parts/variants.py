@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from step_parts.modern_rival import ModernHuggingFace
 from step_parts.rival import HuggingFace
 
 from electra_dist.config import Config
@@ -63,7 +64,8 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> St
         towers: Our model, whose weights are copied.
         gathered: Whether the generator's head is computed at the masked slots only, instead of at every position.
     """
-    module = HuggingFace(towers, config.objective, SPECIAL, gathered=gathered)
+    rival = ModernHuggingFace if config.model.architecture == "modern" else HuggingFace
+    module = rival(towers, config.objective, SPECIAL, gathered=gathered)
     optimizer = torch.optim.AdamW(
         module.parameters(),
         betas=(config.optimizer.beta1, config.optimizer.beta2),

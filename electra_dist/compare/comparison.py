@@ -65,8 +65,6 @@ class Comparison:
         self._glue = glue
         self.plan: Plan = make_plan(compare, file)
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
-        if self._measures:
-            _check_architectures(file, self.plan)
         self.folder = Path(compare.output)
         for cell in self.plan.cells:
             # A finished run of an older version is only read; the process that continues another one checks it.
@@ -254,23 +252,3 @@ def _replace_file(path: Path, data: bytes) -> None:
     """Write a whole file in place of an existing one; readers see either the old content or the new one."""
     with replacing(path) as file:
         file.write(data)
-
-
-def _check_architectures(file: Path, plan: Plan) -> None:
-    """Raise UserError if a run has an architecture that cannot be scored on tasks and minimal pairs.
-
-    Call it only for a comparison with such scores.
-
-    Args:
-        file: path of the comparison's config, for the message.
-        plan: all runs of the comparison.
-
-    Raises:
-        UserError: a run has `model.architecture: modern`.
-    """
-    for cell in plan.cells:
-        if cell.config.model.architecture == "modern":
-            raise UserError(
-                f"{file}: {cell.name} has model.architecture: modern, which tasks and minimal_pairs cannot read; "
-                f"remove tasks and minimal_pairs, and compare by the context AUC"
-            )

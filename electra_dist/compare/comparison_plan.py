@@ -2,10 +2,10 @@
 
 Guarantee: the budget is a number of training FLOPs: `flops` of the comparison's config, or the FLOPs of `steps` steps
 of the first objective. model/flops.py counts them, as for MFU. Every run has the number of steps whose FLOPs are
-nearest to the budget, so it differs from the budget by at most the FLOPs of half a step. Warm-up is the same share of
-the steps in every run as in the base config, and the decay ends with the last step. For one seed, all objectives read
-the same rows and start with the same weights in the parts that they have in common. Nothing is written; the base
-config is the only file that is read.
+nearest to the budget, so it differs from the budget by at most the FLOPs of half a step. Warm-up, and the decay of a
+trapezoid, are the same share of the steps in every run as in the base config, and the decay ends with the last step.
+For one seed, all objectives read the same rows and start with the same weights in the parts that they have in common.
+Nothing is written; the base config is the only file that is read.
 
 Limits: the count contains matrix products of full rows; look-ups, evaluation and tokenizing are not counted.
 """
@@ -101,12 +101,25 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
                 "seed": seed,
                 "train.num_steps": num_steps,
                 "optimizer.warmup_steps": round(warmup_share * num_steps),
+                "optimizer.decay_steps": _scaled_decay_steps(objective_config, num_steps),
                 "checkpoint.keep_steps": scored_steps,
                 "checkpoint.targets": [],  # checkpoints are in the run's folder only
             }
             config = _load(file, base, entry, run_keys)
             cells.append(Cell(entry=entry.name, seed=seed, config=config, marks=scored_steps))
     return Plan(budget_flops=budget, cells=tuple(cells))
+
+
+def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
+    """Return `optimizer.decay_steps` of a run, the same share of all steps as in a config; None where it is not set.
+
+    Args:
+        config: config of the objective, whose number of steps is another one.
+        num_steps: optimizer steps of the run.
+    """
+    if config.optimizer.decay_steps is None:
+        return None
+    return max(1, round(config.optimizer.decay_steps / config.train.num_steps * num_steps))
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:

@@ -103,9 +103,15 @@ class CorpusConfig(Section):
         description="How examples are placed in rows. rows: several whole examples share a row, and none attends to "
         "another. none: one example per row, the rest is padding.",
     )
+    tokenizer: Literal["wordpiece", "bpe"] = Field(
+        default="wordpiece",
+        description="Kind of the vocabulary. wordpiece: BERT's, a vocab.txt. bpe: a tokenizer.json of Hugging Face's "
+        "tokenizers, such as ModernBERT's byte-level BPE; a new one is trained if a build is given none.",
+    )
     lowercase: bool = Field(
         default=True,
-        description="Whether text is lower-cased and stripped of accents, as BERT's uncased vocabulary expects.",
+        description="Whether text is lower-cased and stripped of accents, as BERT's uncased vocabulary expects. With "
+        "tokenizer: bpe the tokenizer.json decides.",
     )
     single_segment_prob: Probability = Field(
         default=0.1,

@@ -294,7 +294,8 @@ class GeneratorOptimizerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW as the paper used it (or LAMB or Muon), and the learning-rate schedule.
 
-    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * (1 - t / num_steps) ** decay_power.
+    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * remaining ** decay_power, where
+    remaining is 1 - t / num_steps or, with shape trapezoid, min(1, (num_steps - t) / decay_steps).
     """
 
     name: Literal["adamw", "lamb", "muon"] = Field(
@@ -311,10 +312,20 @@ class OptimizerConfig(Section):
         description="Number of steps in which the learning rate rises linearly from 0. The decay also runs during "
         "these steps. 0: no warm-up.",
     )
+    shape: Literal["polynomial", "trapezoid"] = Field(
+        default="polynomial",
+        description="Curve of the learning rate. polynomial: the paper's, which decays over all steps. trapezoid: "
+        "warm-up, then lr itself, then decay_steps steps of decay to 0, as ModernBERT was trained.",
+    )
+    decay_steps: Positive | None = Field(
+        default=None,
+        description="Number of steps of the decay at the end of a run with shape: trapezoid. Unset: a tenth of "
+        "train.num_steps.",
+    )
     decay_power: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
-        description="Exponent of the decay factor (1 - step / num_steps) ** decay_power. 1: linear decay to 0. 0: no "
-        "decay.",
+        description="Exponent of the decay factor, which falls from 1 to 0: (1 - step / num_steps) ** decay_power, or "
+        "with shape: trapezoid the remaining share of decay_steps ** decay_power. 1: linear decay to 0. 0: no decay.",
     )
     beta1: Probability = Field(
         default=0.9, description="Decay rate of the first moment, the running mean of the gradient."
@@ -348,6 +359,16 @@ class OptimizerConfig(Section):
         description="Section with the generator's own learning rate, warm-up, betas, weight decay and gradient norm. "
         "Set it to {} for its own norm only. Unset: one optimizer with one norm for both towers, as in the paper.",
     )
+
+    def trapezoid_decay_steps(self, num_steps: int) -> int:
+        """Return the number of steps of the decay with `shape: trapezoid`: `decay_steps`, or a tenth of the run.
+
+        Args:
+            num_steps: optimizer steps of the whole run.
+        """
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return max(1, num_steps // 10)
 
     @property
     def for_generator(self) -> OptimizerConfig:

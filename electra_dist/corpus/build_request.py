@@ -142,12 +142,13 @@ def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
 
     Args:
         vocabulary: the vocabulary of the ids in the rows.
-        lowercase: whether the text was lower-cased and stripped of accents.
+        lowercase: whether WordPiece lower-cased the text and stripped it of accents.
     """
+    is_lowercased = lowercase and vocabulary.kind == "wordpiece"
     return TokenizerEntry(
         sha256=vocabulary.sha256,
         vocab_size=vocabulary.size,
         vocab_file=VOCAB_FILE,
-        lowercase=lowercase,
+        lowercase=is_lowercased,
         special=vocabulary.special,
     )

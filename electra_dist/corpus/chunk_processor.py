@@ -33,7 +33,7 @@ from electra_dist.corpus.text_decoding import (
     Undecodable,
     decode_counted,
 )
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
@@ -119,7 +119,7 @@ class ChunkProcessor:
         """
         self._rules = rules
         self._vocabulary = Vocabulary(rules.vocabulary_text, "vocab.txt")
-        self._tokenizer = WordPieceTokenizer(self._vocabulary, rules.lowercase)
+        self._tokenizer = new_tokenizer(self._vocabulary, rules.lowercase)
         self._unk_id = self._vocabulary.special["[UNK]"]
         self._heldout_key = rules.heldout_key.to_bytes(8, "little")
 

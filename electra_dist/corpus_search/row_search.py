@@ -33,7 +33,7 @@ from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 Progress = Callable[[Iterable[int]], Iterable[int]]  # yields the shard indices that it is given, with a progress bar
 
@@ -213,7 +213,7 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[in
     """
     name = manifest.tokenizer.vocab_file
     vocabulary = Vocabulary(store.read(name).decode(), f"{store.url}/{name}")
-    tokenizer = WordPieceTokenizer(vocabulary, manifest.tokenizer.lowercase)
+    tokenizer = new_tokenizer(vocabulary, manifest.tokenizer.lowercase)
     tokens = [token for line in tokenizer.encode(text.splitlines()) for token in line]
     if not tokens:
         raise UserError("TEXT: has no token; give at least one word")

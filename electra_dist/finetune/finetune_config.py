@@ -77,7 +77,8 @@ class FinetuneConfig(Section):
     head: Literal["reference", "dense"] = Field(
         default="reference",
         description="layers of the classification head. reference: dropout, linear; dense: dropout, linear, GELU, "
-        "dropout, linear, as in Hugging Face's ElectraForSequenceClassification",
+        "dropout, linear, as in Hugging Face's ElectraForSequenceClassification. Models of the architecture modern "
+        "have ModernBERT's layers below the head, so that reference is the one to use",
     )
     head_dropout: Probability = Field(
         default=0.1, description="dropout probability before each linear layer of the classification head"

@@ -18,7 +18,7 @@ import numpy as np
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.json_file import DamagedJson, parse_json_object
-from electra_dist.tokenizer import WordPieceTokenizer
+from electra_dist.tokenizer import TextTokenizer
 
 Column = str | int  # name in the header of a file, or index (from 0) in a file without a header
 
@@ -118,7 +118,7 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
 
 
 def encode_texts(
-    a: Sequence[str], b: Sequence[str] | None, tokenizer: WordPieceTokenizer, special: SpecialIds, max_length: int
+    a: Sequence[str], b: Sequence[str] | None, tokenizer: TextTokenizer, special: SpecialIds, max_length: int
 ) -> list[list[int]]:
     """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
 

@@ -25,6 +25,7 @@ from electra_dist.engine.optimizers.adamw import ForeachAdamW
 from electra_dist.finetune.finetune_config import FinetuneConfig
 
 _LAYER = re.compile(r"backbone\.encoder\.layers\.(\d+)\.")
+_FINAL_NORM = "backbone.encoder.final_norm."
 
 
 def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
@@ -33,6 +34,7 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
     The head has the setting `lr`. With L layers and the factor d = `layer_decay`, layer i (0 is the lowest) has lr * d
     ** (L + 1 - i), and the embeddings have lr * d ** (L + 2). The top layer thus has lr * d ** 2: the reference counts
     a pooler, which does not exist, below the head. If `lr_decay_quirk` is false, all these exponents are lower by 1.
+    The LayerNorm after the last layer, which the architecture `modern` has, has the rate of the top layer.
 
     Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
 
@@ -50,6 +52,8 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
     if layer:
         layer_number = int(layer[1])
         depth = layer_number + 1
+    elif name.startswith(_FINAL_NORM):
+        depth = num_layers
     else:
         depth = 0  # the embeddings and their projection
     return settings.lr * settings.layer_decay ** (head_depth - depth)

@@ -2,7 +2,8 @@
 
 Classification and regression: the state of [CLS], dropout, Dense(H -> N). With `head: dense`, Dense(H -> H), GELU and
 dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to [0,
-1].
+1]. In models of the architecture `modern`, these heads and those for tags and (linear) spans read features of the
+states, as in Hugging Face's ModernBERT classes: LayerNorm(GELU(Dense(H -> H))).
 
 The head of google-research/electra for SQuAD has three outputs (`squad/linear_span_head.py` has a simpler one):
 - Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
@@ -37,9 +38,11 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.backbone import Backbone
+from electra_dist.pretrained.load_encoder import Pretrained
 
 OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
 
@@ -74,7 +77,15 @@ class Classifier(TaskModel):
     error.
     """
 
-    def __init__(self, backbone: Backbone, width: int, num_outputs: int, settings: FinetuneConfig, seed: int) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        width: int,
+        num_outputs: int,
+        settings: FinetuneConfig,
+        seed: int,
+        features: ModernFeatures | None = None,
+    ) -> None:
         """Add a new classification or regression head to an encoder.
 
         Args:
@@ -84,12 +95,14 @@ class Classifier(TaskModel):
             settings: `head` selects one linear layer ("reference") or two with a GELU ("dense"); `head_dropout` is the
                 dropout before each of them.
             seed: seed of the head's initial weights.
+            features: layers below the head, by `new_features`; they are used, not copied.
         """
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
         if settings.head == "dense":
             layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(settings.head_dropout)]
-        super().__init__(backbone, nn.Sequential(*layers, nn.Linear(width, num_outputs)))
-        init_head(self.head, seed)
+        head = nn.Sequential(*layers, nn.Linear(width, num_outputs))
+        init_head(head, seed)
+        super().__init__(backbone, on_features(features, head))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of each row, fp32 [B, N], or the predicted numbers, fp32 [B, 1], for a regression.
@@ -308,6 +321,42 @@ class SpanModel(AnswerModel):
         """Return the candidate answer spans of each row, and its logit of "no answer"; see `AnswerModel.search`."""
         state_BSH = self.backbone(ids_BS)
         return self.head.search(state_BSH, self.allowed(ids_BS))
+
+
+def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
+    """Return the layers that the heads of the architecture `modern` have below their output; None for `bert`.
+
+    They begin with the weights of the pretraining head, as in Hugging Face's ModernBERT classes, which read these
+    weights from the folder. A model without such a head, or with one of another width, gets new ones.
+
+    Args:
+        encoder: the model that is fine-tuned.
+        seed: seed of new weights.
+    """
+    if encoder.model.architecture != "modern":
+        return None
+    features = ModernFeatures(encoder.model, encoder.tower.hidden_size)
+    pretrained = {name: weight for name, weight in encoder.head_state().items() if name in features.state_dict()}
+    has_layers = pretrained.keys() == features.state_dict().keys()
+    if has_layers and pretrained["dense.weight"].shape == features.dense.weight.shape:
+        features.load_state_dict(pretrained)
+    else:
+        init_head(features, seed)
+        nn.init.ones_(features.layer_norm.weight)
+    return features
+
+
+def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
+    """Return a head that reads the features of the states, or, without features, the states themselves.
+
+    Args:
+        features: result of `new_features`.
+        head: layers from features or states to the outputs; of a Sequential the layers are taken.
+    """
+    if features is None:
+        return head
+    layers = head if isinstance(head, nn.Sequential) else [head]
+    return nn.Sequential(features, *layers)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, fi
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
 from electra_dist.finetune.output.text_files import TextFile, tsv_file
 from electra_dist.finetune.output.unlabelled_sets import UnlabelledSet, predictions_file, read_test_sets
-from electra_dist.finetune.task_heads import Classifier, TaskModel
+from electra_dist.finetune.task_heads import Classifier, TaskModel, new_features
 from electra_dist.finetune.task_metrics import (
     classification_metrics,
     degenerate,
@@ -260,7 +260,8 @@ class TextTask(Task):
         `settings` its layers and the dropout.
         """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
-        return Classifier(backbone, encoder.tower.hidden_size, self._num_outputs, settings, seed)
+        features = new_features(encoder, seed)
+        return Classifier(backbone, encoder.tower.hidden_size, self._num_outputs, settings, seed, features)
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
@@ -304,7 +305,14 @@ class TextTask(Task):
         return classifier_head(model.head, self.labels, self.label_span, settings.head_dropout)
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
-        """Return a line if the task has too many labels to write a linear head in Hugging Face's format."""
+        """Return a line if Hugging Face's format has no such head: one for many labels, or with two dense layers."""
+        if encoder.model.architecture == "modern":
+            if settings.head == "reference":
+                return ""
+            return (
+                f"--task {self.name}: --set head=dense adds a layer to the one that ModernBERT's heads have, which "
+                f"cannot be saved in Hugging Face's format; leave it out, or pass --no-save for scores only"
+            )
         width = encoder.tower.hidden_size
         if not has_too_many_labels(self._num_outputs, width, settings):
             return ""

@@ -32,9 +32,9 @@ _BATCH = 128  # sentences per forward
 def predicts_tokens(encoder: Pretrained) -> bool:
     """Return whether the encoder's pretraining head predicts tokens; otherwise it detects replaced tokens.
 
-    Only a head that predicts tokens has a LayerNorm.
+    Only a head that predicts tokens has one bias per token.
     """
-    return "layer_norm.weight" in encoder.head_state()
+    return "bias" in encoder.head_state()
 
 
 # Function that scores every token of rows of ids. It takes the rows and a function to report progress to, which it
@@ -141,7 +141,11 @@ def _discriminator_output_function(
     def outputs(ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the output of the discriminator's head for every token of a batch, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
-        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head["dense.bias"]))
+        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head.get("dense.bias")))
+        if "layer_norm.weight" in head:  # architecture `modern`
+            hidden_BSH = F.layer_norm(
+                hidden_BSH, hidden_BSH.shape[-1:], head["layer_norm.weight"], eps=encoder.model.layer_norm_eps
+            )
         output_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
         return output_BS1.squeeze(-1).float()
 
@@ -276,12 +280,12 @@ def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[tor
 
     def log_probs(state: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
-        hidden = F.gelu(F.linear(state, head["dense.weight"], head["dense.bias"]))
+        hidden = F.gelu(F.linear(state, head["dense.weight"], head.get("dense.bias")))
         normed = F.layer_norm(
             hidden,
             normalized_shape=hidden.shape[-1:],
             weight=head["layer_norm.weight"],
-            bias=head["layer_norm.bias"],
+            bias=head.get("layer_norm.bias"),
             eps=encoder.model.layer_norm_eps,
         )
         logits = F.linear(normed, table_VE, head["bias"])

@@ -233,8 +233,8 @@ def _phase_rows(config: Config) -> list[list[str]]:
 def _describe_learning_rate(config: Config) -> str:
     """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
 
-    The peak is below `optimizer.lr`, because the decay begins at step 0. A generator with a learning rate of its own
-    has its peak in a second part.
+    The peak of `shape: polynomial` is below `optimizer.lr`, because the decay begins at step 0. A generator with a
+    learning rate of its own has its peak in a second part.
     """
     num_steps = config.train.num_steps
     parts = []
@@ -244,6 +244,8 @@ def _describe_learning_rate(config: Config) -> str:
     for prefix, optimizer in settings.items():
         peak_step, peak = peak_learning_rate(num_steps, optimizer)
         at_peak = f"peak lr {peak:.4g} at step {peak_step:,} (lr {optimizer.lr:g})"
+        if optimizer.shape == "trapezoid":
+            at_peak += f", decay in the last {optimizer.trapezoid_decay_steps(num_steps):,} steps"
         parts.append(f"{prefix}warm-up {optimizer.warmup_steps:,}, {at_peak}")
     return "; ".join(parts)
 

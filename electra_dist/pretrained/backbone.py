@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
-from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
+from electra_dist.model.architectures.attention_scopes import new_attention_mask
+from electra_dist.model.architectures.choice import new_embeddings, new_encoder
+from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.row_layout import SpecialIds, derive
 
 
 class Backbone(nn.Module):
@@ -23,14 +25,15 @@ class Backbone(nn.Module):
         """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it.
 
         Args:
-            model: widths, positions and dropout.
+            model: architecture, widths, positions and dropout.
             tower: number and sizes of the layers.
             special: ids of the special tokens.
         """
         super().__init__()
+        self.model = model
         self.special = special
-        self.embeddings = SharedEmbeddings(model)
-        self.encoder = Encoder(model, tower)
+        self.embeddings = new_embeddings(model, model.embedding_size)
+        self.encoder = new_encoder(model, tower, model.embedding_size)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the states of the last layer, [B, S, H]: B rows, S tokens, H features of the hidden width.
@@ -43,13 +46,14 @@ class Backbone(nn.Module):
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)
         embedded = self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
-        bias = attention_bias(layout, embedded.dtype)
-        return self.encoder(embedded, bias, dropout_keys)
+        mask = new_attention_mask(self.model, layout, embedded.dtype, "sdpa")
+        return self.encoder(embedded, mask, dropout_keys)
 
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
         """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
 
-        The first one is the (projected) embeddings, the last one what `forward` returns. Evaluation mode only.
+        The first one is the (projected) embeddings, the last one what `forward` returns: with the architecture
+        `modern`, it is normalised. Evaluation mode only.
 
         Args:
             ids_BS: int64 token ids, [B, S].
@@ -67,8 +71,9 @@ class Backbone(nn.Module):
         hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]
         hooks += [layer.register_forward_hook(keep_output) for layer in self.encoder.layers]
         try:
-            self(ids_BS)
+            final_BSH = self(ids_BS)
         finally:
             for hook in hooks:
                 hook.remove()
-        return [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
+        states_BSH = [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
+        return [*states_BSH[:-1], final_BSH]

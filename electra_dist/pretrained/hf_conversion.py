@@ -200,7 +200,10 @@ def export_discriminator(
     tensors = to_hf_discriminator(state, model)
     if model.architecture == "modern":
         predicts_tokens = hf_modernbert.OUTPUT_BIAS in tensors
-        config = hf_modernbert.hf_config(model, "discriminator", special, predicts_tokens)
+        architecture = "ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"
+        config = hf_modernbert.hf_config(model, "discriminator", special, architecture)
+        if not predicts_tokens:
+            config |= hf_modernbert.DETECTION_LABELS
     else:
         predicts_tokens = _OUTPUT_BIAS in tensors
         architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
@@ -225,7 +228,7 @@ def export_generator(
     """
     tensors = to_hf_generator(state, model)
     if model.architecture == "modern":
-        config = hf_modernbert.hf_config(model, "generator", special, predicts_tokens=True)
+        config = hf_modernbert.hf_config(model, "generator", special, "ModernBertForMaskedLM")
     else:
         config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
     _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
@@ -260,7 +263,8 @@ def export_task_model(
         out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_discriminator(encoder, model) | head.weights
-    config = _hf_config(model, "discriminator", special, head.architecture) | head.config
+    make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
+    config = make_config(model, "discriminator", special, head.architecture) | head.config
     with tempfile.TemporaryDirectory() as folder:
         vocab_file = Path(folder) / VOCAB_FILE
         vocab_file.write_text(vocabulary_text, "utf-8")
@@ -424,7 +428,9 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer's files vocab.txt, tokenizer.json, tokenizer_config.json.
+    """Write model.safetensors, config.json and the tokenizer's files.
+
+    These are tokenizer.json and tokenizer_config.json, and for WordPiece vocab.txt.
 
     Args:
         tensors: weights under Hugging Face's names.
@@ -440,14 +446,20 @@ def _write(
     """
     vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
-    _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
-    tokenizer = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase)
-    _write_file(out_dir / "tokenizer.json", tokenizer.to_str(pretty=False).encode())
+    if vocabulary.tokenizer_json is None:
+        _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
+        tokenizer_text = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase).to_str(pretty=False)
+    else:
+        tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
+    _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": lowercase,
         "model_max_length": max_positions,
     }
+    if vocabulary.tokenizer_json is not None:
+        tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        del tokenizer_config["do_lower_case"]
     if config["model_type"] == hf_modernbert.MODEL_TYPE:
         # ModernBERT has no token types, and its models refuse them as inputs.
         tokenizer_config |= {
@@ -455,7 +467,8 @@ def _write(
             "model_input_names": ["input_ids", "attention_mask"],
         }
     for name in _SPECIAL_TOKENS:
-        tokenizer_config[f"{name}_token"] = f"[{name.upper()}]"  # "mask_token": "[MASK]"
+        token_id = vocabulary.special[f"[{name.upper()}]"]
+        tokenizer_config[f"{name}_token"] = vocabulary.tokens[token_id]  # "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
     # Last, so that a folder with weights is complete.
     _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))

@@ -23,9 +23,9 @@ from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 
 MODEL_TYPE = "modernbert"
+DETECTION_LABELS = {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}  # of a discriminator's config.json
 OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of the output bias of a head that predicts tokens
 _TABLE = "embeddings.word.weight"  # the token table
-# Names of parameters in this project -> in Hugging Face's classes, without the prefixes of tower and layer.
 _LAYER = {
     "attention_norm": "attn_norm",
     "attention.qkv": "attn.Wqkv",
@@ -191,21 +191,82 @@ def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def hf_config(model: ModelConfig, tower: str, special: SpecialIds, predicts_tokens: bool) -> dict[str, Any]:
+def model_section(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of section `model` for the config.json of a ModernBERT; both towers get its shape.
+
+    Newer versions of transformers write the bases of the rotary positions into `rope_parameters`.
+
+    Args:
+        where: path of the file, for messages.
+        settings: content of config.json.
+
+    Raises:
+        KeyError: a size is missing.
+        UserError: a setting makes another function of the model than this project's.
+    """
+    shape = comparable_settings(where, settings)
+    tower = {
+        "hidden_size": shape["hidden_size"],
+        "num_layers": shape["num_hidden_layers"],
+        "num_heads": shape["num_attention_heads"],
+        "intermediate_size": shape["intermediate_size"],
+    }
+    return {
+        "architecture": "modern",
+        "vocab_size": shape["vocab_size"],
+        "embedding_size": shape["hidden_size"],
+        "max_positions": shape["max_position_embeddings"],
+        "global_every": shape["global_attn_every_n_layers"],
+        "local_window": shape["local_attention"],
+        "global_rope_theta": _rotary_base(settings, "global_rope_theta", "full_attention", 160_000.0),
+        "local_rope_theta": _rotary_base(settings, "local_rope_theta", "sliding_attention", 10_000.0),
+        "layer_norm_eps": shape.get("norm_eps", 1e-5),
+        "discriminator": tower,
+        "generator": tower,
+    }
+
+
+def is_of_a_task(settings: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a ModernBERT whose head classifies whole texts.
+
+    Such a head with one output, a regression, has the weights' names of a discriminator's.
+
+    Args:
+        settings: content of config.json.
+    """
+    return "ModernBertForSequenceClassification" in (settings.get("architectures") or [])
+
+
+def _rotary_base(settings: Mapping[str, Any], key: str, layer_type: str, default: float) -> float:
+    """Return the base of the rotary wavelengths that a config.json has for one type of layer.
+
+    Args:
+        settings: content of config.json.
+        key: key of the base in files of older versions of transformers.
+        layer_type: key of the type of layer in `rope_parameters`, which newer versions write.
+        default: value where the file has neither.
+    """
+    by_layer_type = settings.get("rope_parameters") or {}
+    if layer_type in by_layer_type:
+        return by_layer_type[layer_type]["rope_theta"]
+    return settings.get(key, default)
+
+
+def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture: str) -> dict[str, Any]:
     """Return the content of a Hugging Face config.json for one tower.
 
     Args:
         model: gives the sizes, the window and spacing of the layers' attention, dropout and the vocabulary's size.
         tower: the tower that the config describes, "generator" or "discriminator".
         special: ids of the special tokens.
-        predicts_tokens: whether the tower's head predicts tokens; otherwise it detects replaced tokens.
+        architecture: Hugging Face's model class, such as "ModernBertForMaskedLM".
     """
     shape = shape_of_modern(model, tower)
     del shape["embedding_size"]
-    config = {
+    return {
         **shape,
         **_FIXED_SETTINGS,
-        "architectures": ["ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"],
+        "architectures": [architecture],
         "max_position_embeddings": model.max_positions,
         "global_rope_theta": model.global_rope_theta,
         "local_rope_theta": model.local_rope_theta,
@@ -222,9 +283,6 @@ def hf_config(model: ModelConfig, tower: str, special: SpecialIds, predicts_toke
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
-    if not predicts_tokens:
-        config |= {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}
-    return config
 
 
 def _shape(model: ModelConfig, tower: str) -> TowerConfig:

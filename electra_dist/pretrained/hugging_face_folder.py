@@ -1,17 +1,20 @@
-"""Read the shape and the vocabulary of an ELECTRA model in a local folder of Hugging Face's format.
+"""Read the shape and the vocabulary of a model in a local folder of Hugging Face's format.
 
-Limits: models of type `electra` with absolute positions. Nothing is downloaded.
+Limits: models of type `electra` with absolute positions, and of type `modernbert`. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.pretraining_record import check_tokenizer_files
 from electra_dist.store.json_file import DamagedJson, read_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -29,43 +32,57 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
         folder: the model's folder, whose config.json is read.
 
     Raises:
-        UserError: it is not an ELECTRA model with absolute positions, or its shape is incomplete or impossible.
+        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, or its shape is incomplete
+            or impossible.
     """
     settings = read_json_object(folder / "config.json", _AGAIN)
     model_type = settings.get("model_type")
     positions = settings.get("position_embedding_type", "absolute")
-    if model_type != "electra" or positions != "absolute":
+    is_electra = model_type == "electra" and positions == "absolute"
+    is_modern = model_type == hf_modernbert.MODEL_TYPE
+    if not is_electra and not is_modern:
         raise UserError(
-            f"{folder}/config.json: not an ELECTRA model with absolute positions (model_type {model_type}, "
-            f"position_embedding_type {positions}); name the folder of an ELECTRA model"
+            f"{folder}/config.json: neither an ELECTRA model with absolute positions nor a ModernBERT (model_type "
+            f"{model_type}, position_embedding_type {positions}); name the folder of another model"
         )
     sizes = [value for value in settings.values() if isinstance(value, int)]
     if max(sizes, default=0) > _LARGEST_SIZE:
         raise UserError(f"{folder}/config.json: the size {max(sizes)} is impossible; {_AGAIN}")
     try:
-        tower = {
-            "hidden_size": settings["hidden_size"],
-            "num_layers": settings["num_hidden_layers"],
-            "num_heads": settings["num_attention_heads"],
-            "intermediate_size": settings["intermediate_size"],
-        }
-        return ModelConfig.model_validate(
-            {
-                "vocab_size": settings["vocab_size"],
-                "embedding_size": settings["embedding_size"],
-                "max_positions": settings["max_position_embeddings"],
-                "type_vocab_size": settings.get("type_vocab_size", 2),
-                "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
-                "discriminator": tower,
-                "generator": tower,
-            }
-        )
+        if is_modern:
+            fields = hf_modernbert.model_section(str(folder / "config.json"), settings)
+        else:
+            fields = _electra_section(settings)
+        return ModelConfig.model_validate(fields)
     except (KeyError, ValidationError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(
             f"{folder}/config.json: the shape of the model is incomplete or impossible: {reason}; "
             f"copy the model's own config.json there"
         ) from None
+
+
+def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of section `model` for the config.json of an ELECTRA model.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    tower = {
+        "hidden_size": settings["hidden_size"],
+        "num_layers": settings["num_hidden_layers"],
+        "num_heads": settings["num_attention_heads"],
+        "intermediate_size": settings["intermediate_size"],
+    }
+    return {
+        "vocab_size": settings["vocab_size"],
+        "embedding_size": settings["embedding_size"],
+        "max_positions": settings["max_position_embeddings"],
+        "type_vocab_size": settings.get("type_vocab_size", 2),
+        "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
+        "discriminator": tower,
+        "generator": tower,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +114,7 @@ def read_hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
     tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
-    tokenizer_config.json for lower-casing, whose default is True.
+    tokenizer_config.json for lower-casing, whose default is True. A tokenizer with merges (BPE) is read as it is.
 
     The files of an export are verified against the digests in its pretraining.json. A model of another program names
     none; then the ids in tokenizer.json must be 0, 1, 2, ..., and vocab.txt, if there is one, must have the same
@@ -113,6 +130,9 @@ def read_hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     settings_file = folder / "tokenizer_config.json"
     if tokenizer_file.exists():
         tokenizer = read_json_object(tokenizer_file, _AGAIN)
+        model = tokenizer.get("model")
+        if isinstance(model, dict) and "merges" in model:  # byte-level BPE, such as ModernBERT's
+            return Vocabulary.read(tokenizer_file), False
         try:
             parts = validate_json(_TOKENIZER_JSON, tokenizer)
         except DamagedJson:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
 from electra_dist.pretrained.hugging_face_folder import (
@@ -37,10 +39,12 @@ from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.folder import is_run_folder
+from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
 
 TowerName = Literal["discriminator", "generator"]
+_LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")  # beginning of the name of a layer's weight
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
 
 
@@ -55,7 +59,7 @@ class Pretrained:
     model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
     tower: TowerConfig  # shape of this tower
     state: dict[str, torch.Tensor]  # fp32 on the host, under `embeddings.`, `encoder.` and `head.`
-    tokenizer: WordPieceTokenizer
+    tokenizer: TextTokenizer
     vocabulary: Vocabulary
     reads_masks: bool = True  # if the tower predicts tokens: trained on text with [MASK], not with replaced tokens
     gives_energies: bool = False  # if it is a discriminator: its outputs are energies (Electric), not logits
@@ -90,15 +94,8 @@ class Pretrained:
             trained_length: tokens of a row in training; None if it is not known.
 
         Raises:
-            UserError: the vocabulary has another size than the model, the model has no such tower, or its architecture
-                is `modern`.
+            UserError: the vocabulary has another size than the model, or the model has no such tower.
         """
-        if model.architecture == "modern":
-            raise UserError(
-                f"{name}: has model.architecture: modern, which this command cannot read; export the run with "
-                f"electra-dist export and use the folder with Hugging Face's classes, such as "
-                f"ModernBertForSequenceClassification"
-            )
         _check_vocabulary(name, vocabulary, model)
         tower_state = _tower_state(state, model, tower)
         embedding_size = tower_state["embeddings.word.weight"].shape[1]  # the generator's tables may be narrower
@@ -107,7 +104,7 @@ class Pretrained:
             model=model.model_copy(update={"embedding_size": embedding_size}),
             tower=model.discriminator if tower == "discriminator" else model.generator,
             state=tower_state,
-            tokenizer=WordPieceTokenizer(vocabulary, lowercase),
+            tokenizer=new_tokenizer(vocabulary, lowercase),
             vocabulary=vocabulary,
             reads_masks=reads_masks,
             gives_energies=gives_energies,
@@ -346,31 +343,34 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 def _from_hugging_face(folder: Path) -> Pretrained:
     """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
 
-    A model with the parameters `generator_predictions`, which predict tokens, counts as a generator. An export of this
+    A model with a head that predicts tokens counts as a generator. An export of this
     project says in pretraining.json how the tower was trained; without that file, a tower that predicts tokens counts
     as one that was trained on text with [MASK].
 
     Raises:
-        UserError: the folder is not an ELECTRA model, or a weight or the vocabulary is missing.
+        UserError: the folder is no model of ELECTRA or ModernBERT, or a weight or the vocabulary is missing.
     """
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
-    tower: TowerName = "generator" if "generator_predictions.dense.weight" in weights else "discriminator"
+    is_token_model = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
+    tower: TowerName = "generator" if is_token_model else "discriminator"
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
     _check_vocabulary(str(folder), vocabulary, model)
-    num_layers = len({name.split(".")[3] for name in weights if name.startswith("electra.encoder.layer.")})
+    num_layers = len({match[1] for match in map(_LAYER.match, weights) if match})
     if num_layers < model.discriminator.num_layers:
         raise UserError(
             f"{folder}: the weights lack layers, because there are {num_layers} and config.json has "
-            f"{model.discriminator.num_layers}, so this is not a complete ELECTRA model; copy or export it again"
+            f"{model.discriminator.num_layers}, so this is not a complete model; copy or export it again"
         )
     try:
         state = convert(weights, model)
     except KeyError as error:
         raise UserError(
-            f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
+            f"{folder}: the weights lack {error}, so this is not a complete model; copy or export it again"
         ) from None
+    if hf_modernbert.is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
+        state = {name: weight for name, weight in state.items() if not name.startswith("discriminator_head.")}
     record = read_pretraining_record(folder)
     return Pretrained.from_state(
         name=str(folder),

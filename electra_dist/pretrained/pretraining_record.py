@@ -41,12 +41,13 @@ class PretrainingRecord(BaseModel):
 def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
     """Write FOLDER/pretraining.json, indented JSON; an existing file is replaced atomically.
 
-    It also records the digests of the tokenizer's files, which must be in the folder.
+    It also records the digests of the tokenizer's files in the folder.
 
     Raises:
         StoreError: the folder cannot be written.
     """
-    digests = {name: file_sha256(folder / name) for name in TOKENIZER_FILES}
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]  # one without WordPiece has no vocab.txt
+    digests = {name: file_sha256(folder / name) for name in names}
     record = record.model_copy(update={"tokenizer_sha256": digests})
     text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"
     with replacing(folder / PRETRAINING_FILE) as file:

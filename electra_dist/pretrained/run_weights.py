@@ -99,7 +99,8 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
         data = file.read_bytes()
     expected = NamedDigest(sha256=tokenizer.sha256, named_by=str(settings_file), next_step=next_step)
     vocabulary = Vocabulary.parse(data, str(file), expected)
-    fits = tokenizer.vocab_size == vocabulary.size and tokenizer.special.items() <= vocabulary.ids.items()
+    known_ids = vocabulary.ids | vocabulary.special
+    fits = tokenizer.vocab_size == vocabulary.size and tokenizer.special.items() <= known_ids.items()
     if not fits:
         raise ManifestMismatch(
             f"{settings_file}: its size or special ids are not those of {file}, which has {vocabulary.size} tokens; "

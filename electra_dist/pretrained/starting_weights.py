@@ -102,6 +102,8 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
     """Raise if a folder of weights has a vocab.txt with other tokens than the corpus; accept one without that file.
 
+    If the corpus has a tokenizer.json, that of a folder without vocab.txt is compared.
+
     Args:
         key: config key that names the folder, for the message.
         folder: a run folder or a Hugging Face folder.
@@ -112,6 +114,8 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
         UserError: the tokens differ.
     """
     vocab_file = folder / VOCAB_FILE
+    if not vocab_file.exists() and vocabulary.tokenizer_json is not None:
+        vocab_file = folder / "tokenizer.json"
     if not vocab_file.exists():
         return
     if is_run_folder(folder):

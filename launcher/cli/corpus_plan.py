@@ -239,6 +239,8 @@ class _Measurement:
         if self._vocab is not None:
             return Vocabulary.read(self._vocab)
         corpus = self._config.corpus
+        if corpus.tokenizer == "bpe":
+            raise UserError("corpus.tokenizer: bpe needs --vocab; pass the tokenizer.json of the corpus")
         texts = []
         for raw in DocumentStream(files, self._text_field):
             text = decode(raw, self._text_field)

@@ -63,6 +63,7 @@ def submit(
         train = [*(option for path in inputs for option in ("--input", _absolute(path)))]
         train += ["--output", str(vocab), "--size", str(settings.model.vocab_size), "--text-field", text_field]
         train += [] if settings.corpus.lowercase else ["--cased"]
+        train += ["--tokenizer", "bpe"] if settings.corpus.tokenizer == "bpe" else []
         train += ["--endpoint-url", settings.data.endpoint_url] if settings.data.endpoint_url else []
     if vocab is not None:
         build += ["--vocab", str(vocab.absolute())]

@@ -1,4 +1,4 @@
-"""`electra-dist corpus vocab`, and the vocabulary of `corpus build`: train a WordPiece vocabulary on input files."""
+"""`electra-dist corpus vocab`, and the vocabulary of `corpus build`: train a vocabulary on input files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra_dist.config import Config, canonical_json
+from electra_dist.corpus.byte_level_bpe import TokenizerKind, train_kind
 from electra_dist.corpus.stages.build_records import read_output_vocabulary
 from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
-from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
@@ -32,22 +32,29 @@ _ASSUMED_COMPRESSION = 10  # inputs of a tenth of the limit on disk are read as 
 
 def train_vocab(
     inputs: Annotated[list[str], typer.Option("--input", help="as for `corpus build`; may be repeated")],
-    output: Annotated[Path, typer.Option(help="vocab.txt to write; an existing file is replaced")],
+    output: Annotated[Path, typer.Option(help="vocab.txt or tokenizer.json to write; an existing file is replaced")],
     size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
     cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="wordpiece, or bpe for a tokenizer.json of byte-level BPE, which keeps case and accents"),
+    ] = "wordpiece",
     text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
     sample_gb: Annotated[
         float, typer.Option(min=0.001, help="most text to train on, in GB; of larger inputs a sample is taken")
     ] = SAMPLE_GB,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Train a WordPiece vocabulary on text files; the same input always gives the same vocabulary.
+    """Train a vocabulary on text files, WordPiece's or byte-level BPE's; the same input always gives the same one.
 
     A sample that an interrupted call has taken is used again.
     """
     training = _Training(text_field, "skip", sample_gb, open_console(soft_wrap=False))
     folder = Path(f"{output}.sample")
-    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, lowercase=not cased, folder=folder)
+    if tokenizer not in ("wordpiece", "bpe"):
+        raise UserError(f"--tokenizer {tokenizer}: no such kind; pass wordpiece or bpe")
+    kind: TokenizerKind = "bpe" if tokenizer == "bpe" else "wordpiece"
+    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, folder, kind)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
     open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
@@ -72,11 +79,12 @@ def find_vocabulary(
     Raises:
         UserError: the vocabulary cannot be read or trained.
     """
+    wanted = settings.corpus.tokenizer
     if path is not None:
-        return Vocabulary.read(path)
+        return _of_kind(Vocabulary.read(path), wanted, str(path))
     store = open_store(output, settings.data.endpoint_url)
     if store.exists(VOCAB_FILE):
-        return read_output_vocabulary(store)
+        return _of_kind(read_output_vocabulary(store), wanted, f"{store.url}/{VOCAB_FILE}")
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
     training = _Training(text_field, corpus.undecodable, SAMPLE_GB, console)
@@ -84,7 +92,22 @@ def find_vocabulary(
         local_path = store.local_path("progress/vocabulary-sample")
         if local_path is None:
             local_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="electra-sample-"))) / "sample"
-        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path)
+        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path, wanted)
+
+
+def _of_kind(vocabulary: Vocabulary, wanted: TokenizerKind, name: str) -> Vocabulary:
+    """Return a vocabulary if it is of the kind that `corpus.tokenizer` names.
+
+    Raises:
+        UserError: it is of the other kind; `name` is its file.
+    """
+    if vocabulary.kind == wanted:
+        return vocabulary
+    has = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
+    raise UserError(
+        f"{name}: is {has}, but corpus.tokenizer is {wanted}; set corpus.tokenizer: {vocabulary.kind}, or give "
+        f"another --vocab"
+    )
 
 
 class _Training:
@@ -104,7 +127,9 @@ class _Training:
         self._limit_bytes = int(sample_gb * 1e9)
         self._console = console
 
-    def train(self, files: list[InputFile], size: int, lowercase: bool, folder: Path) -> Vocabulary:
+    def train(
+        self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
+    ) -> Vocabulary:
         """Train a vocabulary; the same text and the same arguments give the same one.
 
         Args:
@@ -112,13 +137,14 @@ class _Training:
             size: number of entries wanted; a small text may give fewer.
             lowercase: convert the text to lower case and remove accents first.
             folder: where a sample of large inputs is kept while the training goes on.
+            kind: kind of the vocabulary, as in `corpus.tokenizer`; for "bpe" `lowercase` has no effect.
 
         Raises:
             UserError: the inputs have no text, or `size` is too small for their characters.
         """
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
-            return train_vocabulary(lambda: (text for _, _, text in self._texts(files)), size, lowercase)
+            return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)
         names = canonical_json([[file.name, file.size] for file in files])
         digest = hashlib.sha256(f"{names} {self._text_field} {self._undecodable}".encode()).hexdigest()
         sample = VocabularySample(folder, digest, self._limit_bytes, _SAMPLE_SEED)
@@ -127,7 +153,7 @@ class _Training:
         if sample.num_bytes() == 0:
             raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
         self._console.print(f"training on a sample of {sample.num_bytes() / 1e9:.2f} GB")
-        vocabulary = train_vocabulary(sample.texts, size, lowercase)
+        vocabulary = train_kind(kind, sample.texts, size, lowercase)
         sample.delete()
         return vocabulary
 

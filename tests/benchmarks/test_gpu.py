@@ -35,11 +35,11 @@ def test_the_smoke_run_needs_nothing_but_what_is_listed(
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "out").glob("gpu-smoke-*.json")
     record = json.loads(file.read_text())
-    assert list(record)[-15:] == [
+    assert list(record)[-16:] == [
         *("ceilings", "profile", "attention", "deepspeed", "steps", "values", "integers", "chi_square"),
-        *("without_host", "heads", "operations", "fusions", "breakdown", "rivals", "more_steps"),
+        *("without_host", "heads", "operations", "fusions", "breakdown", "rivals", "more_steps", "modern"),
     ]
-    parts = ("ceilings", "profile", "steps", "heads", "operations", "fusions", "more_steps")
+    parts = ("ceilings", "profile", "steps", "heads", "operations", "fusions", "more_steps", "modern")
     times = [row for part in parts for row in record[part] if "kernels" not in row]
     assert {row["operation"] for row in times} >= {"copy", "head M=24", "discriminator tail", "step B=1", "step B=4"}
     ours = {"ours, compiled layers (reference)", "ours without mlm_head", "ours, generator early"}
@@ -49,7 +49,7 @@ def test_the_smoke_run_needs_nothing_but_what_is_listed(
     assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
     assert all(row["right"] for part in ("values", "integers", "chi_square") for row in record[part])
     compiled = [row for row in times if "compiled" in row["by"]]
-    assert len(compiled) == 3
+    assert len(compiled) == 6
     assert all(row["graphs"] > 0 for row in compiled)  # none became eager silently
     assert [row["by"] for row in record["attention"] if "ms" in row] == ["plain"]
     # Deepspeed and transformers are not carried for this script: their cases say so, and the run goes on.

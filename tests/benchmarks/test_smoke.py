@@ -14,6 +14,7 @@ import scaling
 import shard_cache
 import side_files
 import step
+import step_modern
 from builder_parts import ways
 from machines import missing
 
@@ -35,6 +36,16 @@ def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
     assert {"hardware", "versions", "date"} <= saved.keys()
     assert saved["lines"]
     return saved
+
+
+def test_the_steps_of_both_architectures_and_of_modernbert_are_compared(tmp_path: Path) -> None:
+    sides = _run(step_modern, tmp_path, "--rounds", "1")["lengths"]["160"]
+    assert list(sides) == ["ours", "our bert", "Hugging Face", "Hugging Face, gathered"]
+    exact = sides["ours"]["losses_without_dropout"]
+    for name in ("Hugging Face", "Hugging Face, gathered"):
+        assert sides[name]["losses_without_dropout"] == pytest.approx(exact, rel=1e-4)
+    assert sides["ours"]["extra_peak_bytes"] > 0
+    assert sides["our bert"]["parameters"] == pytest.approx(sides["ours"]["parameters"], rel=0.2)
 
 
 @pytest.mark.drill  # the default tests run these commands on long runs, too

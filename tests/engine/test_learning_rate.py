@@ -24,3 +24,29 @@ def test_the_peak_is_the_largest_rate_of_all_steps(warmup_steps: int, decay_powe
     config = OptimizerConfig(lr=3e-4, warmup_steps=warmup_steps, decay_power=decay_power)
     step, rate = peak_learning_rate(100, config)
     assert rate == learning_rate(step, 100, config) == max(learning_rate(t, 100, config) for t in range(101))
+
+
+def test_a_trapezoid_rises_stays_and_falls() -> None:
+    config = OptimizerConfig(lr=1e-3, warmup_steps=10, shape="trapezoid", decay_steps=20)
+    rates = [learning_rate(t, 100, config) for t in range(102)]
+    assert rates[0] == 0.0
+    assert rates[5] == pytest.approx(5e-4)
+    assert set(rates[10:81]) == {1e-3}
+    assert rates[90] == pytest.approx(5e-4)
+    assert rates[95] == pytest.approx(2.5e-4)
+    assert rates[100] == rates[101] == 0.0
+    quadratic = config.model_copy(update={"decay_power": 2.0})
+    assert learning_rate(90, 100, quadratic) == pytest.approx(2.5e-4)
+
+
+def test_the_decay_of_a_trapezoid_is_a_tenth_of_the_run_unless_it_is_set() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=0, shape="trapezoid")
+    assert learning_rate(900, 1000, config) == 1.0
+    assert learning_rate(950, 1000, config) == 0.5
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 33, 80, 99])
+def test_the_peak_of_a_trapezoid_is_the_largest_rate_of_all_steps(warmup_steps: int) -> None:
+    config = OptimizerConfig(lr=3e-4, warmup_steps=warmup_steps, shape="trapezoid", decay_steps=20)
+    step, rate = peak_learning_rate(100, config)
+    assert rate == learning_rate(step, 100, config) == max(learning_rate(t, 100, config) for t in range(101))

@@ -82,6 +82,18 @@ def test_one_example_a_row_equals_hugging_face_called_as_users_do(make_rows: Mak
     assert (our_logits(towers, ids).replaced - theirs)[real].abs().max() <= TOLERANCE
 
 
+@pytest.mark.drill  # attention of Hugging Face to 8,192 tokens takes gigabytes
+def test_a_row_of_8192_tokens_has_the_logits_of_hugging_face(make_rows: MakeRows) -> None:
+    towers = random_towers(modern_model(layers=4, max_positions=8192, local_window=128))
+    _, discriminator = hugging_face_twins(towers)
+    ids = make_rows([[(5000, 3189)]], seq_len=8192)
+
+    with torch.no_grad():
+        theirs = discriminator(input_ids=ids).logits.squeeze(-1)
+
+    assert (our_logits(towers, ids).replaced - theirs).abs().max() <= TOLERANCE
+
+
 def test_a_packed_example_has_the_logits_of_the_example_alone(make_rows: MakeRows) -> None:
     towers = random_towers(modern_model())
     packed = make_rows([[(25, 26), (9, 0), (30, 8)]], seq_len=120)

@@ -114,7 +114,7 @@ def test_folders_without_an_electra_model_and_too_small_vocabularies_are_refused
     with pytest.raises(UserError, match="neither a run"):
         load_pretrained(str(tmp_path))  # an empty folder
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="not an ELECTRA model"):
+    with pytest.raises(UserError, match="neither an ELECTRA model"):
         load_pretrained(str(tmp_path))
 
     small_vocabulary = Vocabulary("\n".join(encoder.vocabulary.tokens[:50]), "small")

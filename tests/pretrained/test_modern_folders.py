@@ -193,9 +193,37 @@ def test_incomplete_weights_are_refused(vocab: Path) -> None:
         load_pretrained(build_towers(modern_model(layers=4), seed=1), folder, None)
 
 
-def test_commands_that_read_electra_alone_refuse_the_folder_and_the_run(vocab: Path) -> None:
+@pytest.mark.parametrize("tower", ["discriminator", "generator"])
+def test_one_tower_is_read_for_fine_tuning_from_an_export_and_from_a_folder_of_transformers(
+    tower: Any, vocab: Path, tmp_path: Path
+) -> None:
+    model = modern_model(global_rope_theta=5e4, local_rope_theta=2e3, global_every=2)
+    towers = random_towers(model)
+    folder = exported(towers, vocab) / tower
+    theirs = AutoModel.from_pretrained(folder)
+    ids = example_ids()
+    real = derive(ids, SPECIAL).is_real_BS
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=real.long()).last_hidden_state
+    by_class = ModernBertForMaskedLM if tower == "generator" else ModernBertForTokenClassification
+    by_class.from_pretrained(folder).save_pretrained(tmp_path / "saved")  # with the settings of its own version
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "saved" / name).write_bytes((folder / name).read_bytes())
+
+    for source in (folder, tmp_path / "saved"):
+        loaded = load_tower(str(source))
+
+        head = "generator_head" if tower == "generator" else "discriminator_head"
+        assert set(loaded.head_state()) == {name for name, _ in getattr(towers, head).named_parameters()}
+        states = loaded.backbone().eval()(ids).detach()
+        assert (states - expected)[real].abs().max() <= 1e-5
+
+
+def test_a_folder_of_another_kind_of_model_is_refused(vocab: Path) -> None:
     folder = exported(random_towers(modern_model()), vocab) / "discriminator"
-    with pytest.raises(UserError, match="not an ELECTRA model"):
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "roberta"}))
+    with pytest.raises(UserError, match="neither an ELECTRA model with absolute positions nor a ModernBERT"):
         load_tower(str(folder))
 
 

@@ -40,6 +40,31 @@ def model(vocabulary: Vocabulary) -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
+def modern_model(vocabulary: Vocabulary) -> ModelConfig:
+    """Four layers of the architecture `modern`, whose windows are shorter than the texts of the tests."""
+    tower = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "intermediate_size": 48}
+    return ModelConfig.model_validate(
+        {
+            "architecture": "modern",
+            "vocab_size": vocabulary.size,
+            "embedding_size": 32,
+            "max_positions": 64,
+            "local_window": 4,
+            "initializer_range": 0.1,
+            "discriminator": tower,
+            "generator": {**tower, "num_layers": 2},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def modern_encoder(modern_model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
+    """The discriminator of `modern_model` with random weights."""
+    state = build_towers(modern_model, 3).state_dict()
+    return Pretrained.from_state("tiny modern", state, modern_model, vocabulary, lowercase=True)
+
+
+@pytest.fixture(scope="session")
 def encoder(model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
     """The discriminator of `model` with random weights."""
     return Pretrained.from_state("tiny", build_towers(model, 3).state_dict(), model, vocabulary, lowercase=True)

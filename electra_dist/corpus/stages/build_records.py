@@ -45,7 +45,12 @@ from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_o
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 # Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
-PARAMETERS_LEFT_OUT: dict[str, Any] = {"undecodable": "skip", "source_epochs": {}, "source_shares": {}}
+PARAMETERS_LEFT_OUT: dict[str, Any] = {
+    "tokenizer": "wordpiece",
+    "undecodable": "skip",
+    "source_epochs": {},
+    "source_shares": {},
+}
 # Keys of the config section `corpus` that affect neither the shards nor corpus.json.
 NO_PARAMETERS = ("origins", "licences")
 _FOLDER = "progress/"

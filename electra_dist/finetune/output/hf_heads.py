@@ -1,11 +1,12 @@
-"""Translates task heads into the heads of Hugging Face's ELECTRA models, without a change of what they compute.
+"""Translates task heads into the heads of Hugging Face's models, without a change of what they compute.
 
 Guarantee: the model that is written gives the logits of the model that was trained, to rounding. A regression gives
 its predictions in the units of the labels, although it is trained on labels that are scaled to [0, 1].
 
 How: Hugging Face's classifier is Dense(H -> H), GELU, Dense(H -> N). The paper's is Dense(H -> N) alone, z = W x + b.
 It has the form of the first one because GELU(z) - GELU(-z) = z for every z: the rows of the first Dense are W and -W,
-and the second one subtracts. The heads for tags and for spans are a single Dense in both.
+and the second one subtracts. The heads for tags and for spans are a single Dense in both. In models of the
+architecture `modern` each head has the layers of Hugging Face's ModernBERT classes already.
 
 Limits: the identity needs two rows for each label, so a linear head with more than H / 2 labels cannot be translated.
 Hugging Face's models have no head that corresponds to google-research/electra's for SQuAD.
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.pretrained.hf_conversion import TaskHead
 
 _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
@@ -44,16 +46,25 @@ def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -
 def classifier_head(
     layers: nn.Sequential, labels: Sequence[str], span: tuple[float, float], dropout: float
 ) -> TaskHead:
-    """Translate the head of a `Classifier` into the head of an ElectraForSequenceClassification.
+    """Translate the head of a `Classifier` into that of Hugging Face's class for sequence classification.
 
     Args:
-        layers: one linear layer, or two with a GELU between them, with dropout before each.
+        layers: one linear layer, or two with a GELU between them, with dropout before each; or `ModernFeatures`,
+            dropout and one linear layer.
         labels: names of the labels; empty for a regression.
         span: lowest and highest label of a regression, in the units of the labels; not used for a classification.
         dropout: dropout probability before each linear layer.
     """
+    architecture = "ElectraForSequenceClassification"
+    output_name = "classifier.out_proj"
+    pooling = {}
     linear_layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    if len(linear_layers) == _NUM_LINEAR_LAYERS_OF_DENSE_HEAD:
+    if isinstance(layers[0], ModernFeatures):
+        architecture = "ModernBertForSequenceClassification"
+        output_name = "classifier"
+        pooling = {"classifier_pooling": "cls"}
+        weights = _modern_weights(layers)
+    elif len(linear_layers) == _NUM_LINEAR_LAYERS_OF_DENSE_HEAD:
         dense_layer, out_layer = linear_layers
         weights = {
             "classifier.dense.weight": _host(dense_layer.weight),
@@ -63,26 +74,43 @@ def classifier_head(
         }
     else:
         weights = _linear_as_two_layers(linear_layers[0])
-    config: dict[str, Any] = {"classifier_dropout": dropout}
+    config: dict[str, Any] = {"classifier_dropout": dropout, **pooling}
     if labels:
         config |= {"problem_type": "single_label_classification", **label_names(labels)}
     else:
         low, high = span
-        weights["classifier.out_proj.weight"] *= high - low
-        weights["classifier.out_proj.bias"] = weights["classifier.out_proj.bias"] * (high - low) + low
+        weights[f"{output_name}.weight"] *= high - low
+        weights[f"{output_name}.bias"] = weights[f"{output_name}.bias"] * (high - low) + low
         config |= {"problem_type": "regression", **label_names(["LABEL_0"])}
-    return TaskHead("ElectraForSequenceClassification", weights, config)
+    return TaskHead(architecture, weights, config)
 
 
-def tag_head(linear: nn.Linear, tags: Sequence[str]) -> TaskHead:
-    """Translate the head of a tagging model, one linear layer, into that of an ElectraForTokenClassification."""
-    weights = {"classifier.weight": _host(linear.weight), "classifier.bias": _host(linear.bias)}
-    return TaskHead("ElectraForTokenClassification", weights, {"classifier_dropout": 0.0, **label_names(tags)})
+def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
+    """Translate the head of a tagging model into that of Hugging Face's class for token classification.
+
+    Args:
+        head: one linear layer, or `ModernFeatures` and one linear layer.
+        tags: names of the tags, in the order of their numbers.
+    """
+    config = {"classifier_dropout": 0.0, **label_names(tags)}
+    if isinstance(head, nn.Sequential):
+        return TaskHead("ModernBertForTokenClassification", _modern_weights(head), config)
+    assert isinstance(head, nn.Linear)
+    weights = {"classifier.weight": _host(head.weight), "classifier.bias": _host(head.bias)}
+    return TaskHead("ElectraForTokenClassification", weights, config)
 
 
-def span_head(linear: nn.Linear) -> TaskHead:
-    """Translate the linear head for start and end of an answer into that of an ElectraForQuestionAnswering."""
-    weights = {"qa_outputs.weight": _host(linear.weight), "qa_outputs.bias": _host(linear.bias)}
+def span_head(head: nn.Module) -> TaskHead:
+    """Translate the head for start and end of an answer into that of Hugging Face's class for question answering.
+
+    Args:
+        head: one linear layer, or `ModernFeatures` and one linear layer.
+    """
+    if isinstance(head, nn.Sequential):
+        config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
+        return TaskHead("ModernBertForQuestionAnswering", _modern_weights(head), config)
+    assert isinstance(head, nn.Linear)
+    weights = {"qa_outputs.weight": _host(head.weight), "qa_outputs.bias": _host(head.bias)}
     return TaskHead("ElectraForQuestionAnswering", weights, {})
 
 
@@ -91,6 +119,23 @@ def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {
         "id2label": {str(number): label for number, label in enumerate(labels)},
         "label2id": {label: number for number, label in enumerate(labels)},
+    }
+
+
+def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
+    """Return the weights of a head of the architecture `modern` under the names of Hugging Face's ModernBERT classes.
+
+    Args:
+        layers: `ModernFeatures` first, the linear layer of the outputs last.
+    """
+    features = layers[0]
+    outputs = layers[-1]
+    assert isinstance(features, ModernFeatures) and isinstance(outputs, nn.Linear)
+    return {
+        "head.dense.weight": _host(features.dense.weight),
+        "head.norm.weight": _host(features.layer_norm.weight),
+        "classifier.weight": _host(outputs.weight),
+        "classifier.bias": _host(outputs.bias),
     }
 
 

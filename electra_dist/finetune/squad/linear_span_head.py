@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.task_heads import OUTSIDE, AnswerModel, SpanScores, init_head
+from electra_dist.finetune.task_heads import OUTSIDE, AnswerModel, SpanScores, init_head, on_features
+from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.backbone import Backbone
 
@@ -30,9 +31,14 @@ class LinearSpanModel(AnswerModel):
     The targets are those of `AnswerModel`; the third one, whether the question has no answer, is not used.
     """
 
-    head: nn.Linear
-
-    def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        width: int,
+        settings: FinetuneConfig,
+        seed: int,
+        features: ModernFeatures | None = None,
+    ) -> None:
         """Add a new linear head to an encoder of hidden size `width`.
 
         Args:
@@ -40,10 +46,12 @@ class LinearSpanModel(AnswerModel):
             width: hidden size of the encoder.
             settings: `beam`, the number of candidate starts and ends in `search`, is used.
             seed: seed of the head's initial weights.
+            features: layers below the head, by `new_features`; they are used, not copied.
         """
-        super().__init__(backbone, nn.Linear(width, 2))
+        head = nn.Linear(width, 2)
+        init_head(head, seed)
+        super().__init__(backbone, on_features(features, head))
         self.beam = settings.beam
-        init_head(self.head, seed)
 
     def logits(
         self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None

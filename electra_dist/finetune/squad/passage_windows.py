@@ -28,7 +28,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import parse_json, validate_json
-from electra_dist.tokenizer import WordPieceTokenizer
+from electra_dist.tokenizer import TextTokenizer
 
 
 class Question(NamedTuple):
@@ -210,7 +210,7 @@ def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
     return min(occurrences, key=lambda index: abs(index - start), default=-1)
 
 
-def encode_passages(texts: Sequence[str], tokenizer: WordPieceTokenizer) -> list[Passage]:
+def encode_passages(texts: Sequence[str], tokenizer: TextTokenizer) -> list[Passage]:
     """Tokenize each passage, without special tokens or truncation; each token keeps its range of characters."""
     passages = []
     for text in texts:

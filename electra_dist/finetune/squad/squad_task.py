@@ -38,7 +38,7 @@ from electra_dist.finetune.squad.passage_windows import (
     window_target,
 )
 from electra_dist.finetune.squad.squad_metrics import squad1_metrics, squad2_metrics
-from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel
+from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel, new_features
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.hf_conversion import TaskHead
@@ -113,8 +113,10 @@ class SquadTask(Task):
         (candidates in prediction) and the encoder's dropout.
         """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
-        model_class = LinearSpanModel if settings.span_head == "linear" else SpanModel
-        return model_class(backbone, encoder.tower.hidden_size, settings, seed)
+        width = encoder.tower.hidden_size
+        if settings.span_head == "linear":
+            return LinearSpanModel(backbone, width, settings, seed, new_features(encoder, seed))
+        return SpanModel(backbone, width, settings, seed)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
         """Return the head of a model with `span_head: linear` under Hugging Face's names; None for the reference's."""

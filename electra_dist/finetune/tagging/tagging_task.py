@@ -30,9 +30,10 @@ from electra_dist.finetune.output.hf_heads import tag_head
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.tagging.entity_metrics import are_bio_tags, entity_metrics
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence, find_tagged_file, read_tagged_file, tags_of
-from electra_dist.finetune.task_heads import TaskModel, init_head
+from electra_dist.finetune.task_heads import TaskModel, init_head, new_features, on_features
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
+from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import TaskHead
@@ -45,12 +46,16 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 class TaggingModel(TaskModel):
     """Encoder with one linear layer from the state of each token to the logits of the tags."""
 
-    head: nn.Linear
+    def __init__(
+        self, backbone: Backbone, width: int, num_tags: int, seed: int, features: ModernFeatures | None = None
+    ) -> None:
+        """Add a new head to an encoder of hidden size `width`; `seed` determines the head's initial weights.
 
-    def __init__(self, backbone: Backbone, width: int, num_tags: int, seed: int) -> None:
-        """Add a new head to an encoder of hidden size `width`; `seed` determines the head's initial weights."""
-        super().__init__(backbone, nn.Linear(width, num_tags))
-        init_head(self.head, seed)
+        `features` are layers below the head, by `new_features`; they are used, not copied.
+        """
+        head = nn.Linear(width, num_tags)
+        init_head(head, seed)
+        super().__init__(backbone, on_features(features, head))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of the tags at every token, fp32 [B, S, N].
@@ -133,7 +138,7 @@ class TaggingTask(Task):
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaggingModel:
         """Build a tagging model on the host: a copy of the encoder with a new head, initialized from `seed`."""
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
-        return TaggingModel(backbone, encoder.tower.hidden_size, len(self.tags), seed)
+        return TaggingModel(backbone, encoder.tower.hidden_size, len(self.tags), seed, new_features(encoder, seed))
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
@@ -177,7 +182,6 @@ class TaggingTask(Task):
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
         """Return the head of a trained `TaggingModel` under Hugging Face's names."""
-        assert isinstance(model.head, nn.Linear)
         return tag_head(model.head, self.tags)
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:

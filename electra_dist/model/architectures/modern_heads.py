@@ -21,6 +21,23 @@ from electra_dist.model.matrix_products import Linear
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 
 
+class ModernFeatures(nn.Module):
+    """Layers below the output of every head of Hugging Face's ModernBERT: Dense, GELU and LayerNorm without biases.
+
+    The heads of fine-tuned models use this module. The pretraining heads have the same layers as their own.
+    """
+
+    def __init__(self, model: ModelConfig, width: int) -> None:
+        """Create the layers for states that are `width` features wide; `model` gives eps."""
+        super().__init__()
+        self.dense = Linear(width, width, bias=False)
+        self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return LayerNorm(GELU(Dense(states))), of the shape [..., H] of the states."""
+        return self.layer_norm(F.gelu(self.dense(hidden)))
+
+
 class ModernTokenHead(GeneratorHead):
     """Head that predicts tokens, of the architecture `modern`; only its output layer has a bias."""
 

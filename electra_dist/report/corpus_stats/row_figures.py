@@ -168,7 +168,7 @@ def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():
-        token = vocabulary.tokens[token_id]
+        token = vocabulary.shown_tokens[token_id]
         if token_id == special["[CLS]"]:
             texts.append("")
         elif token_id in (special["[SEP]"], special["[PAD]"]):

@@ -63,8 +63,8 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the tokens of the vocabulary in a run folder, in the order of their ids."""
-    return read_run_vocabulary(run_dir).tokens
+    """Return the tokens of the vocabulary in a run folder as people read them, in the order of their ids."""
+    return read_run_vocabulary(run_dir).shown_tokens
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:

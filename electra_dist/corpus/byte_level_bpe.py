@@ -1,0 +1,88 @@
+"""Train a byte-level BPE tokenizer reproducibly, and choose between it and WordPiece.
+
+Guarantee: the same texts give the same tokenizer.json. Every text can be encoded without [UNK], because the 256 bytes
+are tokens, and case, accents and spaces are kept.
+
+How: Hugging Face's `BpeTrainer` on the lines of the texts, cut into words as for GPT-2. Its ids follow from counts and
+from the order of the special tokens and bytes, not from a hash map.
+
+Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import tokenizers
+
+from electra_dist.corpus.vocab import train_vocabulary
+from electra_dist.errors import UserError
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
+
+TokenizerKind = Literal["wordpiece", "bpe"]
+_NUM_BYTES = 256
+
+
+def train_kind(
+    kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
+) -> Vocabulary:
+    """Train a vocabulary of the kind that `corpus.tokenizer` names.
+
+    Args:
+        kind: "wordpiece" or "bpe".
+        texts: function that returns an iterable over all texts, beginning with the first one at each call.
+        vocab_size: number of tokens wanted; a small text may yield fewer.
+        lowercase: whether WordPiece lower-cases the text and strips its accents.
+
+    Raises:
+        UserError: the texts are empty, or `vocab_size` is too small.
+    """
+    if kind == "bpe":
+        return train_byte_level_bpe(texts(), vocab_size)
+    return train_vocabulary(texts, vocab_size, lowercase)
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens: special tokens, the 256 bytes, then merges.
+
+    Args:
+        texts: the texts, read once.
+        vocab_size: number of tokens wanted; a small text may yield fewer.
+
+    Raises:
+        UserError: the texts are empty, or `vocab_size` has no room for the special tokens and the bytes.
+    """
+    smallest_size = len(SPECIAL_TOKENS) + _NUM_BYTES
+    if vocab_size < smallest_size:
+        raise UserError(
+            f"a byte-level vocabulary of {vocab_size} entries has no room for the special tokens and the bytes: at "
+            f"least {smallest_size} are needed; raise --size (`corpus vocab`) or model.vocab_size (`corpus build`)"
+        )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    num_lines = 0
+
+    def lines() -> Iterator[str]:
+        """Yield the lines of all texts, and count them."""
+        nonlocal num_lines
+        for text in texts:
+            for line in text.splitlines():
+                num_lines += 1
+                yield line
+
+    tokenizer.train_from_iterator(lines(), trainer)
+    if not num_lines:
+        raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+    )
+    return Vocabulary(tokenizer.to_str(pretty=False) + "\n", "trained vocabulary")

@@ -1,0 +1,113 @@
+"""Corpora of a tokenizer.json: their rows hold the text, and models of them are exported with their tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from support.byte_level import TEXTS, byte_level_vocabulary
+from support.modern_models import modern_model, random_towers
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.byte_level_bpe import train_byte_level_bpe
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.shard import Shard
+from electra_dist.errors import UserError
+from electra_dist.model.row_layout import SpecialIds
+from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.pretrained.starting_weights import check_vocabulary
+from electra_dist.store.open_store import open_store
+from electra_dist.tokenizer import Vocabulary
+from launcher.cli.main import app
+
+VOCABULARY = byte_level_vocabulary()
+
+
+def test_the_rows_of_a_corpus_hold_the_text(
+    jsonl_file: Callable[..., Path], build_request: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    texts = [text.replace("dog", "[SEP] [MASK]") for text in TEXTS * 4]
+    request = build_request(jsonl_file(texts), vocabulary=VOCABULARY, tokenizer="bpe")
+
+    build_corpus(request)
+
+    store = open_store(str(tmp_path / "corpus"), None)
+    manifest = read_manifest(store)
+    assert manifest.tokenizer.sha256 == VOCABULARY.sha256
+    assert manifest.tokenizer.special == VOCABULARY.special
+    assert (manifest.dtype, manifest.tokenizer.lowercase) == ("uint16", False)
+    assert read_corpus_vocabulary(store, manifest.tokenizer).text == VOCABULARY.text
+    stock = tokenizers.Tokenizer.from_str(VOCABULARY.text)
+    decoded = ""
+    for entry in manifest.shards:
+        shard = Shard(tmp_path / "corpus" / entry.name, manifest.seq_len, manifest.numpy_dtype)
+        for row in shard.rows(np.arange(shard.num_rows)).tolist():
+            assert VOCABULARY.special["[MASK]"] not in row
+            added = {VOCABULARY.special[token] for token in ("[PAD]", "[CLS]", "[SEP]")}
+            decoded += stock.decode([token for token in row if token not in added], skip_special_tokens=False)
+        shard.close()
+    assert len(decoded) == sum(len(text.replace("\n", "")) for text in texts)
+    assert decoded.count("saw") == sum(text.count("saw") for text in texts)
+
+
+def test_the_commands_train_a_tokenizer_and_refuse_one_of_the_other_kind(
+    jsonl_file: Callable[..., Path], vocab_file: Path, tmp_path: Path
+) -> None:
+    text = jsonl_file(TEXTS)
+    output = tmp_path / "tokenizer.json"
+    trained = CliRunner().invoke(
+        app,
+        ["corpus", "vocab", "--input", str(text), "--output", str(output), "--size", "300", "--tokenizer", "bpe"],
+    )
+    assert trained.exit_code == 0, trained.output
+    assert Vocabulary.read(output).text == VOCABULARY.text
+
+    config = tmp_path / "config.yaml"
+    demo = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+    config.write_text(f"extends: {demo}\ncorpus: {{tokenizer: bpe}}\n")
+    command = ["corpus", "build", "--input", str(text), "--output", str(tmp_path / "c"), "--config", str(config)]
+    refused = CliRunner().invoke(app, [*command, "--vocab", str(vocab_file)])
+    assert isinstance(refused.exception, UserError)
+    assert "is a WordPiece vocabulary, but corpus.tokenizer is bpe" in str(refused.exception)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """The export of a discriminator whose tokenizer is byte-level."""
+    towers = random_towers(modern_model(vocab_size=VOCABULARY.size))
+    (tmp_path / "vocabulary").write_text(VOCABULARY.text)
+    special = SpecialIds.from_tokens(VOCABULARY.special)
+    folders = export_towers(
+        towers.state_dict(), towers.model, special, tmp_path / "vocabulary", False, tmp_path / "export"
+    )
+    return folders["discriminator"]
+
+
+def test_an_export_has_the_tokenizer_and_is_read_with_it(exported: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (4, 0)
+    assert not (exported / "vocab.txt").exists()
+    encoder = load_pretrained(str(exported))
+    for text in TEXTS:
+        line = text.replace("\n", " ")
+        (ids,) = encoder.tokenizer.encode([line])
+        assert tokenizer(line)["input_ids"] == [2, *ids, 3]
+    model = AutoModelForTokenClassification.from_pretrained(exported).eval()
+    with torch.no_grad():
+        assert model(**tokenizer(TEXTS, padding=True, return_tensors="pt")).logits.isfinite().all()
+
+
+def test_weights_of_a_model_with_another_tokenizer_are_refused_for_a_corpus(exported: Path) -> None:
+    check_vocabulary("train.init_from", exported, VOCABULARY)
+    other = train_byte_level_bpe(TEXTS[:2], VOCABULARY.size)
+    with pytest.raises(UserError, match=r"tokenizer\.json is not the vocabulary of data\.corpus"):
+        check_vocabulary("train.init_from", exported, other)

@@ -1,0 +1,230 @@
+"""Fine-tuning and scores of the architecture `modern`, against Hugging Face's ModernBERT classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+    ModernBertModel,
+    pipeline,
+)
+
+from electra_dist.config import ModelConfig
+from electra_dist.finetune.finetune_and_probe import finetune_task
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.layerwise_optimizer import peak_lr
+from electra_dist.finetune.output.seed_folder import write_seed_folder
+from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.squad.squad_task import SquadTask
+from electra_dist.finetune.tagging.tagging_task import TaggingTask
+from electra_dist.finetune.task_heads import Classifier, TaskModel
+from electra_dist.finetune.tasks import Task, TextSpec, TextTask
+from electra_dist.finetune.token_scores import build_token_scorer
+from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.initial_weights import build_towers
+from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.tokenizer import Vocabulary
+
+CPU = torch.device("cpu")
+FAST = FinetuneConfig(lr=3e-3, layer_decay=1.0, epochs=4, batch=16, max_length=24, span_head="linear")
+WITHOUT_DROPOUT = FAST.model_copy(update={"head_dropout": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0})
+RESULT = Result(
+    task="t", seed=0, mode="finetune", identity="i", metric="f1", score=0.5, metrics={}, failure="",
+    train_loss=0.1, steps=1, examples=1, seconds=1.0,
+)  # fmt: skip
+SENTENCES = ["the dog saw a bird", "many old trees", "the king knew the girl near a house"]
+
+
+@pytest.fixture
+def exports(modern_model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -> Path:
+    """A folder with the exports of both towers, whose weights are random."""
+    towers = build_towers(modern_model, 3)
+    generator = torch.Generator().manual_seed(6)
+    for head in (towers.generator_head, towers.discriminator_head):
+        for parameter in head.parameters():
+            parameter.data.normal_(0.2, 0.5, generator=generator)
+    special = Pretrained.from_state("m", towers.state_dict(), modern_model, vocabulary, lowercase=True).special
+    (tmp_path / "vocab.txt").write_text(vocabulary.text)
+    export_towers(towers.state_dict(), modern_model, special, tmp_path / "vocab.txt", True, tmp_path / "export")
+    return tmp_path / "export"
+
+
+def text_task(folder: Path, labels: list[str], kind: Any = "classification") -> TextTask:
+    folder.mkdir(exist_ok=True)
+    for stem in ("train", "dev"):
+        lines = [f"{SENTENCES[number % len(labels)]}\t{label}" for number, label in enumerate(labels * 8)]
+        (folder / f"{stem}.tsv").write_text("text\tlabel\n" + "\n".join(lines) + "\n")
+    return TextTask(TextSpec(name="custom", text_a="text", text_b=None, label="label", kind=kind), folder)
+
+
+def with_trained_head(model: TaskModel) -> Any:
+    """Give all weights of a head, biases too, values as after a training."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.head.parameters():
+        parameter.data.normal_(0.0, 0.7, generator=generator)
+    return model.eval()
+
+
+def save(folder: Path, task: Task, model: TaskModel, encoder: Pretrained) -> None:
+    write_seed_folder(folder, encoder, model, task.hf_head(model, FAST), FAST, RESULT, ())
+
+
+def our_ids(encoder: Pretrained, text: str) -> torch.Tensor:
+    """Return the ids of one row, [1, S]."""
+    return torch.tensor([[encoder.special.cls, *encoder.tokenizer.encode([text])[0], encoder.special.sep]])
+
+
+@torch.no_grad()
+def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_regression(
+    modern_encoder: Pretrained, tmp_path: Path
+) -> None:
+    for name, labels, kind in (("c", ["a", "b", "c"], "classification"), ("r", ["-2", "6"], "regression")):
+        task = text_task(tmp_path / name, labels, kind)
+        model = with_trained_head(task.model(modern_encoder, FAST, seed=0))
+        save(tmp_path / "m", task, model, modern_encoder)
+
+        theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        actual = theirs.eval()(**tokenizer(SENTENCES, padding=True, return_tensors="pt")).logits
+        expected = torch.cat([model.predict(our_ids(modern_encoder, sentence)) for sentence in SENTENCES])
+        if kind == "regression":
+            expected = -2 + 8 * expected
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+        # The head of a task is not taken for one that detects replaced tokens.
+        assert load_pretrained(str(tmp_path / "m")).head_state() == {}
+
+
+@torch.no_grad()
+def test_hugging_faces_classes_give_the_logits_of_spans_and_of_tags(
+    modern_encoder: Pretrained, tmp_path: Path
+) -> None:
+    paragraph = {"context": "the dog saw a bird", "qas": [{"id": "q", "question": "who?", "answers": [
+        {"text": "dog", "answer_start": 4}]}]}  # fmt: skip
+    for stem in ("train", "dev"):
+        (tmp_path / f"{stem}-v1.1.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+        (tmp_path / f"{stem}.txt").write_text("the O\nking B-PER\n\nold O\n")
+    squad, ner = SquadTask(1, tmp_path), TaggingTask("ner", tmp_path)
+    spans = with_trained_head(squad.model(modern_encoder, FAST, seed=0))
+    tags = with_trained_head(ner.model(modern_encoder, FAST, seed=0))
+    save(tmp_path / "spans", squad, spans, modern_encoder)
+    save(tmp_path / "tags", ner, tags, modern_encoder)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tags")
+    their_spans = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "spans").eval()
+    their_tags = AutoModelForTokenClassification.from_pretrained(tmp_path / "tags").eval()
+    for sentence in SENTENCES:
+        inputs = tokenizer(sentence, return_tensors="pt")
+        start, end = spans.logits(our_ids(modern_encoder, sentence))
+        output = their_spans(**inputs)
+        torch.testing.assert_close(output.start_logits, start, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(output.end_logits, end, atol=2e-5, rtol=1e-5)
+        expected = tags.predict(our_ids(modern_encoder, sentence))
+        torch.testing.assert_close(their_tags(**inputs).logits, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_stock_script_starts_with_the_loss_and_the_gradients_of_fine_tuning(exports: Path, tmp_path: Path) -> None:
+    """Hugging Face's class reads the discriminator's export, and with it the layers below the output."""
+    encoder = load_pretrained(str(exports / "discriminator"))
+    task = text_task(tmp_path / "data", ["a", "b", "c"])
+    model = task.model(encoder, WITHOUT_DROPOUT, seed=0)
+    assert isinstance(model, Classifier)
+    theirs = ModernBertForSequenceClassification.from_pretrained(
+        exports / "discriminator", num_labels=3, ignore_mismatched_sizes=True, classifier_pooling="cls"
+    )
+    with torch.no_grad():
+        theirs.classifier.weight.copy_(model.head[-1].weight)  # type: ignore[index]
+        theirs.classifier.bias.copy_(model.head[-1].bias)  # type: ignore[index]
+    ids = our_ids(encoder, SENTENCES[2])
+
+    loss = model.train()(ids, torch.tensor([[2]]), DropoutKeys.off(ids))
+    loss.backward()
+    their_loss = theirs.train()(input_ids=ids, labels=torch.tensor([2])).loss
+    their_loss.backward()
+
+    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-5)
+    ours = model.backbone.encoder.layers[1].attention.qkv.weight.grad
+    torch.testing.assert_close(ours, theirs.model.layers[1].attn.Wqkv.weight.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        model.head[0].dense.weight.grad,  # type: ignore[index]
+        theirs.head.dense.weight.grad,
+        atol=1e-6,
+        rtol=1e-4,
+    )
+
+
+def test_a_small_classification_is_learnt_and_predicted_by_a_pipeline(
+    modern_encoder: Pretrained, tmp_path: Path
+) -> None:
+    task = text_task(tmp_path / "data", ["a", "b", "c"])
+
+    result = finetune_task(modern_encoder, task, FAST, 1, CPU, folder=tmp_path / "m")
+
+    classifier = pipeline("text-classification", model=str(tmp_path / "m"), device="cpu")
+    assert [answer["label"] for answer in classifier(SENTENCES)] == ["a", "b", "c"]
+    assert result.score == 1.0
+    # The tuned model is a starting point for another task.
+    assert load_pretrained(str(tmp_path / "m")).model.architecture == "modern"
+
+
+def test_a_head_that_hugging_face_does_not_have_is_refused_before_the_training(
+    modern_encoder: Pretrained, tmp_path: Path
+) -> None:
+    task = text_task(tmp_path / "data", ["a", "b"])
+    assert task.saving_obstacle(modern_encoder, FAST) == ""
+    obstacle = task.saving_obstacle(modern_encoder, FAST.model_copy(update={"head": "dense"}))
+    assert "--set head=dense" in obstacle and "\n" not in obstacle
+
+
+@torch.no_grad()
+def test_layer_states_are_hugging_faces_hidden_states(exports: Path) -> None:
+    encoder = load_pretrained(str(exports / "discriminator"))
+    ids = our_ids(encoder, SENTENCES[2])
+
+    states = encoder.backbone().eval().layer_states(ids)
+
+    theirs = ModernBertModel.from_pretrained(exports / "discriminator").eval()
+    expected = theirs(input_ids=ids, output_hidden_states=True)
+    assert len(states) == len(expected.hidden_states) == 5
+    for state, hidden_state in zip(states[:-1], expected.hidden_states):
+        torch.testing.assert_close(state, hidden_state, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[-1], expected.last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_scores_of_tokens_are_those_of_hugging_faces_logits(exports: Path) -> None:
+    discriminator = load_pretrained(str(exports / "discriminator"))
+    ids = our_ids(discriminator, SENTENCES[0])
+    logits = ModernBertForTokenClassification.from_pretrained(exports / "discriminator").eval()(input_ids=ids).logits
+    scores = build_token_scorer(discriminator, CPU)(ids.tolist(), lambda *_: None)
+    torch.testing.assert_close(scores[0], F.logsigmoid(-logits[0, 1:-1, 0]), atol=1e-5, rtol=1e-5)
+
+    generator = load_pretrained(str(exports / "generator"))
+    theirs = ModernBertForMaskedLM.from_pretrained(exports / "generator").eval()
+    scores = build_token_scorer(generator, CPU)(ids.tolist(), lambda *_: None)
+    for position in range(1, ids.shape[1] - 1):
+        masked = ids.clone()
+        masked[0, position] = generator.special.mask
+        log_probs = theirs(input_ids=masked).logits[0, position].log_softmax(-1)
+        torch.testing.assert_close(scores[0][position - 1], log_probs[ids[0, position]], atol=1e-5, rtol=1e-5)
+
+
+def test_the_last_layer_norm_has_the_learning_rate_of_the_top_layer() -> None:
+    settings = FinetuneConfig(lr=1.0, layer_decay=0.5)
+    assert peak_lr("backbone.encoder.final_norm.weight", 4, settings) == 0.25
+    assert peak_lr("backbone.encoder.layers.3.contract.weight", 4, settings) == 0.25
+    assert peak_lr("backbone.embeddings.word.weight", 4, settings) == 0.5**6
+    assert peak_lr("head.0.dense.weight", 4, settings) == 1.0
