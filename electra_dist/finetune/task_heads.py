@@ -37,7 +37,7 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.backbone import Backbone
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
+from electra_dist.model.encoder import Encoder, SharedEmbeddings
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 
 

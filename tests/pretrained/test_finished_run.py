@@ -36,8 +36,8 @@ from electra_dist.corpus.text_readers import StreamCounts
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained.export_run import export_run
