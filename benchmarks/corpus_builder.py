@@ -14,7 +14,8 @@ Four ways take turns, with 1 and with 2 workers, on the same documents and vocab
                   its run_mlm example (extra `bench`)
 
 Each way also runs once in a new process, whose memory is measured. Then the CPU time of every step of a build
-is measured (electra_dist/planning/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is installed.
+is measured (electra_dist/planning/corpus/corpus_rates.py), and of the stages of `corpus prepare` if datatrove is
+installed.
 From these times the script computes a plan for 33 B tokens. `electra-dist corpus plan CONFIG --rates
 benchmarks/results/RECORD.json` computes other plans from the same record.
 
@@ -58,9 +59,9 @@ from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.text_decoding import decode
 from electra_dist.corpus.text_readers import DocumentStream, find_inputs
 from electra_dist.corpus.vocab import train_vocabulary
-from electra_dist.planning.corpus_plan import plan_corpus, workload_of_tokens
-from electra_dist.planning.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
-from electra_dist.planning.prepare_rates import measure_preparation
+from electra_dist.planning.corpus.corpus_plan import plan_corpus, workload_of_tokens
+from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, STEPS, CorpusRates, measure_rates, smallest_files
+from electra_dist.planning.corpus.prepare_rates import measure_preparation
 from electra_dist.tokenizer import Vocabulary
 
 LEAST = 0.85  # Goal for our rate, as a share of the rate of tokenizers.

@@ -39,7 +39,7 @@ from torch import nn
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.architectures.modern_heads import ModernFeatures
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.load_encoder import Pretrained

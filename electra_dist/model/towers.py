@@ -27,7 +27,8 @@ from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.architectures.choice import new_detection_head, new_embeddings, new_encoder, new_token_head
-from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder
+from electra_dist.model.encoder import Embeddings, Encoder
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHead
 from electra_dist.model.row_layout import RowLayout
 

@@ -29,7 +29,7 @@ from torch import nn
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model.architectures.attention_scopes import new_attention_mask
 from electra_dist.model.attention import SDPA, AttentionMask
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, is_candidate, mask_rows, num_masked

@@ -11,7 +11,7 @@ from torch import nn
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.architectures.attention_scopes import new_attention_mask
 from electra_dist.model.architectures.choice import new_embeddings, new_encoder
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 
 

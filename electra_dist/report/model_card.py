@@ -21,7 +21,7 @@ from types import MappingProxyType
 import yaml
 
 from electra_dist.config import ModelConfig
-from electra_dist.data.phases.phase_use import uses_of_phases
+from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
@@ -245,14 +245,13 @@ def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, 
     if not phases:
         return [("training data", f"corpus with fingerprint `{export.state.corpus_fingerprint}`")]
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
-    tokens = sum(use.tokens for use in uses)
     return [
         (
             f"training data from step {use.from_step:,} on",
-            f"corpus with fingerprint `{use.fingerprint}`: {use.tokens / max(tokens, 1.0):.1%} of the tokens, "
+            f"corpus with fingerprint `{use.fingerprint}`: {share:.1%} of the tokens, "
             f"{use.epochs:.2f} epochs of its {use.corpus_rows:,} rows",
         )
-        for use in uses
+        for use, share in zip(uses, token_shares(uses), strict=True)
         if use.rows
     ]
 

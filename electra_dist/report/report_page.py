@@ -26,7 +26,7 @@ import yaml
 
 from electra_dist.analysis.goodput import Goodput
 from electra_dist.config import TowerConfig
-from electra_dist.data.phases.phase_use import uses_of_phases
+from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table
@@ -248,14 +248,13 @@ def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
     if run.config is None:
         return []
     uses = uses_of_phases(phases, run.step, run.config.train.global_batch)
-    tokens = sum(use.tokens for use in uses)
     return [
         (
             f"corpus from step {use.from_step:,} on",
             f"{use.corpus_rows:,} rows, {use.corpus_tokens:,} tokens, {use.fingerprint[:12]}; {use.epochs:.2f} epochs "
-            f"seen, {use.tokens / max(tokens, 1.0):.1%} of the tokens seen",
+            f"seen, {share:.1%} of the tokens seen",
         )
-        for use in uses
+        for use, share in zip(uses, token_shares(uses), strict=True)
     ]
 
 

@@ -31,8 +31,8 @@ from launcher.cli.options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:  # These modules import all that a build needs, which takes seconds.
     from electra_dist.corpus.build_request import BuildRequest
-    from electra_dist.planning.corpus_plan import CorpusPlan, Prices, Requests, Workload
-    from electra_dist.planning.corpus_rates import CorpusRates, PrepareRate
+    from electra_dist.planning.corpus.corpus_plan import CorpusPlan, Prices, Requests, Workload
+    from electra_dist.planning.corpus.corpus_rates import CorpusRates, PrepareRate
 
 DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus
 CACHE_DIR = Path("~/.cache/electra-dist")
@@ -84,7 +84,7 @@ def plan(
     The rates are measured on this machine in some seconds and kept in ~/.cache/electra-dist; nothing else is written.
     Prices are 0 unless they are given; without any price, the cost is left out.
     """
-    from electra_dist.planning.corpus_plan import Prices, machines_needed, plan_corpus
+    from electra_dist.planning.corpus.corpus_plan import Prices, machines_needed, plan_corpus
 
     config = load_config(file, overrides or ())
     preparation = load_section(prepare, PrepareConfig) if prepare else None
@@ -111,7 +111,7 @@ def read_rates(path: Path) -> CorpusRates:
     Raises:
         UserError: the file is missing or damaged, or has no rates.
     """
-    from electra_dist.planning.corpus_rates import CorpusRates
+    from electra_dist.planning.corpus.corpus_rates import CorpusRates
 
     next_step = "give another --rates, or leave it out to measure"
     tree = read_json_object(path, next_step)
@@ -201,8 +201,8 @@ class _Measurement:
 
     def _measure(self) -> CorpusRates:
         """Measure on the smallest input files or, if there are no inputs, on an artificial text; return the rates."""
-        from electra_dist.planning.corpus_rates import SAMPLE_BYTES, measure_rates, smallest_files
-        from electra_dist.planning.sample_text import write_sample_text
+        from electra_dist.planning.corpus.corpus_rates import SAMPLE_BYTES, measure_rates, smallest_files
+        from electra_dist.planning.corpus.sample_text import write_sample_text
 
         with tempfile.TemporaryDirectory(prefix="corpus-plan-") as folder:
             files = smallest_files(self._files, SAMPLE_BYTES)
@@ -225,7 +225,7 @@ class _Measurement:
         if self._preparation is None:
             return []
         try:
-            from electra_dist.planning.prepare_rates import measure_preparation
+            from electra_dist.planning.corpus.prepare_rates import measure_preparation
         except ModuleNotFoundError as error:
             raise UserError(f"--prepare needs {error.name}; pip install 'electra-dist[corpus]'") from None
         return measure_preparation(self._preparation, files, self._text_field)
@@ -288,7 +288,7 @@ def _workload(
         machines: number of machines.
         cores: cores of a machine.
     """
-    from electra_dist.planning.corpus_plan import Workload, workload_of_tokens
+    from electra_dist.planning.corpus.corpus_plan import Workload, workload_of_tokens
 
     if not files or tokens is not None:
         return workload_of_tokens(
@@ -314,7 +314,7 @@ def _workload(
 
 def _table(plan: CorpusPlan, prices: Prices) -> Table:
     """Return the table of the steps of a plan and their sums, with a column of the cost if a price is given."""
-    from electra_dist.planning.corpus_plan import total_requests
+    from electra_dist.planning.corpus.corpus_plan import total_requests
 
     columns = ["step", "core-hours", "GB read", "GB written", "GET", "PUT", "LIST", "DELETE"]
     table = Table(*columns, *(["cost"] if prices.any else []))

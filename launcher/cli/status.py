@@ -17,7 +17,7 @@ import typer
 
 from electra_dist.analysis.context_auc import is_stuck, stuck_warning
 from electra_dist.analysis.goodput import goodput
-from electra_dist.analysis.hung_ranks import Hung, hang_limits, hung
+from electra_dist.analysis.hung_ranks import Hung, hang_limits
 from electra_dist.analysis.run_classification import RunEvidence, State, run_state
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
@@ -35,13 +35,13 @@ from electra_dist.run.process_identity import is_running
 from electra_dist.store.atomic_files import disk_problem
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
+from launcher.cli.status_ranks import hung_rank_lines, hung_ranks, storage_lines, waits_for_storage
 from launcher.slurm.job_history import links_of, why_not_begun, why_waiting
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
 _STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
 _LINKS_SHOWN = 8  # newest jobs of the submission, with their verdicts
-_HUNG_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait for it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class Facts:
     """
 
     run: Path  # the run folder
+    disk_problem: str  # why the disk of the run folder takes no bytes; empty if it takes some
     now: float  # Unix time
     config: Config
     ledger: list[Record]
@@ -101,6 +102,7 @@ def facts(run: Path) -> Facts:
     newest = newest_metrics(run)
     return Facts(
         run=run,
+        disk_problem=disk_problem(run),
         now=time.time(),
         config=load_config(config_file),
         ledger=read_ledger(run),
@@ -162,8 +164,9 @@ def lines(seen: Facts) -> list[str]:
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
-        page += _storage_lines(seen)
-        page += _hung_rank_lines(seen)
+        waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
+        page += storage_lines(waits, seen.config.cluster.storage_patience_s)
+        page += hung_rank_lines(hung_ranks(seen.beats, seen.now, seen.config.cluster))
     page += _excluded_node_lines(seen)
     page.append("next:")
     page += [f"    {command}" for command in _next_commands(seen, state)]
@@ -182,6 +185,11 @@ def json_tree(seen: Facts) -> dict[str, Any]:
     last_event = seen.ledger[-1] if seen.ledger else None
     evaluation = seen.last_eval or {}
     expires_s = 3600 * seen.config.cluster.strike_expires_h
+    silent_ranks: list[Hung] = []
+    waits: list[dict[str, Any]] = []
+    if state == "living":
+        silent_ranks = hung_ranks(seen.beats, seen.now, seen.config.cluster)
+        waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
     return {
         "run": str(seen.run),
         "state": state,
@@ -200,8 +208,8 @@ def json_tree(seen: Facts) -> dict[str, Any]:
         "jobs": [asdict(job) for job in _jobs(seen)],
         "links": [asdict(link) for link in links_of(seen.jobs)],
         "nodes_out": [asdict(out) for out in _nodes_out(seen)],
-        "silent_ranks": [asdict(rank) for rank in _hung_ranks(seen)] if state == "living" else [],
-        "waiting_for_storage": _waits_for_storage(seen) if state == "living" else [],
+        "silent_ranks": [asdict(rank) for rank in silent_ranks],
+        "waiting_for_storage": waits,
         "excluded_nodes": list(excluded_nodes(seen.strikes, seen.now, expires_s=expires_s)),
         "next": _next_commands(seen, state),
     }
@@ -250,8 +258,8 @@ def _patience_s(seen: Facts) -> float:
     has_trained = bool(seen.beats) and seen.last is not None
     if has_just_started and not has_trained:
         return limits.hang_setup_s
-    waits_for_storage = any(beat.phase == "storage" for beat in seen.beats) or disk_problem(seen.run)
-    if waits_for_storage:
+    is_waiting = any(beat.phase == "storage" for beat in seen.beats) or seen.disk_problem
+    if is_waiting:
         return max(limits.hang_step_floor_s, hang_limits(limits).storage_s)
     step_s = 0.0 if seen.last is None else seen.last["step_s"]
     num_silent_steps = max(_STEPS_OF_PATIENCE, seen.config.log.every_steps)
@@ -405,70 +413,6 @@ def _owner_tree(seen: Facts) -> dict[str, Any] | None:
     owner, renewed = seen.owner
     names = ("holder", "host", "pid", "since", "slurm_job")
     return {**{name: getattr(owner, name) for name in names}, "renewed": renewed}
-
-
-def _hung_ranks(seen: Facts) -> list[Hung]:
-    """Return the hung ranks of a living run, the likely culprit first.
-
-    A rank is hung if its last heartbeat is older than the limit of the phase that it is in (setup, step, checkpoint,
-    ...); the config section `cluster` sets the limits. The culprit is probably the rank with the fewest steps, because
-    the others wait for it. Heartbeats of earlier starts of the run do not count.
-    """
-    newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
-    beats = [beat for beat in seen.beats if beat.attempt == newest_attempt]
-    return hung(beats, seen.now, hang_limits(seen.config.cluster), read_all_beats=lambda: beats)
-
-
-def _hung_rank_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each hung rank, at most `_HUNG_RANKS_SHOWN`, the likely culprit first."""
-    return [
-        f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
-        for rank in _hung_ranks(seen)[:_HUNG_RANKS_SHOWN]
-    ]
-
-
-def _waits_for_storage(seen: Facts) -> list[dict[str, Any]]:
-    """Return what waits for storage in a living run, as JSON objects; usually an empty list.
-
-    Each has the rank, its host, the reason, whether its training waits, and since when (seconds) if it does. A run
-    folder whose disk takes no bytes, and therefore no heartbeats, has an object of its own, with rank None.
-    """
-    newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
-    waits: list[dict[str, Any]] = []
-    problem = disk_problem(seen.run)
-    if problem:
-        waits.append(
-            {"rank": None, "host": "", "reason": f"{seen.run}: {problem}", "is_training": True, "for_s": None}
-        )
-    for beat in seen.beats:
-        if beat.attempt != newest_attempt or not beat.reason:
-            continue
-        is_training = beat.phase != "storage"
-        for_s = None if is_training else seen.now - beat.phase_since
-        wait = {
-            "rank": beat.rank,
-            "host": beat.host,
-            "reason": beat.reason,
-            "is_training": is_training,
-            "for_s": for_s,
-        }
-        waits.append(wait)
-    return waits
-
-
-def _storage_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each wait for storage, at most `_HUNG_RANKS_SHOWN`."""
-    page_lines = []
-    for wait in _waits_for_storage(seen)[:_HUNG_RANKS_SHOWN]:
-        who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"
-        state = "has unwritten records or checkpoints, and trains on"
-        if wait["rank"] is None:
-            state = "takes no records"
-        elif not wait["is_training"]:
-            remaining_s = max(0.0, seen.config.cluster.storage_patience_s - wait["for_s"])
-            state = f"waits for {format_duration(wait['for_s'])}, at most {format_duration(remaining_s)} more"
-        page_lines.append(f"  storage     {who} {state}: {wait['reason']}")
-    return page_lines
 
 
 def _excluded_node_lines(seen: Facts) -> list[str]:

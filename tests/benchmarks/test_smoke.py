@@ -19,7 +19,7 @@ from builder_parts import ways
 from machines import missing
 
 from electra_dist.corpus.build_corpus import build_corpus
-from electra_dist.planning.corpus_rates import STEPS
+from electra_dist.planning.corpus.corpus_rates import STEPS
 from electra_dist.planning.multi_node_scaling import bytes_on_wire
 from electra_dist.run.writers.metrics_writer import read_metrics
 from launcher.cli.corpus_plan import read_rates

@@ -15,7 +15,7 @@ from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.text_readers import find_inputs
 from electra_dist.tokenizer import Vocabulary
 
-__all__ = ["bucket", "build_request", "jsonl_file", "prose", "proxy", "s3", "vocab_file", "vocabulary"]
+__all__ = ["bucket", "build_request", "inputs", "jsonl_file", "prose", "proxy", "s3", "vocab_file", "vocabulary"]
 
 
 @pytest.fixture
@@ -68,3 +68,9 @@ def build_request(vocabulary: Vocabulary, tmp_path: Path) -> Callable[..., Build
         return BuildRequest(**fields)
 
     return request
+
+
+@pytest.fixture
+def inputs(prose: Callable[[int, int], list[str]], jsonl_file: Callable[..., Path]) -> list[Path]:
+    """Two JSON-lines files with 120 and 150 documents."""
+    return [jsonl_file(prose(120, 1), "a.jsonl"), jsonl_file(prose(150, 2), "b.jsonl")]

@@ -13,17 +13,12 @@ from pathlib import Path
 
 import psutil
 from support.corpus_texts import BUILD_CONFIG
+from support.folder_contents import file_contents, finished_files
 
 COMMAND = [sys.executable, "-c", "from launcher.cli.corpus import app; app()", "build"]
 NUM_DOCUMENTS = 3000
 NUM_KILLS = 2
 WORKERS_END_S = 20  # time in which workers must notice that their parent is gone
-
-
-def file_contents(folder: Path) -> dict[Path, bytes]:
-    """Return the content of every file below a folder by its relative path."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def finished_shards(folder: Path) -> list[str]:
@@ -107,7 +102,7 @@ def test_a_killed_build_resumes_at_its_finished_shards_and_ends_with_the_bytes_o
     for number, modification_time in times_before.items():
         assert (folder / f"shard-{number}.tar").stat().st_mtime_ns == modification_time
     # A killed build may leave unfinished files (.tmp), which are not part of the corpus.
-    contents = {path: data for path, data in file_contents(folder).items() if path.suffix != ".tmp"}
+    contents = finished_files(folder)
     assert contents == unkilled_contents
-    manifest = json.loads(contents[Path("corpus.json")])
+    manifest = json.loads(contents["corpus.json"])
     assert manifest["totals"]["documents_in"] == NUM_DOCUMENTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from electra_kernels.native import cpu_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.remote_store import Remote
 
 from electra_dist.data import verified_shards
 from electra_dist.data.loader import RowLoader
@@ -26,17 +26,6 @@ from electra_dist.train.token_counts import count_tokens
 GLOBAL_BATCH = 12
 ROWS_OF_A_SHARD = 24
 BLOCK_ROWS = 8
-
-
-class Fetched(LocalStore):
-    """Store whose objects must be fetched into the node's cache, as on S3."""
-
-    def local_path(self, key: str) -> None:  # type: ignore[override]
-        return None
-
-    def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Path(self.url) / key, destination)
 
 
 @pytest.fixture
@@ -76,7 +65,7 @@ def test_a_cached_shard_that_changes_during_a_run_is_fetched_again(
     corpus = four_shards
     order = order_of(corpus)
     cache_folder = tmp_path / "cache"
-    store = Fetched(Path(corpus.store.url))
+    store = Remote(Path(corpus.store.url))
     with (
         closing(ShardCache(store, corpus.manifest, cache_folder, fetch_threads=2)) as cache,
         closing(RowLoader(cache, order, GLOBAL_BATCH, 0, 1, 0)) as loader,
@@ -145,7 +134,7 @@ def test_a_cached_shard_that_changes_while_it_is_closed_is_fetched_again(
     """With and without the checksums of its first opening."""
     corpus = four_shards
     monkeypatch.setattr(verified_shards, "_KEPT_BYTES", kept_bytes)
-    store = Fetched(Path(corpus.store.url))
+    store = Remote(Path(corpus.store.url))
     path = tmp_path / "cache" / f"{corpus.manifest.shards[0].sha256}.tar"
     shard, rows = np.zeros(ROWS_OF_A_SHARD, np.int64), np.arange(ROWS_OF_A_SHARD)
     with closing(ShardCache(store, corpus.manifest, tmp_path / "cache", fetch_threads=1)) as cache:

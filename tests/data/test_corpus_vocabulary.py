@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.real_runs import write_corpus, write_tiny_config
+from support.remote_store import Remote
 from typer.testing import CliRunner
 
 import electra_dist as ed
@@ -110,16 +111,13 @@ def test_a_build_refuses_a_changed_vocabulary_in_its_output(config: Path, tmp_pa
     assert "delete" not in message
 
 
-class WrongAtFirst(LocalStore):
+class WrongAtFirst(Remote):
     """Store that answers the first `num_wrong` readings of each object with an error document, as S3 may do."""
 
     def __init__(self, folder: Path, num_wrong: int) -> None:
         super().__init__(folder)
         self.num_wrong = num_wrong
         self.readings: dict[str, int] = {}
-
-    def local_path(self, key: str) -> None:  # type: ignore[override]
-        return None
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
         self.readings[key] = self.readings.get(key, 0) + 1

@@ -29,7 +29,7 @@ from electra_dist.corpus.text_decoding import DocumentNames, RawDocument
 from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.finetune.seed_results import Result
-from electra_dist.planning.corpus_rates import STEPS, CorpusRates, PrepareRate
+from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.jsonl import JsonlFile

@@ -15,9 +15,9 @@ from electra_dist.config import ObjectiveConfig
 from electra_dist.model.architectures.attention_scopes import attend_in_windows, new_attention_mask
 from electra_dist.model.architectures.rotary import rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionScopes
-from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.flops import token_flops
 from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.row_layout import derive
 from electra_dist.planning.activation_memory import activation_bytes_per_row

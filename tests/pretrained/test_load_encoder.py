@@ -12,8 +12,8 @@ from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
 from electra_dist.finetune.minimal_pairs import pseudo_log_likelihood, replaced_logits
-from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.initial_weights import build_towers
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.pretrained.hf_conversion import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained

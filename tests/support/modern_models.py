@@ -9,7 +9,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertForT
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.architectures.attention_scopes import new_attention_mask
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import to_hf_discriminator, to_hf_generator

@@ -11,24 +11,24 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import torch.distributed as dist
+from support.real_runs import synthetic_rows, tiny_tree
+from support.remote_store import Remote
+
+from electra_dist.config import Config
+from electra_dist.data.corpus_manifest import read_manifest
+from electra_dist.data.shard_cache import peer_group
+from electra_dist.engine.process_group import init_distributed
+from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import OpenCorpus, RunInputs
+from electra_dist.train.node_cache import describe_caches, node_cache_folder, open_shared_cache
+
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
 NODE, LOCAL_RANK, LOCAL_SIZE = [(0, 0, 2), (0, 1, 2), (1, 0, 1)][RANK]
 os.environ["LOCAL_RANK"] = str(LOCAL_RANK)
 os.environ["LOCAL_SIZE"] = str(LOCAL_SIZE)
-
-import numpy as np  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from support.real_runs import synthetic_rows, tiny_tree  # noqa: E402
-from support.remote_store import Remote  # noqa: E402
-
-from electra_dist.config import Config  # noqa: E402
-from electra_dist.data.corpus_manifest import read_manifest  # noqa: E402
-from electra_dist.data.shard_cache import peer_group  # noqa: E402
-from electra_dist.engine.process_group import init_distributed  # noqa: E402
-from electra_dist.store.open_store import open_store  # noqa: E402
-from electra_dist.train.input_checks import OpenCorpus, RunInputs  # noqa: E402
-from electra_dist.train.node_cache import describe_caches, node_cache_folder, open_shared_cache  # noqa: E402
 
 rows_per_shard = json.loads(sys.argv[2])
 shards = np.arange(len(rows_per_shard)).repeat(rows_per_shard)

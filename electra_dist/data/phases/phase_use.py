@@ -70,6 +70,12 @@ def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_b
     ]
 
 
+def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
+    """Return the share of each phase in the tokens that the run has trained on; 0 before the first step."""
+    tokens = sum(use.tokens for use in uses)
+    return [use.tokens / max(tokens, 1.0) for use in uses]
+
+
 def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) -> float:
     """Return the mean number of tokens in the rows of the first `num_steps` steps of a run, [PAD] not counted.
 

@@ -34,7 +34,7 @@ from electra_dist.finetune.task_heads import TaskModel, init_head, new_features,
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.model.architectures.modern_heads import ModernFeatures
-from electra_dist.model.encoder import DropoutKeys
+from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained

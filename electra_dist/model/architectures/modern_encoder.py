@@ -32,7 +32,8 @@ from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.architectures.attention_scopes import attend_in_windows
 from electra_dist.model.architectures.rotary import Rotation, rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionMask, AttentionScopes
-from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, LayerDropoutKeys, SelfAttention
+from electra_dist.model.encoder import Embeddings, Encoder, SelfAttention
+from electra_dist.model.layer.dropout_keys import DropoutKeys, LayerDropoutKeys
 from electra_dist.model.matrix_products import Linear
 
 

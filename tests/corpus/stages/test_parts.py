@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.corpus_texts import BUILD_CONFIG
+from support.folder_contents import finished_files
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part, parse_part
 from electra_dist.corpus.build_request import BuildRequest
@@ -22,12 +23,6 @@ from electra_dist.tokenizer import Vocabulary
 
 RequestFactory = Callable[..., BuildRequest]
 COMMAND = [sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus"]
-
-
-def file_contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder by its relative path, without unfinished writes."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp"]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -55,22 +50,22 @@ def test_any_number_of_parts_in_any_order_gives_the_corpus_of_one_build(
     result = join_parts(request.output, None)
 
     assert not result.was_there
-    assert file_contents(Path(request.output)) == file_contents(Path(whole.output))
+    assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 
 def test_a_missing_part_is_reported_and_nothing_is_written(whole: BuildRequest, tmp_path: Path) -> None:
     request = dataclasses.replace(whole, output=str(tmp_path / "parts"))
     build_part(request, Part(1, 3))
     build_part(request, Part(3, 3))
-    before = file_contents(Path(request.output))
+    before = finished_files(Path(request.output))
 
     with pytest.raises(UserError, match=r"buckets have no shards yet .*finished parts: 1/3, 3/3"):
         join_parts(request.output, None)
 
-    assert file_contents(Path(request.output)) == before
+    assert finished_files(Path(request.output)) == before
     build_part(request, Part(2, 3))
     join_parts(request.output, None)
-    assert file_contents(Path(request.output)) == file_contents(Path(whole.output))
+    assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 
 def test_a_part_with_another_vocabulary_or_other_settings_is_refused(whole: BuildRequest, tmp_path: Path) -> None:
@@ -97,7 +92,7 @@ def test_records_that_a_killed_merge_has_left_are_deleted_by_the_next_one(
     merged = read_joined(request.output, None)
 
     assert merged.was_there and merged.manifest == read_joined(whole.output, None).manifest
-    assert file_contents(Path(request.output)) == file_contents(Path(whole.output))
+    assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 
 def test_a_folder_without_a_build_cannot_be_merged(tmp_path: Path) -> None:
@@ -133,7 +128,7 @@ def test_parts_that_run_at_once_and_are_killed_give_the_corpus_of_one_build(
     subprocess.run([*COMMAND, "merge", str(tmp_path / "parts")], check=True, capture_output=True)
 
     assert "part 2/2 is finished" in again.stdout
-    assert file_contents(tmp_path / "parts") == file_contents(tmp_path / "once")
+    assert finished_files(tmp_path / "parts") == finished_files(tmp_path / "once")
 
 
 def test_a_part_without_a_vocabulary_is_refused(inputs: list[Path], vocab_file: Path, tmp_path: Path) -> None:

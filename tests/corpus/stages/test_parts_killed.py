@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from drills.kill_matrix.durable_operations import Kill, Operation
+from support.folder_contents import finished_files
 from support.killed_forks import operations_of, run_killed
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
@@ -30,7 +31,7 @@ class Build:
         self.request = request
         self.output = Path(request.output)
         build_corpus(dataclasses.replace(request, output=str(folder / "whole")))
-        self.expected = contents(folder / "whole")
+        self.expected = finished_files(folder / "whole")
         self.before: dict[str, Path] = {}
         build_part(request, Part(1, 2))
         self.before["part"] = Path(shutil.copytree(self.output, folder / "before-part"))
@@ -50,12 +51,6 @@ class Build:
             read_joined(self.request.output, None)
         else:
             join_parts(self.request.output, None)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder by its relative path, without unfinished writes."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp"]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -80,7 +75,7 @@ def check_kills(build: Build, phase: str, choose: Callable[[Sequence[Kill]], Seq
         run_killed(lambda: build.run(phase), build.output, kill)
         build.run(phase)
         build.run("merge")
-        assert contents(build.output) == build.expected, kill
+        assert finished_files(build.output) == build.expected, kill
     return len(kills)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.real_runs import synthetic_rows, write_corpus
+from support.remote_store import Remote
 
 from electra_dist.config import DataConfig
 from electra_dist.config_sections.training import PhaseConfig
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
-from electra_dist.store.local_store import LocalStore
 
 
 def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
@@ -82,17 +81,8 @@ def test_rows_of_all_corpora_are_read_through_one_cache_by_their_names(corpora: 
 def test_shards_of_a_corpus_that_is_not_local_are_fetched_into_the_cache_of_the_node(
     corpora: Path, tmp_path: Path
 ) -> None:
-    class FarStore(LocalStore):
-        """Local store without local paths, so that its files must be fetched, as objects on S3 must."""
-
-        def local_path(self, key: str) -> None:  # type: ignore[override]
-            return None
-
-        def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-            shutil.copy(corpora / "b" / key, destination)
-
     opened = open_run_corpora(data_of(corpora, ("b", 5)))
-    far = dataclasses.replace(opened.phases[1], store=FarStore(corpora / "b"))
+    far = dataclasses.replace(opened.phases[1], store=Remote(corpora / "b"))
     opened = RunCorpora(phases=(opened.phases[0], far))
     cache = ShardCache(opened.store, opened.manifest, tmp_path / "cache", fetch_threads=1)
     rows = cache.read_rows(np.array([1, 2]), np.array([3, 0]))

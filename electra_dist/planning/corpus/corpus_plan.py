@@ -22,7 +22,7 @@ from electra_dist.corpus.build_corpus import divide_into_buckets
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.row_sample import SAMPLE_BYTES
-from electra_dist.planning.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
+from electra_dist.planning.corpus.corpus_rates import COLLECT, READ, SPILL, TOKENIZE, WRITE, CorpusRates
 
 _KEYS_PER_LIST = 1000  # keys in one answer of ListObjectsV2
 _DOCUMENT_BYTES = 64  # bytes that the build adds to the size of every document in a spill file (`read_group.py`)

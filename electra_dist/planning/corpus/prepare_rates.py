@@ -27,7 +27,7 @@ from electra_dist.corpus.prepare.prepare_config import (
     PrepareConfig,
     SourceSection,
 )
-from electra_dist.planning.corpus_rates import PrepareRate
+from electra_dist.planning.corpus.corpus_rates import PrepareRate
 from electra_dist.store.json_file import read_json_object
 
 

@@ -1,0 +1,97 @@
+"""Ranks that `electra-dist status` names: those that are hung, and those that wait for storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from electra_dist.analysis.hung_ranks import Hung, hang_limits, hung
+from electra_dist.config import ClusterConfig
+from electra_dist.run.heartbeat import Beat
+from electra_dist.run.number_formats import format_duration
+
+_RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait for it.
+
+
+def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> list[Hung]:
+    """Return the hung ranks of a living run, the likely culprit first.
+
+    A rank is hung if its last heartbeat is older than the limit of the phase that it is in (setup, step, checkpoint,
+    ...); the config section `cluster` sets the limits. The culprit is probably the rank with the fewest steps, because
+    the others wait for it. Heartbeats of earlier starts of the run do not count.
+
+    Args:
+        beats: last heartbeat of each rank.
+        now: Unix time.
+        cluster: config section `cluster`.
+    """
+    newest_beats = _of_newest_attempt(beats)
+    return hung(newest_beats, now, hang_limits(cluster), read_all_beats=lambda: newest_beats)
+
+
+def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:
+    """Return a line of the status page for each of the first `_RANKS_SHOWN` hung ranks."""
+    return [
+        f"  silent      rank {rank.rank} on {rank.host}: {rank.phase} {rank.step:,}, {rank.quiet_s:.0f} s"
+        for rank in ranks[:_RANKS_SHOWN]
+    ]
+
+
+def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:
+    """Return what waits for storage in a living run, as JSON objects; usually an empty list.
+
+    Each has the rank, its host, the reason, whether its training waits, and since when (seconds) if it does. A run
+    folder whose disk takes no bytes, and therefore no heartbeats, has an object of its own, with rank None.
+
+    Args:
+        run: the run folder.
+        disk_problem: why its disk takes no bytes; empty if it takes some.
+        beats: last heartbeat of each rank.
+        now: Unix time.
+    """
+    waits: list[dict[str, Any]] = []
+    if disk_problem:
+        waits.append(
+            {"rank": None, "host": "", "reason": f"{run}: {disk_problem}", "is_training": True, "for_s": None}
+        )
+    for beat in _of_newest_attempt(beats):
+        if not beat.reason:
+            continue
+        is_training = beat.phase != "storage"
+        for_s = None if is_training else now - beat.phase_since
+        wait = {
+            "rank": beat.rank,
+            "host": beat.host,
+            "reason": beat.reason,
+            "is_training": is_training,
+            "for_s": for_s,
+        }
+        waits.append(wait)
+    return waits
+
+
+def storage_lines(waits: Sequence[dict[str, Any]], patience_s: float) -> list[str]:
+    """Return a line of the status page for each of the first `_RANKS_SHOWN` waits for storage.
+
+    Args:
+        waits: the result of `waits_for_storage`.
+        patience_s: `cluster.storage_patience_s`, the time after which a run that waits ends.
+    """
+    page_lines = []
+    for wait in waits[:_RANKS_SHOWN]:
+        who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"
+        state = "has unwritten records or checkpoints, and trains on"
+        if wait["rank"] is None:
+            state = "takes no records"
+        elif not wait["is_training"]:
+            remaining_s = max(0.0, patience_s - wait["for_s"])
+            state = f"waits for {format_duration(wait['for_s'])}, at most {format_duration(remaining_s)} more"
+        page_lines.append(f"  storage     {who} {state}: {wait['reason']}")
+    return page_lines
+
+
+def _of_newest_attempt(beats: Sequence[Beat]) -> list[Beat]:
+    """Return the heartbeats of the newest start of the run."""
+    newest_attempt = max((beat.attempt for beat in beats), default=0)
+    return [beat for beat in beats if beat.attempt == newest_attempt]

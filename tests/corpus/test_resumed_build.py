@@ -1,0 +1,181 @@
+"""A build into a folder that holds a finished or a half-built corpus: it goes on, writes nothing, or is refused.
+
+Fixtures: `inputs` is two JSON-lines files of random prose, and `build_request(inputs, output, ...)` returns a request
+for rows of 64 ids in shards of about 40 kB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.folder_contents import file_contents, modification_times
+
+from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.stages import bucket_rows
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.tokenizer import Vocabulary
+
+Prose = Callable[[int, int], list[str]]
+JsonlFile = Callable[..., Path]
+RequestFactory = Callable[..., BuildRequest]
+
+
+def test_a_second_build_of_a_finished_corpus_writes_nothing(build_request: RequestFactory, inputs: list[Path]) -> None:
+    request = build_request(inputs, heldout_fraction=0.1)
+    folder = Path(request.output)
+    first = build_corpus(request)
+    times_before = modification_times(list(folder.rglob("*")))
+
+    second = build_corpus(request)
+
+    assert not first.was_there
+    assert second.was_there
+    assert second.manifest == first.manifest
+    assert second.heldout == first.heldout
+    assert modification_times(list(folder.rglob("*"))) == times_before
+
+
+class BuildStopped(Exception):
+    """Raised inside a build to end it, in place of a kill."""
+
+
+@pytest.fixture
+def half_built(build_request: RequestFactory, inputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
+    """The request of a build that ended after its first two shards; its output folder holds them."""
+    request = build_request(inputs, heldout_fraction=0.1)
+    make = bucket_rows._RowMaker.make
+
+    def make_two_shards(self, bucket):  # type: ignore[no-untyped-def]
+        if bucket == 2:
+            raise BuildStopped
+        return make(self, bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket_rows._RowMaker, "make", make_two_shards)
+        with pytest.raises(BuildStopped):
+            build_corpus(request)
+    return request
+
+
+def test_a_stopped_build_keeps_its_shards_and_ends_with_the_bytes_of_an_unstopped_one(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    folder = Path(half_built.output)
+    unstopped = build_request(inputs, "whole", heldout_fraction=0.1)
+    build_corpus(unstopped)
+    finished_shards = list(folder.glob("shard-*"))
+    times_before = modification_times(finished_shards)
+    assert len(finished_shards) == 2
+
+    result = build_corpus(half_built)
+
+    assert result.resumed_shards == 2
+    assert modification_times(finished_shards) == times_before
+    assert file_contents(folder) == file_contents(Path(unstopped.output))
+
+
+def test_a_finished_shard_that_was_deleted_is_built_again(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    folder = Path(half_built.output)
+    unstopped = build_request(inputs, "whole", heldout_fraction=0.1)
+    build_corpus(unstopped)
+    (folder / "shard-000001.tar").unlink()
+
+    result = build_corpus(half_built)
+
+    assert result.resumed_shards == 1  # of two finished shards
+    assert file_contents(folder) == file_contents(Path(unstopped.output))
+
+
+CHANGED_SETTINGS = [  # settings of a second build, and the key that its error must name
+    ({"seq_len": 32}, "seq_len"),
+    ({"seed": 4}, "seed"),
+    ({"packing": "none"}, "packing"),
+    ({"lowercase": False}, "lowercase"),
+    ({"text_field": "body"}, "text_field"),
+    ({"heldout_fraction": 0.2}, "heldout_fraction"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), CHANGED_SETTINGS)
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_build_with_other_settings_in_the_same_folder_is_refused(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path], change: dict, key: str, finished: bool
+) -> None:
+    """The folder holds a half-built or a finished corpus, which the refused build must leave as it is."""
+    folder = Path(half_built.output)
+    if finished:
+        build_corpus(half_built)
+    contents_before = file_contents(folder)
+    settings = {"heldout_fraction": 0.1, **change}
+
+    with pytest.raises(ManifestMismatch, match=f"with {key} = ") as error:
+        build_corpus(build_request(inputs, **settings))
+
+    assert "\n" not in str(error.value)
+    assert file_contents(folder) == contents_before
+
+
+def test_a_build_with_another_vocabulary_in_the_same_folder_is_refused(
+    half_built: BuildRequest, vocabulary: Vocabulary
+) -> None:
+    other_vocabulary = Vocabulary(vocabulary.text + "more\n", "other")
+    request = dataclasses.replace(half_built, vocabulary=other_vocabulary)
+
+    with pytest.raises(ManifestMismatch, match="with tokenizer = "):
+        build_corpus(request)
+
+
+@pytest.mark.parametrize("change", ["one_character", "fewer_documents"])
+def test_a_build_is_not_resumed_if_the_text_of_its_inputs_changed(
+    half_built: BuildRequest, build_request: RequestFactory, inputs: list[Path], change: str
+) -> None:
+    first_input, second_input = inputs
+    data = first_input.read_bytes()
+    if change == "one_character":
+        first_input.write_bytes(data.replace(b"document 3", b"document 4"))
+    else:
+        first_input.write_bytes(data[:1000])
+        second_input.write_bytes(b"")
+
+    with pytest.raises(ManifestMismatch, match="half built from inputs that have changed since"):
+        build_corpus(build_request(inputs, heldout_fraction=0.1))
+
+
+def test_a_build_that_met_a_truncated_input_goes_on_once_the_file_is_whole(
+    build_request: RequestFactory,
+    inputs: list[Path],
+    prose: Prose,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Files that were read before the error are not read again; the corpus is that of a build without an error."""
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in prose(50, 8)]
+    whole_data = gzip.compress(b"".join(lines))
+    path = tmp_path / "z.jsonl.gz"
+    path.write_bytes(whole_data[:-2000])
+    with pytest.raises(UserError, match=r"z\.jsonl\.gz: cannot be read to its end"):
+        build_corpus(build_request([*inputs, path]))
+    path.write_bytes(whole_data)
+
+    resumed = build_corpus(build_request([*inputs, path]))
+
+    unstopped = build_corpus(build_request([*inputs, path], "at_once"))
+    assert "groups of inputs are read" in capsys.readouterr().out
+    assert resumed.manifest == unstopped.manifest
+
+
+def test_a_build_from_other_inputs_into_a_finished_corpus_is_refused(
+    build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    build_corpus(build_request(inputs))
+
+    with pytest.raises(ManifestMismatch, match="finished corpus that was built from other inputs"):
+        build_corpus(build_request(inputs[:1]))
