@@ -207,9 +207,11 @@ def watch(
 
 def _storage_lines(run_dir: Path) -> list[str]:
     """Return the lines about storage of `electra-dist status`, without the seconds; none before the run has begun."""
-    from launcher.cli.status import _waits_for_storage, facts
+    from launcher.cli.status import facts
+    from launcher.cli.status_ranks import waits_for_storage
 
     with contextlib.suppress(Exception):  # a file is being written, or there is no run yet
-        waits = _waits_for_storage(facts(run_dir))
+        seen = facts(run_dir)
+        waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
         return [f"{'the run folder' if wait['rank'] is None else wait['rank']}: {wait['reason']}" for wait in waits]
     return []

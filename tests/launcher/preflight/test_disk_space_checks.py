@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,10 @@ def test_the_needs_of_one_disk_are_added(free_bytes: int, free_files: int | None
     assert (finding.next_step == "") == (severity == "ok")
 
 
-def test_space_of_existing_checkpoints_is_subtracted_from_the_need(tmp_path: Path):
+def test_space_of_existing_checkpoints_is_subtracted_from_the_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    block_bytes, num_blocks = 4096, 10**9
+    one_disk = os.statvfs_result((block_bytes, block_bytes, *3 * [num_blocks], *3 * [10**9], 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: one_disk)  # the needs of a disk that is full read otherwise
     config = large(f"run_dir={tmp_path}")
     folder = tmp_path / "checkpoints" / "step-1"
     folder.mkdir(parents=True)
