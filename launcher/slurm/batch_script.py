@@ -249,7 +249,10 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     exit "$code"
 fi
 ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
-start_step() {{ srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" {srun_options} bash "$script" node & }}
+start_step() {{ # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
+    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
+        {srun_options} bash "$script" node &
+}}
 """
 
 

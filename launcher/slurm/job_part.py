@@ -38,6 +38,7 @@ def job_part(chain: bool) -> str:
             "@LATER@": f'retry sbatch --begin=now+{LATER_S} "$0" || echo "no replacement was submitted"',
             "@LEAVE@": ":",
             "@SELF@": "",
+            "@DIED@": 'scancel "$SLURM_JOB_ID"',
         }
     else:
         requeue = (
@@ -50,6 +51,7 @@ def job_part(chain: bool) -> str:
             "@LATER@": f'{requeue}\n    retry scontrol update JobId="$SLURM_JOB_ID" StartTime=now+{LATER_S}',
             "@LEAVE@": '[ "$told" != TERM ] || cancel_standby',
             "@SELF@": '"$SLURM_JOB_ID"',
+            "@DIED@": 'scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"',
         }
     text = _JOB_PART
     for name, piece in pieces.items():
@@ -62,7 +64,13 @@ _STANDBY = r"""if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is t
     fi"""
 
 _JOB_PART = r"""
-told= step=
+if [ "${1:-}" = watch ]; then # Slurm keeps a job with spare nodes even if this script has died with its node, $2.
+    while sleep 30; do
+        case $(sinfo --noheader --nodes="$2" --format=%T) in *down* | *fail*) @DIED@ ;; esac
+    done
+fi
+
+told= step= watch=
 pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
@@ -85,19 +93,21 @@ cancel_standby() { # It must not continue a cancelled run. This job may wait its
 keep_distance() { [ "$SECONDS" -ge "$least_job_s" ] || sleep $((least_job_s - SECONDS)); }
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 
-choose_nodes() { # Sets nodes to the first ones of the job that are up and not excluded; fails if they are too few.
+choose_nodes() { # Sets nodes (the first $num_nodes) and watcher (the last) of those in order; fails if too few are.
     local down up
     down=$(retry sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' |
         awk '$2 ~ /down|drain|fail|boot|power|unknown|[*]$/ { print $1 }')
     up=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$(printf '%s\n' "" $down ${exclude//,/ })")
-    nodes=$(head -n "$num_nodes" <<<"$up" | paste -sd ,)
+    nodes=$(head -n "$num_nodes" <<<"$up" | paste -sd ,) watcher=$(tail -n 1 <<<"$up")
     [ "$(grep -c . <<<"$up")" -ge "$num_nodes" ]
 }
 run_job() { # Runs the ranks, again and on other nodes as long as a node fails and the job has a spare one.
     local before=
     export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_nodes" | paste -sd ,)
+    watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
     while :; do
+        [ "$spare_nodes" = 0 ] || start_watch
         run_ranks
         case $action-$code in next-69 | again-*) ;; *) break ;; esac # 69: a node is unhealthy.
         before=$nodes
@@ -105,6 +115,11 @@ run_job() { # Runs the ranks, again and on other nodes as long as a node fails a
         echo "$action: $why; the job goes on with its spare nodes, on $nodes"
         replacements=$((replacements + 1))
     done
+}
+start_watch() { # On another node than this one, so that it outlives this script.
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
+    watch=$!
 }
 run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets action, code, exclude and why.
     local start=${SLURM_RESTART_COUNT:-0} queued_at= started_at

@@ -287,7 +287,8 @@ def test_a_run_folder_that_stays_read_only_costs_no_link(slurm: FakeSlurm):
 
 def steps(slurm: FakeSlurm) -> list[str]:
     """Return the nodes of each step that the script has started, separated by commas."""
-    return [call.partition("--nodelist=")[2].split()[0] for call in slurm.calls("srun")]
+    calls = [call for call in slurm.calls("srun") if call.endswith(" node")]
+    return [call.partition("--nodelist=")[2].split()[0] for call in calls]
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,17 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     exit "$code"
 fi
 ours() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra "$python" -m launcher.slurm.job "$@"; }
-start_step() { srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" --kill-on-bad-exit=0 --wait=120 --cpu-bind=none '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra bash "$script" node & }
+start_step() { # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
+    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes"         --kill-on-bad-exit=0 --wait=120 --cpu-bind=none '--container-image=/images/electra dist.sqsh' '--container-mounts=/shared/it'"'"'s a run,/home/ada/electra,/data:/data:ro' --container-workdir=/home/ada/electra bash "$script" node &
+}
 
-told= step=
+if [ "${1:-}" = watch ]; then # Slurm keeps a job with spare nodes even if this script has died with its node, $2.
+    while sleep 30; do
+        case $(sinfo --noheader --nodes="$2" --format=%T) in *down* | *fail*) scancel "$SLURM_JOB_ID" ;; esac
+    done
+fi
+
+told= step= watch=
 pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
@@ -80,19 +88,21 @@ cancel_standby() { # It must not continue a cancelled run. This job may wait its
 keep_distance() { [ "$SECONDS" -ge "$least_job_s" ] || sleep $((least_job_s - SECONDS)); }
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 
-choose_nodes() { # Sets nodes to the first ones of the job that are up and not excluded; fails if they are too few.
+choose_nodes() { # Sets nodes (the first $num_nodes) and watcher (the last) of those in order; fails if too few are.
     local down up
     down=$(retry sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' |
         awk '$2 ~ /down|drain|fail|boot|power|unknown|[*]$/ { print $1 }')
     up=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$(printf '%s\n' "" $down ${exclude//,/ })")
-    nodes=$(head -n "$num_nodes" <<<"$up" | paste -sd ,)
+    nodes=$(head -n "$num_nodes" <<<"$up" | paste -sd ,) watcher=$(tail -n 1 <<<"$up")
     [ "$(grep -c . <<<"$up")" -ge "$num_nodes" ]
 }
 run_job() { # Runs the ranks, again and on other nodes as long as a node fails and the job has a spare one.
     local before=
     export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_nodes" | paste -sd ,)
+    watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
     while :; do
+        [ "$spare_nodes" = 0 ] || start_watch
         run_ranks
         case $action-$code in next-69 | again-*) ;; *) break ;; esac # 69: a node is unhealthy.
         before=$nodes
@@ -100,6 +110,11 @@ run_job() { # Runs the ranks, again and on other nodes as long as a node fails a
         echo "$action: $why; the job goes on with its spare nodes, on $nodes"
         replacements=$((replacements + 1))
     done
+}
+start_watch() { # On another node than this one, so that it outlives this script.
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
+    watch=$!
 }
 run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets action, code, exclude and why.
     local start=${SLURM_RESTART_COUNT:-0} queued_at= started_at
