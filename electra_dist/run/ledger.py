@@ -142,3 +142,14 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
         ledger: events of `read_ledger`, in any order.
     """
     return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)
+
+
+def start_identity(record: Record) -> tuple[str, int, int]:
+    """Return what identifies one start of the ranks: Slurm's job id, the number of requeues and of replacements.
+
+    The same job id occurs several times if Slurm has requeued the job, or if spare nodes have replaced others in it.
+
+    Args:
+        record: a line of jobs.jsonl about a begin or an end.
+    """
+    return record["job"], record["restart"], record.get("replacements", 0)

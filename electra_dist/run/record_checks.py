@@ -82,6 +82,7 @@ class _JobBegin(_JobSubmit):
 
     job: str
     restart: Count
+    replacements: Count = 0
     ledger_events: Count
     checkpoint_step: Count = 0
     nodes: str = ""
@@ -94,6 +95,7 @@ class _JobEnd(_JobSubmit):
 
     job: str
     restart: Count
+    replacements: Count = 0
     verdict: str
     why: str = ""
 

@@ -37,6 +37,14 @@ def submit(
     gpus_per_node: Annotated[
         int, typer.Option(min=0, help="GPUs per node, one rank for each; 0: no GPU, one CPU rank per node")
     ] = 8,
+    spares: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="further nodes of each job; one of them takes the place of a node that dies or is unhealthy, without "
+            "a new job",
+        ),
+    ] = 0,
     partition: Annotated[
         str | None, typer.Option(help="Slurm partition; default: the cluster's default partition")
     ] = None,
@@ -106,6 +114,7 @@ def submit(
             config_file=config,
             overrides=(*(overrides or ()), *changes),
             num_nodes=nodes,
+            spare_nodes=spares,
             gpus_per_node=gpus_per_node,
             partition=partition,
             time_limit=time,

@@ -11,7 +11,7 @@ How: the script runs on the first node of the job, outside any container. It
   4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
      carries the verdict out (job_part.py): it cancels the rest of the chain, excludes nodes, requeues the job, or
      submits a replacement for a job that crashed. (A chain is several jobs that are submitted together and run one
-     after another.)
+     after another.) In a job with spare nodes, it starts the ranks again without a node that is down or unhealthy.
 
 When a node crashes and is back within SlurmdTimeout, Slurm ends the job as FAILED without a requeue; step 4 then
 continues the run. srun's own exit code is not used, because it is only the highest of all nodes' codes.
@@ -46,7 +46,8 @@ class Container:
 class JobOptions:
     """The options of `electra-dist submit` that become part of the batch script, such as nodes and time limit."""
 
-    num_nodes: int
+    num_nodes: int  # on which the ranks run
+    spare_nodes: int = 0  # further nodes of the job, which take the place of nodes that die or are unhealthy
     gpus_per_node: int  # also the number of ranks per node; 0: no GPUs, one CPU rank per node
     partition: str | None = None  # None: the cluster's default
     time_limit: str | None = None  # in the format of sbatch's --time; None: the partition's default
@@ -80,7 +81,7 @@ class SubmitRequest(JobOptions):
 _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "partition", "time", "signal", "requeue", "no-requeue"),
     *("dependency", "open-mode", "chdir", "output", "error", "exclude", "array", "parsable", "wrap", "export"),
-    *("exclusive", "begin"),
+    *("exclusive", "begin", "no-kill"),
 }
 
 
@@ -120,7 +121,8 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
     # Pairs of name and value. None leaves the option out; "" makes it a flag, an option without a value.
     options: list[tuple[str, object]] = [
         ("job-name", request.job_name),
-        ("nodes", request.num_nodes),
+        ("nodes", request.num_nodes + request.spare_nodes),
+        ("no-kill", "" if request.spare_nodes else None),  # Slurm keeps the job when one of its nodes dies.
         ("ntasks-per-node", 1),
         ("gpus-per-node", request.gpus_per_node or None),
         ("exclusive", ""),
@@ -147,8 +149,7 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
 def _settings(request: SubmitRequest) -> str:
     """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder.
 
-    Each node writes its exit code into the state folder, RUN/slurm/job-ID-RESTART. RESTART is the number of requeues,
-    so a job that Slurm requeues has a new folder each time. The times are in seconds.
+    The times are in seconds.
     """
     return f"""
 run_dir={shlex.quote(request.run_dir)}
@@ -158,7 +159,7 @@ python={shlex.quote(request.python)}
 work_dir={shlex.quote(request.work_dir)}
 setup={shlex.quote(request.setup_file or "")}
 patience_s={request.storage_patience_s} retry_s={RETRY_S} least_job_s={LEAST_JOB_S}
-export state=$run_dir/slurm/job-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+num_nodes={request.num_nodes} spare_nodes={request.spare_nodes}
 export PYTHONUNBUFFERED=1
 """
 
@@ -214,6 +215,9 @@ def _node_part(request: SubmitRequest) -> str:
     runs the script once more on every node, with the argument `node`. With this argument, the script only starts the
     node's supervisor, which starts the ranks, passes signals on to it, and writes its exit code into the state folder.
 
+    Each node writes its exit code into the folder `$state`. It is RUN/slurm/job-ID-RESTART, with the number of
+    requeues, so a job that Slurm requeues has a new folder each time; it ends with -N after N replacements of nodes.
+
     The function `ours` runs `python -m launcher.slurm.job` with its arguments on the first node, in the container if
     there is one. The part of the script that runs once per job calls both functions.
     """
@@ -245,7 +249,10 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     exit "$code"
 fi
 ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
-start_step() {{ srun {srun_options} bash "$script" node & }}
+start_step() {{ # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
+    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
+        {srun_options} bash "$script" node &
+}}
 """
 
 

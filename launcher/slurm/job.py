@@ -45,7 +45,7 @@ from electra_dist.errors import (
 )
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, read_jobs, read_ledger
+from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, read_jobs, read_ledger, start_identity
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.patience import Patience
 
@@ -74,6 +74,7 @@ class JobEnd:
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
+    replacements: int = 0  # how often a spare node has replaced one in this start of the job
     codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
     cancelled: bool = False  # whether TERM came long before the time limit
     max_fruitless_restarts: int = 3  # allowed in a row without a new checkpoint; jobs and starts within jobs count
@@ -103,7 +104,7 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
             f"{JOBS_FILE}: the begin of job {end.job} is missing; restore the file, or submit the run again"
         )
     newest_begin = begins[-1]
-    if (newest_begin["job"], newest_begin["restart"]) != (end.job, end.restart):  # This job's node was cut off.
+    if start_identity(newest_begin) != (end.job, end.restart, end.replacements):  # This job's node was cut off.
         why = f"newer job {newest_begin['job']} has taken the run over"
         return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
     if any(event["event"] == "done" for event in ledger):
@@ -165,10 +166,9 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
         jobs: all lines of jobs.jsonl, oldest first; a begin records the newest checkpoint of that moment.
     """
     reached_step = newest_checkpoint(ledger)
-    # Jobs with another verdict than "again", for example after a stop on purpose, are not counted. The same job id
-    # occurs several times if Slurm has requeued the job, so the number of requeues ("restart") is part of the key.
+    # Jobs with another verdict than "again", for example after a stop on purpose, are not counted.
     ends = [record for record in jobs if record["event"] == "end"]
-    not_counted = {(record["job"], record["restart"]) for record in ends if record["verdict"] != "again"}
+    not_counted = {start_identity(record) for record in ends if record["verdict"] != "again"}
     count = 0
     for record in reversed(jobs):  # the newest first
         if record["event"] == "submit":
@@ -177,7 +177,7 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
             continue
         if record.get("checkpoint_step") != reached_step:
             break  # A checkpoint was saved since this job began.
-        if (record["job"], record["restart"]) not in not_counted:
+        if start_identity(record) not in not_counted:
             count += 1
     return count
 
@@ -287,6 +287,7 @@ def begin(args: argparse.Namespace) -> None:
         "begin",
         job=args.job,
         restart=args.restart,
+        replacements=args.replacements,
         nodes=args.nodes,
         submitted=_iso(args.submitted),
         started=_iso(args.started),
@@ -331,13 +332,15 @@ def end(args: argparse.Namespace) -> None:
     Args:
         args: options of the command line, see `main`.
     """
-    now = _now_by_begin(read_jobs(args.run), args.job, args.restart)  # first, because it depends on the current time
+    identity = (args.job, args.restart, args.replacements)
+    now = _now_by_begin(read_jobs(args.run), identity)  # first, because it depends on the current time
     cancelled = _is_cancelled(args.told, args.end_time, now)
     codes = exit_codes(args.state)
     cluster = load_config(args.config).cluster
     job_end = JobEnd(
         job=args.job,
         restart=args.restart,
+        replacements=args.replacements,
         codes=codes,
         cancelled=cancelled,
         max_fruitless_restarts=cluster.max_fruitless_restarts,
@@ -345,11 +348,20 @@ def end(args: argparse.Namespace) -> None:
     verdict = decide(read_ledger(args.run), read_jobs(args.run), job_end)
     struck_nodes = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
     excluded = sorted({*struck_nodes, *verdict.sick_nodes})
-    note(args.run, "end", job=args.job, restart=args.restart, codes=codes, verdict=verdict.action, why=verdict.why)
+    note(
+        args.run,
+        "end",
+        job=args.job,
+        restart=args.restart,
+        replacements=args.replacements,
+        codes=codes,
+        verdict=verdict.action,
+        why=verdict.why,
+    )
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
 
 
-def _now_by_begin(jobs: Sequence[Record], job: str, restart: int) -> float:
+def _now_by_begin(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
     """Return the Unix time as this node's wall clock would show it if it had not been set since the job began.
 
     It is the time of the job's "begin" record plus the seconds since then, by a clock that does not jump. A job begins
@@ -357,12 +369,12 @@ def _now_by_begin(jobs: Sequence[Record], job: str, restart: int) -> float:
 
     Args:
         jobs: all lines of jobs.jsonl.
-        job: Slurm's number of the job.
-        restart: how often Slurm has requeued it.
+        identity: which start of the ranks it is, see `start_identity`.
     """
     for record in reversed(jobs):
-        is_begin_of_job = record["event"] == "begin" and (record["job"], record["restart"]) == (job, restart)
-        if is_begin_of_job and "uptime_s" in record:
+        if record["event"] != "begin" or start_identity(record) != identity:
+            continue
+        if "uptime_s" in record:
             elapsed_s = time.clock_gettime(time.CLOCK_BOOTTIME) - record["uptime_s"]
             return datetime.fromisoformat(record["time"]).timestamp() + elapsed_s
     return time.time()
@@ -438,6 +450,9 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--job", required=True, help="Slurm's job id")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued the job")
+    parser.add_argument(
+        "--replacements", type=int, default=0, help="how often spare nodes have replaced others in this start"
+    )
 
 
 def _iso(seconds: str) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from electra_dist.run.jsonl import Record
+from electra_dist.run.ledger import start_identity
 from launcher.slurm.slurm_queue import QueueView
 
 # Slurm's reason for a waiting job -> what it means for a run.
@@ -23,10 +24,14 @@ _REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One job of a run, or one restart of a requeued job: when it began, and its verdict."""
+    """One start of the ranks by a job of a run: when it began, and its verdict.
+
+    A job has several if Slurm has requeued it, or if spare nodes have replaced others in it.
+    """
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm had requeued it
+    replacements: int  # how often spare nodes had replaced others since then
     began: str  # ISO 8601
     ended: str | None  # None: it runs, or it ended without a verdict
     verdict: str | None  # the action that followed, see launcher/slurm/job.py
@@ -38,12 +43,16 @@ class Link:
         Args:
             is_running: whether Slurm's queue has the job as running.
         """
-        requeued = f", requeued {self.restart} times" if self.restart else ""
+        name = self.job
+        if self.restart:
+            name += f", requeued {self.restart} times"
+        if self.replacements:
+            name += f", nodes replaced {self.replacements} times"
         if self.verdict is not None:
-            return f"{self.job}{requeued}: {self.verdict}: {self.why}"
+            return f"{name}: {self.verdict}: {self.why}"
         if is_running:
-            return f"{self.job}{requeued}: runs"
-        return f"{self.job}{requeued}: ended without a verdict: its first node failed, or the job was killed"
+            return f"{name}: runs"
+        return f"{name}: ended without a verdict: its first node failed, or the job was killed"
 
 
 def links_of(jobs: Sequence[Record]) -> list[Link]:
@@ -54,16 +63,17 @@ def links_of(jobs: Sequence[Record]) -> list[Link]:
     """
     newest = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
     recent = jobs[newest[-1] :] if newest else jobs
-    ends = {(record["job"], record["restart"]): record for record in recent if record["event"] == "end"}
+    ends = {start_identity(record): record for record in recent if record["event"] == "end"}
     links = []
     for record in recent:
         if record["event"] != "begin":
             continue
-        end = ends.get((record["job"], record["restart"]))
+        end = ends.get(start_identity(record))
         links.append(
             Link(
                 job=record["job"],
                 restart=record["restart"],
+                replacements=record.get("replacements", 0),
                 began=record["time"],
                 ended=end["time"] if end else None,
                 verdict=end["verdict"] if end else None,

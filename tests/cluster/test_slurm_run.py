@@ -12,6 +12,8 @@ from machines import wait_for
 from slurm import SlurmCluster
 from submitted import SubmittedRun, submit
 
+from electra_dist.run.ledger import read_jobs
+
 MakeConfig = Callable[..., Path]
 NUM_STEPS = 2000  # a fast machine makes 800 before the first link must stop
 LONG = {
@@ -71,3 +73,31 @@ def test_a_chain_outlives_its_time_limit_and_a_dead_node_with_the_losses_of_an_u
     pretrain(tiny_config("uncut", **LONG), 2)
     assert losses(run.folder) == losses(tmp_path / "uncut")
     assert len(losses(run.folder)) == NUM_STEPS
+
+
+def test_a_spare_node_takes_the_place_of_a_dead_one_without_a_new_job(
+    cluster: Callable[..., SlurmCluster],
+    tiny_config: MakeConfig,
+    pretrain: Callable[..., subprocess.CompletedProcess[str]],
+    losses: Callable[[Path], list[tuple]],
+    tmp_path: Path,
+):
+    slurm = cluster(3)
+    settings = {**LONG, "train.num_steps": 600}
+    options = ["--nodes", "2", "--spares", "1", "--gpus-per-node", "0", "--time", "20", "--chain", "2"]
+    run = submit(slurm, tiny_config("cut", **settings), *options)
+    run.wait_for_checkpoint(100, timeout_s=120)
+
+    slurm.crash("n2")
+    died = time.time()
+    print(f"node dead to the first step on the spare one: {first_step_after(run, died):.1f} s")
+    print(run.status())
+    run.wait(300)
+
+    assert run.nodes() == ["n1,n2", "n1,n3"]
+    begins = [record for record in read_jobs(run.folder) if record["event"] == "begin"]
+    assert [record["job"] for record in begins] == 2 * [run.jobs[0]]
+    assert run.events("done")[-1]["step"] == 600
+    pretrain(tiny_config("uncut", **settings), 2)
+    assert losses(run.folder) == losses(tmp_path / "uncut")
+    assert len(losses(run.folder)) == 600

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from machines import wait_for
 from slurm import SlurmCluster
 from submitted import submit_fake
+
+from electra_dist.run.ledger import read_jobs
 
 MakeConfig = Callable[..., Path]
 StartCluster = Callable[..., SlurmCluster]
@@ -134,3 +137,32 @@ def test_after_a_healed_cut_the_node_is_drained_and_the_job_held_and_status_says
             slurm.slurm(*line.split())
     run.wait(120)
     assert run.verdicts()[-1] == "done", run.log()
+
+
+@pytest.mark.parametrize("chain", [0, 2])
+def test_an_unhealthy_node_is_replaced_by_a_spare_one_in_the_same_job(
+    cluster: StartCluster, tiny_config: MakeConfig, chain: int
+):
+    config = tiny_config("run", **{"train.num_steps": 12})
+    run_folder = config.parent / "run"
+    run_folder.mkdir()
+    (run_folder / "exit-n2").write_text("69")
+    run = submit_fake(cluster(3), config, spare_nodes=1, chain=chain)
+    run.wait(60)
+    assert run.verdicts() == ["next", "done"], run.log()
+    assert run.nodes() == ["n1,n2", "n1,n3"]
+    assert {record["job"] for record in read_jobs(run.folder) if record["event"] == "begin"} == {run.jobs[0]}
+
+
+@pytest.mark.parametrize("chain", [0, 2])
+def test_the_next_job_takes_over_when_the_first_node_of_a_job_with_spares_dies(
+    cluster: StartCluster, tiny_config: MakeConfig, chain: int
+):
+    """The batch script dies with the first node; Slurm would keep the job, without its script, to its time limit."""
+    slurm = cluster(4)
+    run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 60}), spare_nodes=1, chain=chain)
+    run.wait_for_checkpoint(3)
+    slurm.crash("n1")
+    run.wait(180)
+    assert run.nodes() == ["n1,n2", "n2,n3"], run.log()
+    assert run.verdicts() == ["done"]

@@ -76,7 +76,7 @@ def test_a_signal_to_the_nodes_shell_alone_reaches_the_supervisor(tmp_path: Path
     script.write_text(batch_script(request).replace("trap '' USR1 USR2 TERM", ":"))
     state = tmp_path / "slurm" / "job-7-0"
     state.mkdir(parents=True)
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    environment = {**os.environ, "state": str(state), "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     with subprocess.Popen(["bash", str(script), "node"], env=environment, stdout=subprocess.PIPE) as shell:
         assert shell.stdout and shell.stdout.readline() == b"ready\n"
         shell.send_signal(number)
@@ -93,7 +93,7 @@ def test_the_nodes_shell_ends_with_a_supervisor_that_a_signal_has_killed(tmp_pat
     script.write_text(batch_script(request).replace("trap '' USR1 USR2 TERM", ":"))
     state = tmp_path / "slurm" / "job-7-0"
     state.mkdir(parents=True)
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    environment = {**os.environ, "state": str(state), "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     assert subprocess.run(["bash", str(script), "node"], env=environment, timeout=30).returncode == 143
     assert (state / "exit-n1").read_text() == "143\n"
 
@@ -105,7 +105,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_ca
 def test_bash_reads_every_quoted_value_of_the_body_back_exactly(run_dir: str, config: str, python: str):
     request = dataclasses.replace(REQUEUED, run_dir="/r", config_file=config, python=python, script_file=run_dir)
     text = batch_script(request)
-    settings = text[text.index("\nrun_dir=") : text.index("\nexport state=")]
+    settings = text[text.index("\nrun_dir=") : text.index("\nexport PYTHONUNBUFFERED=")]
     shown = subprocess.run(
         ["bash", "-c", settings + '\nprintf \'%s\\0\' "$script" "$config" "$python"'],
         capture_output=True,
@@ -138,7 +138,8 @@ def test_the_setup_file_is_read_on_every_node_before_the_supervisor_starts(tmp_p
     python.write_text('#!/bin/bash\necho "NCCL_SOCKET_IFNAME is $NCCL_SOCKET_IFNAME in $PWD"\n')
     python.chmod(0o755)
     (tmp_path / "set up.sh").write_text("export NCCL_SOCKET_IFNAME=ib0\n")
-    (tmp_path / "slurm" / "job-7-0").mkdir(parents=True)
+    state = tmp_path / "slurm" / "job-7-0"
+    state.mkdir(parents=True)
     request = dataclasses.replace(
         REQUEUED,
         run_dir=str(tmp_path),
@@ -148,7 +149,7 @@ def test_the_setup_file_is_read_on_every_node_before_the_supervisor_starts(tmp_p
     )
     script = tmp_path / "script.sh"
     script.write_text(batch_script(request))
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    environment = {**os.environ, "state": str(state), "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     shown = subprocess.run(
         ["bash", str(script), "node"], env=environment, cwd="/", capture_output=True, text=True, timeout=60
     )

@@ -17,7 +17,7 @@ from launcher.slurm.batch_script import SubmitRequest, batch_script
 
 JOB = "7"
 # Each fake appends its name and arguments to $CALLS; the file $FAILS/NAME holds how often it is still to fail, or a
-# word if it always fails.
+# word if it always fails. The file $FAILS/nodes holds what sinfo prints.
 FAKE = """#!/bin/bash
 name=$(basename "$0")
 echo "$name $*" >>"$CALLS"
@@ -30,18 +30,22 @@ if [ -s "$FAILS/$name" ]; then
     exit 1
 fi
 case "$name $*" in
-"scontrol show"*) echo n1 ;;
+"scontrol show"*) tr , '\n' <<<"$3" ;;
+sinfo*) cat "$FAILS/nodes" ;;
 *PENDING*)
     [ -e "$FAILS/no-standby" ] || echo 8
     [ ! -e "$FAILS/preempted" ] || echo 7 ;;
 esac
 """
-# Stands in for the interpreter: `begin` and `end` print and end as the test wants.
+# Stands in for the interpreter: `begin` and `end` print and end as the test wants, a line of $VERDICT for each `end`,
+# the last one for all further ones.
 PYTHON = """#!/bin/bash
-echo "python ${*:2:2}" >>"$CALLS"
+echo "python ${*:2}" >>"$CALLS"
 case "$*" in
 *"launcher.slurm.job begin"*) exit "${BEGIN_CODE:-0}" ;;
-*"launcher.slurm.job end"*) echo "$VERDICT"; exit "${END_CODE:-0}" ;;
+*"launcher.slurm.job end"*)
+    awk -v count="$(grep -c 'job end' "$CALLS")" 'NR <= count { line = $0 } END { print line }' <<<"$VERDICT"
+    exit "${END_CODE:-0}" ;;
 esac
 """
 
@@ -67,8 +71,18 @@ class FakeSlurm:
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if word in line and not line.endswith(" ping")]
 
-    def start(self, verdict: str, chain: int = 0, *, begin_code: int = 0, end_code: int = 0, **limits: int):
-        """Start the script of a job; `limits` replace its times in seconds."""
+    def start(
+        self,
+        verdict: str,
+        chain: int = 0,
+        *,
+        begin_code: int = 0,
+        end_code: int = 0,
+        num_nodes: int = 1,
+        spares: int = 0,
+        **limits: int,
+    ):
+        """Start the script of a job on the nodes n1, n2 and so on; `limits` replace its times in seconds."""
         request = SubmitRequest(
             run_dir=str(self.run),
             script_file=str(self.folder / "script.sh"),
@@ -77,7 +91,8 @@ class FakeSlurm:
             command="electra-dist submit",
             python=str(self.folder / "bin" / "python"),
             job_name="run-0123abcd",
-            num_nodes=1,
+            num_nodes=num_nodes,
+            spare_nodes=spares,
             gpus_per_node=1,
             chain=chain,
         )
@@ -97,7 +112,7 @@ class FakeSlurm:
             "END_CODE": str(end_code),
             "SLURM_JOB_ID": JOB,
             "SLURM_JOB_NAME": "run-0123abcd",
-            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_JOB_NODELIST": ",".join(f"n{number + 1}" for number in range(num_nodes + spares)),
             "SLURM_JOB_END_TIME": "9999999999",
             "SLURMD_NODENAME": "n1",
         }
@@ -117,7 +132,7 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     """Fake commands of Slurm, and a python that is none."""
     for name in ("bin", "fails", "run"):
         (tmp_path / name).mkdir()
-    for name in ("sbatch", "scontrol", "scancel", "squeue", "srun"):
+    for name in ("sbatch", "scontrol", "scancel", "sinfo", "squeue", "srun"):
         (tmp_path / "bin" / name).write_text(FAKE)
     (tmp_path / "bin" / "python").write_text(PYTHON)
     for file in (tmp_path / "bin").iterdir():
@@ -268,3 +283,46 @@ def test_a_run_folder_that_stays_read_only_costs_no_link(slurm: FakeSlurm):
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         assert slurm.finish(STOPPED, chain=3, patience_s=1) == 0
         assert [call.split()[0] for call in slurm.calls()] == ["squeue", "scontrol", "sbatch"]
+
+
+def steps(slurm: FakeSlurm) -> list[str]:
+    """Return the nodes of each step that the script has started, separated by commas."""
+    calls = [call for call in slurm.calls("srun") if call.endswith(" node")]
+    return [call.partition("--nodelist=")[2].split()[0] for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("fault", "states"),
+    [
+        (CRASHED, "n1 allocated\nn2 down*\nn3 allocated\n"),
+        ("next|69|n2|n2 unhealthy; the run continues on other nodes", "n1 allocated\nn2 allocated\nn3 allocated\n"),
+    ],
+)
+def test_a_spare_node_takes_the_place_of_one_that_is_down_or_unhealthy_in_the_same_job(
+    slurm: FakeSlurm, fault: str, states: str
+):
+    (slurm.folder / "fails" / "nodes").write_text(states)
+    assert slurm.finish(f"{fault}\ndone|0||the target step is reached", num_nodes=2, spares=1) == 0
+    assert steps(slurm) == ["n1,n2", "n1,n3"]
+    begins = [call for call in slurm.calls("job begin") if "--replacements" in call]
+    assert [call.split("--replacements ")[1].split()[0] for call in begins] == ["0", "1"]
+    assert [call.split("--nodes ")[1].split()[0] for call in begins] == ["n1,n2", "n1,n3"]
+    assert slurm.calls("requeue") == slurm.calls("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "states", "spares"),
+    [
+        (CRASHED, "n1 allocated\nn2 allocated\nn3 allocated\n", 1),  # no node failed
+        (CRASHED, "n1 allocated\nn2 down*\nn3 drained\n", 1),  # no spare is left
+        (CRASHED, "n1 allocated\nn2 down*\n", 0),
+        (STOPPED, "n1 allocated\nn2 down*\nn3 allocated\n", 1),
+    ],
+)
+def test_without_a_failed_node_or_a_healthy_spare_the_job_ends_as_without_spares(
+    slurm: FakeSlurm, verdict: str, states: str, spares: int
+):
+    (slurm.folder / "fails" / "nodes").write_text(states)
+    slurm.finish(verdict, num_nodes=2, spares=spares)
+    assert steps(slurm) == ["n1,n2"]
+    assert len(slurm.calls(f"requeue {JOB}")) == 1

@@ -20,7 +20,7 @@ python=/home/ada/electra/.venv/bin/python
 work_dir=/home/ada/electra
 setup=''
 patience_s=900 retry_s=120 least_job_s=20
-export state=$run_dir/slurm/job-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+num_nodes=8 spare_nodes=0
 export PYTHONUNBUFFERED=1
 
 if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
@@ -49,9 +49,17 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     exit "$code"
 fi
 ours() { "$python" -m launcher.slurm.job "$@"; }
-start_step() { srun --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node & }
+start_step() { # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
+    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes"         --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node &
+}
 
-told= step=
+if [ "${1:-}" = watch ]; then # Slurm keeps a job with spare nodes even if this script has died with its node, $2.
+    while sleep 30; do
+        case $(sinfo --noheader --nodes="$2" --format=%T) in *down* | *fail*) scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID" ;; esac
+    done
+fi
+
+told= step= watch=
 pass_on() { told=$1; [ -z "$step" ] || kill -USR1 "$step"; } # srun forwards the signal to the task on every node.
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM
@@ -74,23 +82,57 @@ cancel_standby() { # It must not continue a cancelled run. This job may wait its
 keep_distance() { [ "$SECONDS" -ge "$least_job_s" ] || sleep $((least_job_s - SECONDS)); }
 ask() { SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --Format="$1:20" | tr -d ' '; }
 
-run_job() { # Records the job, runs the ranks of all nodes, and sets action, code, exclude and why.
-    echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
-    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ,)
+choose_nodes() { # Sets nodes (the first $num_nodes) and watcher (the last) of those in order; fails if too few are.
+    local down up
+    down=$(retry sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' |
+        awk '$2 ~ /down|drain|fail|boot|power|unknown|[*]$/ { print $1 }')
+    up=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$(printf '%s\n' "" $down ${exclude//,/ })")
+    nodes=$(head -n "$num_nodes" <<<"$up" | paste -sd ,) watcher=$(tail -n 1 <<<"$up")
+    [ "$(grep -c . <<<"$up")" -ge "$num_nodes" ]
+}
+run_job() { # Runs the ranks, again and on other nodes as long as a node fails and the job has a spare one.
+    local before=
+    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_nodes" | paste -sd ,)
+    watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+    while :; do
+        [ "$spare_nodes" = 0 ] || start_watch
+        run_ranks
+        case $action-$code in next-69 | again-*) ;; *) break ;; esac # 69: a node is unhealthy.
+        before=$nodes
+        [ "$spare_nodes" -gt 0 ] && [ -z "$told" ] && choose_nodes && [ "$nodes" != "$before" ] || break
+        echo "$action: $why; the job goes on with its spare nodes, on $nodes"
+        replacements=$((replacements + 1))
+    done
+}
+start_watch() { # On another node than this one, so that it outlives this script.
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
+    watch=$!
+}
+run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets action, code, exclude and why.
+    local start=${SLURM_RESTART_COUNT:-0} queued_at= started_at
+    state=$run_dir/slurm/job-$SLURM_JOB_ID-$start
+    [ "$replacements" = 0 ] || state+=-$replacements
+    echo "job $SLURM_JOB_ID, start $start, on $nodes"
     master_addr=${nodes%%,*}
     # The supervisors use 64 ports from this one on; jobs with consecutive numbers use different ports.
-    master_port=$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 300 * 64))
-    export master_addr master_port
-    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
-    local queued=EligibleTime                                # For a link of a chain: when the link before it ended.
-    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || queued=SubmitTime # For a requeued job: the time of the requeue.
-    ours begin "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
-        --nodes "$nodes" --submitted "$(ask "$queued")" --started "$(ask StartTime)"
+    master_port=$((10000 + (SLURM_JOB_ID + start + replacements) % 300 * 64))
+    export state master_addr master_port
+    started_at=$(date +%s)
+    if [ "$replacements" = 0 ]; then
+        started_at=$(ask StartTime)
+        queued_at=$(ask EligibleTime)                       # For a link of a chain: when the link before it ended.
+        [ "$start" = 0 ] || queued_at=$(ask SubmitTime)     # For a requeued job: the time of the requeue.
+    fi
+    local identity=(--config "$config" --job "$SLURM_JOB_ID" --restart "$start" --replacements "$replacements")
+    ours begin "$run_dir" "${identity[@]}" --nodes "$nodes" --submitted "$queued_at" --started "$started_at"
     code=$?
     case $code in
     75) action=later why="the run folder stayed full or away" && return ;;
     78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
     esac
+    mkdir -p "$state"
     if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is the standby job: it needs one itself.
         sbatch "$0" || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
     fi
@@ -101,15 +143,14 @@ run_job() { # Records the job, runs the ranks of all nodes, and sets action, cod
         while kill -0 "$step" 2>/dev/null; do wait "$step"; done # A trap ends a wait early.
         step=
     fi
-    verdict=$(ours end "$run_dir" --config "$config" --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}" \
-        --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")
+    verdict=$(ours end "$run_dir" "${identity[@]}" --state "$state" --told "$told" --end-time "$SLURM_JOB_END_TIME")
     [ $? != 75 ] || verdict="later|75||the run folder stayed full or away"
     IFS='|' read -r action code exclude why <<<"$verdict"
 }
 
-action= code= exclude= why=
+action= code= exclude= why= replacements=0
 log=$run_dir/slurm/job-$SLURM_JOB_ID.log
-until { cd "$work_dir" && mkdir -p "$state" && : >>"$log"; } 2>/dev/null; do # A shared folder is full or away.
+until { cd "$work_dir" && mkdir -p "$run_dir/slurm" && : >>"$log"; } 2>/dev/null; do # A shared folder is full or away.
     if [ "$SECONDS" -ge "$patience_s" ] || [ -n "$told" ]; then
         action=later code=75 why="the run folder stayed full or away"
         break
