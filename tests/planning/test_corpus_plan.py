@@ -23,7 +23,7 @@ from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.stages.join_parts import join_parts
 from electra_dist.errors import UserError
-from electra_dist.planning import corpus_rates
+from electra_dist.planning.corpus import corpus_rates
 from electra_dist.planning.corpus.corpus_plan import Prices, Workload, machines_needed, plan_corpus, total_requests
 from electra_dist.planning.corpus.corpus_rates import STEPS, CorpusRates, PrepareRate, measure_rates
 from electra_dist.store.open_store import open_store
