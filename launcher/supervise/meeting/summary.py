@@ -2,7 +2,8 @@
 
 Guarantee: the summary holds the newest start, its port, and the reports of all nodes on this start and the one before.
 Node 0 writes it when something changes, and touches it at each look. A node that has seen no change of the file's time
-for `STALE_S` seconds does not rely on it, and reads the other files of the folder itself.
+for `STALE_S` seconds does not rely on it, and reads the other files of the folder itself. A thread writes, so a folder
+that does not answer delays node 0 by a second at most.
 
 Cost: one open file per node and second, whatever the number of nodes. Without the summary each node would open the
 reports of all nodes, which is their number squared.
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from launcher.supervise.meeting.reports import End
 
 SUMMARY_NAME = "summary.json"
 STALE_S = 10.0  # how long a summary that is not touched is relied on
+_ANSWER_S = 1.0  # how long node 0 waits for a write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,22 @@ class SummaryWriter:
         """Remember the folder of the session; nothing is written."""
         self._file = folder / SUMMARY_NAME
         self._written: Summary | None = None
+        self._thread: threading.Thread | None = None
 
     def write(self, summary: Summary) -> None:
         """Write the summary by an atomic replacement if it has changed; otherwise set the file's time to now.
 
-        If the disk refuses that, nothing is raised: the other nodes then read the reports themselves.
+        If the disk refuses that, nothing is raised: the other nodes then read the reports themselves. If it does not
+        answer for a second, the write goes on in its thread, and further calls do nothing until it is over.
         """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = threading.Thread(target=self._write_out, args=(summary,), name="summary", daemon=True)
+        self._thread.start()
+        self._thread.join(_ANSWER_S)
+
+    def _write_out(self, summary: Summary) -> None:
+        """Write the summary, or set the file's time. The body of the thread."""
         with contextlib.suppress(OSError, StoreError):
             if summary == self._written:
                 os.utime(self._file)

@@ -96,5 +96,5 @@ def test_a_run_folder_that_hangs_for_longer_than_the_limit_of_a_step_is_no_hung_
             finally:
                 subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
             assert run.end(60) == 0, run.story()
-            assert run.starts() == 1
+            assert run.starts() == 1, run.story()
             assert run.logged("no heartbeats: the run folder: no answer")
