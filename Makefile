@@ -103,6 +103,7 @@ bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/shard_cache.py --save
 	$(BIN)/python benchmarks/corpus_builder.py --save
 	$(BIN)/python benchmarks/side_files.py --save
+	$(BIN)/python benchmarks/many_ranks.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
 	$(BIN)/python benchmarks/restart.py --rounds 2 --save
 	$(BIN)/python benchmarks/long_runs.py --save

@@ -8,6 +8,7 @@ import context_auc
 import corpus_builder
 import loader
 import long_runs
+import many_ranks
 import pytest
 import restart
 import scaling
@@ -189,3 +190,9 @@ def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
     assert len(cases) == 4
     assert all(0 < figures["share_of_shards"] < 1 for figures in cases.values())
     assert cases["UUIDs, rows of 128"]["bytes_per_token"] > cases["no ids, rows of 128"]["bytes_per_token"]
+
+
+def test_rank_0_waits_for_few_requests_in_a_commit(tmp_path: Path) -> None:
+    cases = _run(many_ranks, tmp_path)["cases"]
+    assert [case["stage"] for case in cases] == [1, 3]
+    assert all(0 < case["save"]["serial"] < 50 and case["save"]["cpu_s"] > 0 for case in cases)
