@@ -82,7 +82,7 @@ def test_a_column_has_the_numbers_of_the_records_and_nan_for_everything_else(val
 
     expected = []
     for value in values:
-        is_number = (isinstance(value, (int, float)) and abs(value) < 2**1023) or value in (math.inf, -math.inf)
+        is_number = isinstance(value, (int, float))
         expected.append(float(value) if is_number else math.nan)
     np.testing.assert_array_equal(columns.column("value"), np.array(expected, dtype=np.float64))
     assert columns.column("step").tolist() == list(range(len(values)))
