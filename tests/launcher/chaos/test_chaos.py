@@ -218,7 +218,7 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
 def test_a_rank_that_only_an_earlier_start_had_does_not_delay_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 ended in the first start, and the second one has rank 0 alone."""
+    """The first start of the ranks had ranks 0 and 1, the second one has only rank 0."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint", "step": 4, "attempt": 2}

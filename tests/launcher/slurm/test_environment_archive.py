@@ -1,4 +1,4 @@
-"""The packages of a run on each node's own disk: packed once, unpacked whole or not at all."""
+"""Check that the packages of a run are packed once, and unpacked on a node's own disk completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.slurm.environment_archive import (
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
-    """The archive of an environment with one package, whose version is 3."""
+    """Path of the archive of an environment with one package, `staged_package`, whose VERSION is 3."""
     package = tmp_path / "site-packages" / "staged_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("VERSION = 3\n")
@@ -32,7 +32,13 @@ def archive(tmp_path: Path) -> Path:
 
 
 def stage(archive: Path, node_disk: Path, program: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the lines of the batch script on a simulated node; print PYTHONPATH, or run a Python program with it."""
+    """Run the staging lines of the batch script as on a node, and return the ended process with its output.
+
+    Args:
+        archive: path of the archive.
+        node_disk: folder that simulates the node's own disk; it is created if it is missing.
+        program: Python program to run with the resulting PYTHONPATH; "" prints PYTHONPATH.
+    """
     node_disk.mkdir(exist_ok=True)
     action = f"{sys.executable} -c '{program}'" if program else 'echo "$PYTHONPATH"'
     environment = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node_disk)}

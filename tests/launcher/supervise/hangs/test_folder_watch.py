@@ -1,4 +1,4 @@
-"""A run folder that takes no bytes explains silent ranks, and their silence counts anew when it is back."""
+"""Check that a run folder that cannot be written explains silent ranks, and that silence counts anew afterwards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ FLOOR_S = 2.0
 
 
 class FakeClock:
-    """Clock that the test sets."""
+    """Clock whose time, in seconds, a test sets."""
 
     def __init__(self) -> None:
+        """Create the clock at 100 s."""
         self.now = 100.0
 
     def __call__(self) -> float:
+        """Return the time."""
         return self.now
 
 
@@ -33,6 +35,7 @@ def test_a_folder_that_hangs_explains_silence_until_the_patience_ends() -> None:
     clock = FakeClock()
 
     def probe() -> str:
+        """Find the folder writable, but only after the test has set `answers`."""
         answers.wait(60)
         return ""
 
@@ -48,7 +51,7 @@ def test_a_folder_that_hangs_explains_silence_until_the_patience_ends() -> None:
     assert watch.explains_silence()
     assert watch.back_since == 160.0
     assert not watch.is_away
-    assert not watch.explains_silence()  # The folder answers and has answered before: the ranks are at fault.
+    assert not watch.explains_silence()  # The folder answers, and did at the last call: the ranks are at fault.
     assert len(log) == 2 and "no answer; waiting up to 50 s" in log[0]
 
 

@@ -1,4 +1,4 @@
-"""A hang is described by all nodes in one folder of the run: why, the stacks of every rank, NCCL's records."""
+"""Check the report of a hang: all nodes write why, the stacks of their ranks, and NCCL's records into one folder."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_nccl_s_records_are_requested_through_the_pipes_and_copied(tmp_path: Pat
     environment = nccl_environment(state, {})
     pipe = Path(environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe")
     os.mkfifo(pipe)
-    os.mkfifo(state / "nccl-pipe-4.pipe")  # of a rank that has ended: nobody reads it
+    os.mkfifo(state / "nccl-pipe-4.pipe")  # The pipe of a rank that has ended: nothing reads it.
 
     def rank() -> None:
-        """Do what torch does when something is written into the pipe of rank 3."""
+        """Write the record of rank 3 when something is written into its pipe, as torch does."""
         with pipe.open("rb") as requests:
             assert requests.read(1)
         Path(environment["TORCH_FR_DUMP_TEMP_FILE"] + "3").write_bytes(b"record")
