@@ -84,7 +84,7 @@ def tear_tail(name: str) -> Act:
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Append a random number of the first bytes of the file's last line to the file; return how many, as text."""
+        """Append a random number of the first bytes of the file's last line to it; return the name and the number."""
         kill_everything(victim)
         file = victim.run_dir / name
         last_line = file.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
@@ -107,7 +107,7 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
     another save. The fault lasts until `return_lease` is called. `draw` is not used.
 
     Returns:
-        The number of the lease, as text, for example "lease 12".
+        The number of the lease, for example "lease 12".
 
     Raises:
         OSError: the lease folder cannot be read.

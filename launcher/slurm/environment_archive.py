@@ -93,8 +93,8 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 def staging_lines(archive: str) -> str:
     """Return shell commands for a node that unpack an archive on the node's own disk and put it first in PYTHONPATH.
 
-    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. They do nothing if an earlier
-    job has unpacked the archive there already. If the archive cannot be unpacked, PYTHONPATH is not changed.
+    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier job
+    has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed.
 
     Args:
         archive: path of the archive, on a file system that all nodes can read.

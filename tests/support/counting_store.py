@@ -79,9 +79,11 @@ class CountingStore(Store):
             self._requests_of_pool[pool if is_of_pool else ""] += num_requests
 
     def local_path(self, key: str) -> None:
+        """Return None, because the objects are no files; nothing is counted."""
         check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
+        """Return the content of an object, and count a GET; raise StoreMissing if there is no such object."""
         data = self._service.objects.get(key)
         self._count("GET", len(data or b""))
         if data is None:
@@ -89,6 +91,7 @@ class CountingStore(Store):
         return data
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+        """Return `length` bytes of an object from byte `start` on, and count a GET; raise StoreMissing as `read`."""
         data = self._service.objects.get(key)
         if data is None:
             self._count("GET")
@@ -98,21 +101,26 @@ class CountingStore(Store):
         return memoryview(part)
 
     def exists(self, key: str) -> bool:
+        """Return whether there is such an object, and count a GET, as which S3 bills the request (HEAD)."""
         self._count("GET")
         return key in self._service.objects
 
     def size(self, key: str) -> int:
+        """Return the bytes of an object, which must exist, and count a GET."""
         self._count("GET")
         return len(self._service.objects[key])
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Write the content of an object into a file, and count a GET; raise StoreMissing as `read`."""
         destination.write_bytes(self.read(key, must_exist=must_exist))
 
     def write(self, key: str, data: bytes) -> None:
+        """Create or replace an object, and count a PUT."""
         self._count("PUT", len(data))
         self._service.objects[check_key(key)] = data
 
     def write_new(self, key: str, data: bytes) -> bool:
+        """Create an object if there is none, and count a PUT in any case; return whether it was created."""
         self._count("PUT", len(data))
         with self._service.lock:
             if check_key(key) in self._service.objects:
@@ -121,24 +129,29 @@ class CountingStore(Store):
             return True
 
     def upload(self, path: Path, key: str) -> None:
+        """Create or replace an object with the content of a file, and count one PUT, whatever the size."""
         self.write(key, path.read_bytes())
 
     def list(self, prefix: str = "") -> list[str]:
+        """Return the sorted keys that start with `prefix`, and count a LIST for each page of 1,000 keys."""
         keys = sorted(key for key in list(self._service.objects) if key.startswith(prefix))
         self._count("LIST", num_requests=max(1, _divide_up(len(keys), PAGE)))
         return keys
 
     def delete(self, key: str) -> None:
+        """Delete an object if there is one, and count a DELETE."""
         self._count("DELETE")
         self._service.objects.pop(key, None)
 
     def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete all these objects that exist, and count a DELETE for each 1,000 keys."""
         if keys:
             self._count("DELETE", num_requests=_divide_up(len(keys), PAGE))
         for key in keys:
             self._service.objects.pop(key, None)
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """Return 0, because no write stays unfinished here, and count a LIST."""
         self._count("LIST")
         return 0
 

@@ -68,9 +68,9 @@ class MeetingFolder:
         newest = 0
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
-            is_announcement = name is not None and entry.name.startswith("start-") and name["node"] is None
-            if name is not None and is_announcement:
-                newest = max(newest, int(name["start"]))
+            if name is None or name["node"] is not None or not entry.name.startswith("start-"):
+                continue  # a report, or no file of a start
+            newest = max(newest, int(name["start"]))
         return newest
 
     def ends(self, since: int) -> list[End]:

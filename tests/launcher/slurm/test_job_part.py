@@ -54,7 +54,7 @@ esac
 class FakeSlurm:
     """Fake Slurm: a folder with fake commands, and the methods that run a batch script with them."""
 
-    folder: Path  # bin/ has the commands, fails/ says how they fail, run/ is the run folder, calls is their log
+    folder: Path  # bin/: the commands; fails/: which of them fail; run/: the run folder; calls: the calls so far
 
     @property
     def run(self) -> Path:
