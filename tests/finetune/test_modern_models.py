@@ -109,7 +109,8 @@ def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_reg
 
         theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
-        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
         actual = theirs.eval()(**tokenizer(SENTENCES, padding=True, return_tensors="pt")).logits
         expected = torch.cat([model.predict(our_ids(modern_encoder, sentence)) for sentence in SENTENCES])
         if kind == "regression":
@@ -197,7 +198,8 @@ def test_a_head_that_hugging_face_does_not_have_is_refused_before_the_training(
     task = text_task(tmp_path / "data", ["a", "b"])
     assert task.saving_obstacle(modern_encoder, FAST) == ""
     obstacle = task.saving_obstacle(modern_encoder, FAST.model_copy(update={"head": "dense"}))
-    assert "--set head=dense" in obstacle and "\n" not in obstacle
+    assert "--set head=dense" in obstacle
+    assert "\n" not in obstacle
 
 
 @torch.no_grad()

@@ -68,7 +68,8 @@ def test_each_request_deletes_as_many_objects_as_it_may(
     keys = write_some(store, 3)
     store.delete_all([*(f"missing-{number}" for number in range(25)), *keys])
     assert store.list() == []
-    assert batches == [10, 10, 8] and sent["delete_object"] == 0
+    assert batches == [10, 10, 8]
+    assert sent["delete_object"] == 0
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)

@@ -76,4 +76,5 @@ def test_nodes_that_share_the_folder_leave_one_another_alone(tmp_path: Path, mon
     monkeypatch.setattr(module, "node_name", lambda: "n2")
     own = staging_folder(Path("/runs/run"), tmp_path)
     take_over(own)
-    assert own != other_node and other_node.exists()
+    assert own != other_node
+    assert other_node.exists()

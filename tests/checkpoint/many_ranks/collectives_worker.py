@@ -71,7 +71,9 @@ def measure(folder: Path, num_ranks: int) -> dict[str, dict[str, int]]:
     after_save = dict(counts)
     fragments = small.share(small.empty(), 0, num_ranks)
     found, notes = load_newest([store], fragments, small.state_at(0, world_size=num_ranks))
-    assert found is not None and found.step == 10 and notes == []
+    assert found is not None
+    assert found.step == 10
+    assert notes == []
     dist.destroy_process_group()
     return {"start": after_start, "save": after_save, "restore": dict(counts)}
 

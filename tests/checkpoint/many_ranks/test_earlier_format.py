@@ -117,11 +117,14 @@ def test_a_checkpoint_of_the_earlier_format_is_loaded_and_copied_bit_for_bit(
     target: LocalStore, tmp_path: Path
 ) -> None:
     manifest, faults = verify(target, FOLDER)
-    assert manifest is not None and faults == []
+    assert manifest is not None
+    assert faults == []
     assert manifest.dump() == target.read(f"{FOLDER}/manifest.json")
     values = small.empty()
     found, notes = load_newest([target], small.share(values, 0, 1), small.state_at(0))
-    assert found == manifest.state and notes == [] and small.equal(values, small.content(STEP))
+    assert found == manifest.state
+    assert notes == []
+    assert small.equal(values, small.content(STEP))
     other = LocalStore(tmp_path / "other")
     targets: list[Store] = [target, other]
     copy_to_all(targets, FOLDER)

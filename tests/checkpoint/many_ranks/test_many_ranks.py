@@ -130,7 +130,9 @@ def test_a_checkpoint_of_any_number_of_ranks_is_read_whole(world_size: int, tmp_
     assert {key for key in target.list() if key.endswith(".json")} == {f"{FOLDER}/manifest.json"}
     loaded = small.empty()
     found, notes = load_newest([target], small.share(loaded, 0, 1), state_of(1, step=0))
-    assert found == state_of(world_size) and notes == [] and small.equal(loaded, values)
+    assert found == state_of(world_size)
+    assert notes == []
+    assert small.equal(loaded, values)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -143,8 +145,11 @@ def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int,
     assert len(verify(targets[0], FOLDER)[1]) == 1
     values = small.empty()
     found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0))
-    assert found is not None and found.step == 10 and small.equal(values, small.content(10))
-    assert len(notes) == 1 and "is set aside" in notes[0]
+    assert found is not None
+    assert found.step == 10
+    assert small.equal(values, small.content(10))
+    assert len(notes) == 1
+    assert "is set aside" in notes[0]
     lines = list(repair(targets, [], dry_run=False))
     assert any("restored from" in line for line in lines)
     assert verify(targets[0], FOLDER)[1] == []

@@ -114,7 +114,10 @@ def test_a_torn_tail_is_the_beginning_of_a_line_after_all_whole_lines(tmp_path: 
         (victim.run_dir / name).write_bytes(lines)
         FAULTS[kind].act(victim, random.Random(seed))
         whole, tail = (victim.run_dir / name).read_bytes().split(lines)
-        assert whole == b"" and tail and b'{"step": 2}'.startswith(tail) and len(tail) < len(b'{"step": 2}')
+        assert whole == b""
+        assert tail
+        assert b'{"step": 2}'.startswith(tail)
+        assert len(tail) < len(b'{"step": 2}')
 
 
 def test_a_stolen_lease_is_lost_to_its_owner_and_can_be_taken_once_it_is_returned(tmp_path: Path) -> None:

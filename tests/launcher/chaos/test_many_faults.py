@@ -33,8 +33,10 @@ def test_a_sampled_run_with_faults_equals_the_uninterrupted_one(tmp_path: Path) 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     record = json.loads((tmp_path / "state" / "faults.json").read_text())
     kinds = {"commit", "missing", "launcher", "ledger", "lease", "pause", "supervisor", "usr2"}
-    assert record["faults"] == 8 and record["kinds"].keys() == kinds
-    assert record["different_losses"] == 0 and record["unexpected_reactions"] == []
+    assert record["faults"] == 8
+    assert record["kinds"].keys() == kinds
+    assert record["different_losses"] == 0
+    assert record["unexpected_reactions"] == []
     assert record["process_ends"] == 7  # all but `pause`
     assert [leg["ranks"] for leg in record["legs"]] == [2, 1]
     # Read without the code of the drill: each step once in both runs, with equal losses.
@@ -54,12 +56,15 @@ def test_the_plan_of_the_whole_drill_has_every_kind_and_enough_ends_of_processes
     assert legs == plan_legs(1, 2000, 40, 4, has_disk=True) != plan_legs(2, 2000, 40, 4, has_disk=True)
     faults = [fault for leg in legs for fault in leg.faults]
     counts = Counter(fault.kind for fault in faults)
-    assert len(faults) == 2000 and counts.keys() == ALL_FAULTS.keys() and min(counts.values()) >= 20
+    assert len(faults) == 2000
+    assert counts.keys() == ALL_FAULTS.keys()
+    assert min(counts.values()) >= 20
     ends = [fault for fault in faults if ALL_FAULTS[fault.kind].then != "goes on"]
     assert len(ends) >= 800
     assert {leg.ranks for leg in legs} == {1, 2, 4}
     ranks_text = "".join(str(leg.ranks) for leg in legs)
-    assert "12" in ranks_text and "24" in ranks_text
+    assert "12" in ranks_text
+    assert "24" in ranks_text
     assert all(fault.kind != "disk" for leg in plan_legs(1, 400, 40, 4, has_disk=False) for fault in leg.faults)
 
 
@@ -88,7 +93,8 @@ def test_a_new_run_begins_on_a_cpu_that_computes_the_first_steps_otherwise(
     assert long_drill.begin_or_continue(tmp_path, seed=1, count=12).hits == []
     assert "this CPU computes the first 20 steps otherwise" in capsys.readouterr().out
     earlier = read_progress(tmp_path / "earlier-1")
-    assert earlier is not None and earlier.hits == first.hits
+    assert earlier is not None
+    assert earlier.hits == first.hits
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "drill.json", "earlier-1"]
 
 

@@ -76,7 +76,8 @@ def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patien
     findings = check_storage(config, "n1", Patience(60.0, note=lines.append))
     target = next(finding for finding in findings if "checkpoint target" in finding.what)
     assert target.severity == "ok"
-    assert "waiting up to 60 s for storage" in lines[0] and "cannot be reached" in lines[0]
+    assert "waiting up to 60 s for storage" in lines[0]
+    assert "cannot be reached" in lines[0]
     missing_corpus = next(finding for finding in findings if "corpus.json" in finding.what)
     assert missing_corpus.severity == "user error"  # at once: no wait brings it back
 

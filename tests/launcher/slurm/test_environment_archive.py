@@ -51,7 +51,8 @@ def test_the_ranks_of_a_node_import_from_its_own_disk(archive: Path, tmp_path: P
     program = "import staged_package as s; print(s.VERSION, s.__file__)"
     done = stage(archive, node_disk, program)
     version, file = done.stdout.strip().split(" ", 1)
-    assert version == "3" and file.startswith(str(node_disk)), done.stderr
+    assert version == "3", done.stderr
+    assert file.startswith(str(node_disk)), done.stderr
     archive.unlink()  # The second start on the node does not read it.
     assert stage(archive, node_disk, program).stdout == done.stdout
 
@@ -65,7 +66,8 @@ def test_without_a_whole_copy_the_shared_packages_are_used(
     else:
         archive.write_bytes(content)
     done = stage(archive, tmp_path / "node")
-    assert done.returncode == 0 and done.stdout.strip() == ""
+    assert done.returncode == 0
+    assert done.stdout.strip() == ""
     (folder,) = (tmp_path / "node").iterdir()
     assert list(folder.iterdir()) == []
     assert folder.stat().st_mode & 0o077 == 0

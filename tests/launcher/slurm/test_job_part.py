@@ -286,7 +286,8 @@ def test_a_run_folder_that_is_read_only_when_a_job_begins_is_waited_for(slurm: F
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         process = slurm.start(STOPPED, chain=3)
         time.sleep(2)
-        assert process.poll() is None and not slurm.calls()
+        assert process.poll() is None
+        assert not slurm.calls()
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         assert process.wait(60) == 0
         assert [call.split()[0] for call in slurm.calls("launcher.slurm.job")] == ["python", "python"]

@@ -64,7 +64,8 @@ def restarted_nodes(run_dir: Path) -> list[Rendezvous]:
         for node in nodes:
             node.end(1, final=False)
     ports = {node.start(never, 5) for node in nodes}
-    assert len(ports) == 1 and None not in ports
+    assert len(ports) == 1
+    assert None not in ports
     return nodes
 
 

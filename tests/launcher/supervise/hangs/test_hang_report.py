@@ -80,5 +80,6 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     log: list[str] = []
     report = HangReport(tmp_path / "hangs" / "start-000001", node=0, num_nodes=1, log=log.append)
     report.begin()
-    assert len(log) == 1 and "not complete" in log[0]
+    assert len(log) == 1
+    assert "not complete" in log[0]
     assert not report.was_begun
