@@ -89,6 +89,22 @@ def count_phases(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], N
     return undo
 
 
+def config_of_case(precision: str, stage: int, num_layers: int, overlaps: bool) -> Config:
+    """Return the config of one case; the arguments are those of `run`."""
+    settings: dict[str, Any] = {
+        "engine.zero_stage": stage,
+        "engine.overlap_communication": overlaps,
+        "train.precision": precision,
+        "train.global_batch": NUM_ROWS,
+        "train.micro_batch": MICRO_BATCH,
+        "optimizer.clip_norm": 0.5,
+    }
+    tree = tiny_tree("unused", "unused", **settings)  # type: ignore[arg-type]
+    for tower in ("discriminator", "generator"):
+        tree["model"][tower]["num_layers"] = num_layers
+    return Config.model_validate(tree)
+
+
 def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) -> dict[str, Any]:
     """Train the six steps of one case, and return its results as a JSON object.
 
@@ -104,20 +120,15 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
         phases: "forward", "backward", "update" and "rest" -> [operators, host reads] in step `COUNTED`.
         begun: for each step, how many buckets were being exchanged when the backward pass had ended.
     """
-    settings: dict[str, Any] = {"engine.zero_stage": stage, "train.precision": precision}
-    settings |= {"train.global_batch": NUM_ROWS, "train.micro_batch": MICRO_BATCH}
-    settings |= {"engine.overlap_communication": overlaps, "optimizer.clip_norm": 0.5}
-    tree = tiny_tree("unused", "unused", **settings)  # type: ignore[arg-type]
-    for tower in ("discriminator", "generator"):
-        tree["model"][tower]["num_layers"] = num_layers
-    config = Config.model_validate(tree)
+    config = config_of_case(precision, stage, num_layers, overlaps)
+    # DeepSpeed is configured as on a GPU.
     engine_module.deepspeed_config = lambda train, section, clip, _: deepspeed_config(train, section, clip, "cuda")
     module = build_objective(config.model, config.objective, SPECIAL, 3)
     num_tensors = len(list(module.parameters()))
     engine = Engine(module, config.train, config.engine, config.optimizer)
     train_step = TrainStep(engine, config.objective, SPECIAL, 7, MICRO_BATCH)
     rows_per_rank = NUM_ROWS // dist.get_world_size()
-    row0 = dist.get_rank() * rows_per_rank
+    first_row = dist.get_rank() * rows_per_rank
     results = []
     phases: dict[str, list[int]] = {}
     begun: list[int] = []
@@ -130,8 +141,8 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
 
     GradientSums._finish_exchange = finish_and_note  # type: ignore[method-assign]
     for step in range(NUM_STEPS):
-        ids = synthetic_rows(NUM_ROWS, step)[row0 : row0 + rows_per_rank]
-        batch = RowBatch(step, row0, ids, np.arange(rows_per_rank), Receipt())
+        ids = synthetic_rows(NUM_ROWS, step)[first_row : first_row + rows_per_rank]
+        batch = RowBatch(step, first_row, ids, np.arange(rows_per_rank), Receipt())
         if step == NOT_FINITE:
             before = whole_state(engine)
             engine.backward = lambda loss: Engine.backward(engine, loss * float("inf"))  # type: ignore[method-assign]

@@ -93,14 +93,14 @@ class FolderWatch:
         """
         problem = self._probe_for_one_second()
         now = self._clock()
-        self._last_round = now
+        self._last_round = now  # The time of the probe must not count as a time in which the supervisor was blocked.
         if problem == "":
-            was_away = self.is_away
-            if was_away:
-                self._log("the run folder takes bytes again: the silence of the ranks counts from now on")
-                self._away_since = None
-                self.back_since = now
-            return was_away
+            if not self.is_away:
+                return False
+            self._log("the run folder takes bytes again: the silence of the ranks counts from now on")
+            self._away_since = None
+            self.back_since = now
+            return True
         if self._away_since is None:
             self._away_since = now
             self._log(f"no heartbeats: the run folder: {problem}; waiting up to {self._patience_s:.0f} s for it")

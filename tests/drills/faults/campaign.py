@@ -126,18 +126,10 @@ class Campaign:
         try:
             step_after_fault = leg.first_step
             while faults and not until():
-                fault = faults[0]
-                step = step_after_fault + fault.steps
-                moment = Planned(kind=fault.kind, step=step, in_save=fault.in_save, delay=fault.delay)
-                try:
-                    hit = run.hit(moment)
-                except Stuck as stuck:
-                    hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
-                    run.end_fault(fault.kind)
-                    self.num_stuck += 1
+                hit, is_stuck = self._hit_once(run, faults[0], step_after_fault)
                 faults.pop(0)
                 self.progress.add(hit)
-                if hit.fault.startswith("stuck"):
+                if is_stuck:
                     if self.num_stuck > _MOST_STUCK:
                         raise RuntimeError(f"{self.num_stuck} faults got the run stuck; read {self.run_dir}.log")
                     return False
@@ -148,6 +140,27 @@ class Campaign:
             return True
         finally:
             run.close()
+
+    def _hit_once(self, run: ForkedDrill, fault: PlannedFault, step_before: int) -> tuple[Hit, bool]:
+        """Hit the run with one fault; if this leaves it stuck, kill the run and undo the fault.
+
+        Args:
+            run: the run, which is training.
+            fault: plan of the fault.
+            step_before: number of steps of the run from which `fault.steps` is counted.
+
+        Returns:
+            The result of the fault, and whether the run is stuck.
+        """
+        step = step_before + fault.steps
+        moment = Planned(kind=fault.kind, step=step, in_save=fault.in_save, delay=fault.delay)
+        try:
+            return run.hit(moment), False
+        except Stuck as stuck:
+            hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
+        run.end_fault(fault.kind)
+        self.num_stuck += 1
+        return hit, True
 
     def compare_leg(self, leg: Leg) -> None:
         """Train the uninterrupted run to the last step of a leg, and record the steps at which the two runs differ.
