@@ -17,7 +17,7 @@ The parts, in the order in which their answers are needed:
     fusions     64 rows, one change at a time (`gpu_parts/fusions.py`)
     breakdown, rivals    the step by part, and Hugging Face's step (`gpu_parts/breakdown.py`)
     more_steps  the other micro-batches and the references
-    modern      steps of `model.architecture: modern` of base size (`gpu_parts/steps.py`)
+    modern      training steps of `model.architecture: modern`, base size (`gpu_parts/steps.py`)
 
 Guarantee: a case that fails is a row with the error, and the next one runs; the JSON is written after every case. The
 exit code is 1 at the end if one of our results was wrong or one of our operations failed, else 0. No time makes it

@@ -1,8 +1,8 @@
 """Compare the scaling model of `electra-dist plan` with measured steps over links of limited bandwidth.
 
     python benchmarks/scaling.py            # root, Linux: 1, 2 and 4 ranks; 1 Gb/s, 250 Mb/s and no limit, in turn
-    python benchmarks/scaling.py --overlap  # 2 and 4 ranks, bf16 with engine.overlap_communication: the same, and the
-                                            # step as a multiple of the longer of compute alone and communication alone
+    python benchmarks/scaling.py --overlap  # 2 and 4 ranks in bf16 with engine.overlap_communication: also compares
+                                            # the step with the longer of compute alone and communication alone
 
 How: each rank runs in network namespaces of its own, on a bridge (`tests/cluster/machines.py`); `tc` limits its link
 with a token bucket. The prediction of `planning/multi_node_scaling.py` is the step time without a limit at the same
@@ -155,10 +155,12 @@ def measure(
         rows: Rows per rank.
         settings: Changes of configs/small.yaml, as KEY=VALUE.
         rounds: Rounds of two timed steps at each bandwidth.
-        overlaps: Whether the ranks exchange fp32 gradients of bf16 weights during the backward pass.
+        overlaps: Whether to train in bf16 with `engine.overlap_communication`: the ranks then exchange fp32 gradients
+            during the backward pass. False: fp32, without overlap.
 
     Returns:
-        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step.
+        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step. `of_the_longer` is the
+        measured time divided by the longer of compute alone and communication alone.
     """
     precision: Precision = "bf16" if overlaps else "fp32"
     switches = [f"train.precision={precision}", f"engine.overlap_communication={str(overlaps).lower()}"]

@@ -46,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
-        waiting = Patience(ClusterConfig().storage_patience_s)  # The config may set another one, once it can be read.
-        config = waiting.call(lambda: load_config(args.config, args.set))
+        # The config can set another limit, but only after it was read.
+        default_patience = Patience(ClusterConfig().storage_patience_s)
+        config = default_patience.call(lambda: load_config(args.config, args.set))
         patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
         if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)

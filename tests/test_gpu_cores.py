@@ -1,4 +1,4 @@
-"""Ranks are bound to the cores of their GPU's NUMA node: a machine of four GPUs as files, and this process's cores."""
+"""Check that ranks are bound to the CPU cores near their GPU, with files that describe a machine of four GPUs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GPUS = {
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """Folder with the files that the kernel and NVIDIA's driver have of four GPUs."""
+    """Folder with the files in /proc, /sys and /dev by which the kernel and NVIDIA's driver describe GPUS."""
     for address, (minor, cores) in GPUS.items():
-        proc, sys_folder = (
-            tmp_path / "proc/driver/nvidia/gpus" / address,
-            tmp_path / "sys/bus/pci/devices" / address.lower(),
+        proc_folder = tmp_path / "proc/driver/nvidia/gpus" / address
+        sys_folder = tmp_path / "sys/bus/pci/devices" / address.lower()
+        proc_folder.mkdir(parents=True)
+        (proc_folder / "information").write_text(
+            f"Model: \t\t H100\nGPU UUID: \t GPU-{minor}abc\nDevice Minor: \t {minor}\n"
         )
-        proc.mkdir(parents=True)
-        (proc / "information").write_text(f"Model: \t\t H100\nGPU UUID: \t GPU-{minor}abc\nDevice Minor: \t {minor}\n")
         sys_folder.mkdir(parents=True)
         (sys_folder / "local_cpulist").write_text(cores + "\n")
         (tmp_path / "dev").mkdir(exist_ok=True)

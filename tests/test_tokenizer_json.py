@@ -1,4 +1,4 @@
-"""Vocabularies of a tokenizer.json: ids, special tokens by role, text that shows them, and files that are refused."""
+"""Check vocabularies of a tokenizer.json: ids, roles of special tokens, texts that contain them, and refused files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VOCABULARY = byte_level_vocabulary()
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> str:
-    """Return the text of the tokenizer.json after a change of its content."""
+    """Return a copy of the tokenizer.json of VOCABULARY, as a string, to whose parsed content `change` was applied."""
     content = json.loads(VOCABULARY.text)
     change(content)
     return json.dumps(content)
 
 
 def renamed(names: dict[str, str]) -> str:
-    """Return the text of the tokenizer.json with other names of the special tokens."""
+    """Return a copy of the tokenizer.json of VOCABULARY, as a string, with special tokens renamed: old -> new name."""
     text = VOCABULARY.text
     for old, new in names.items():
         text = text.replace(json.dumps(old)[1:-1], new)
@@ -98,7 +98,7 @@ def test_special_tokens_are_found_by_their_role() -> None:
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused_in_one_line(text: str, message: str | None) -> None:
-    if message is None:  # whole words are looked up in the vocabulary, but no word is a special token
+    if message is None:  # Whole words are looked up in the vocabulary, but none is a special token: accepted.
         assert Vocabulary(text, "a.json").special == VOCABULARY.special
         return
     with pytest.raises(UserError, match=message) as error:
@@ -108,6 +108,7 @@ def test_files_that_are_no_tokenizer_are_refused_in_one_line(text: str, message:
 
 def test_a_model_that_reaches_its_special_tokens_from_text_is_refused() -> None:
     def reach(content: dict[str, Any]) -> None:
+        """Make whole texts be looked up in the vocabulary, which has the special tokens."""
         content["model"]["ignore_merges"] = True
         content["pre_tokenizer"]["use_regex"] = False
 

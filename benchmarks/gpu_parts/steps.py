@@ -2,7 +2,7 @@
 
     steps        128 rows, eager and with compiled layers
     more_steps   the other micro-batches, and references instead of kernels
-    modern       the same for the architecture `modern` of base size, on rows of 1,024 tokens
+    modern       all micro-batches, eager and compiled, of the architecture `modern`, base size, rows of 1,024 tokens
 
 A step consists of forward, backward of both losses and fused AdamW, all in bf16, with the config's dropout. MFU is the
 FLOPs that `model/flops.py` counts, divided by the time and by the listed peak of the GPU. Rows hold packed examples.
@@ -54,7 +54,8 @@ TOY_MODEL = [
     "data.seq_len=32",
 ]
 
-# The same for the architecture `modern`, whose tables have the width of the layers; windows are shorter than rows.
+# Settings of the same kind for the architecture `modern`, whose embeddings have the width of the layers. The windows
+# of local attention are shorter than the rows.
 TOY_MODERN = [
     "model.embedding_size=32",
     "model.discriminator={hidden_size: 32, num_layers: 3, num_heads: 2, intermediate_size: 48}",
@@ -81,10 +82,14 @@ class StepBench:
             device: "cuda" or "cpu".
             backend: Implementation of the fused operations.
             smoke: Whether to use the toy model in fp32.
-            architecture: Value of `model.architecture`.
+            architecture: "bert" loads the config of ELECTRA-Large, "modern" that of the architecture `modern` of base
+                size.
         """
-        file, toy = (CONFIG, TOY_MODEL) if architecture == "bert" else (MODERN_CONFIG, TOY_MODERN)
-        self.config: Config = load_config(file, toy if smoke else [])
+        if architecture == "bert":
+            file, toy_settings = CONFIG, TOY_MODEL
+        else:
+            file, toy_settings = MODERN_CONFIG, TOY_MODERN
+        self.config: Config = load_config(file, toy_settings if smoke else [])
         self.device = device
         self.backend = backend
         self.smoke = smoke
@@ -225,7 +230,7 @@ def modern_cases(bench: StepBench) -> Iterator[Case]:
     """Yield the training step of the architecture `modern` for each micro-batch, eager and with compiled layers.
 
     Args:
-        bench: Timer of that architecture.
+        bench: Timer that was created with `architecture="modern"`.
     """
     for batch in bench.batches:
         for compiled in (False, True):

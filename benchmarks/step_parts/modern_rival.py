@@ -1,8 +1,9 @@
 """Joint ELECTRA step built from Hugging Face's ModernBERT modules, with which `step_modern.py` compares our step.
 
-It is the step of `rival.py` with ModernBertForMaskedLM and ModernBertForTokenClassification.
+It is the step of `rival.py` with ModernBertForMaskedLM as generator and ModernBertForTokenClassification as
+discriminator.
 
-Limits: rows of one example each, because these modules take no mask between the examples of a row.
+Limits: each row must hold one example, because these modules take no mask between the examples of a row.
 
 Shapes: M masked slots, V entries of the vocabulary, H hidden width.
 """
@@ -21,12 +22,22 @@ from electra_dist.pretrained.hf_modernbert import hf_config
 
 
 class ModernHuggingFace(HuggingFace):
-    """Hugging Face's ModernBERT as generator and discriminator, with shared embeddings."""
+    """Hugging Face's ModernBERT as generator and discriminator, with shared embeddings.
+
+    Calling it computes both ELECTRA losses, see `HuggingFace`.
+    """
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, *, gathered: bool
     ) -> None:
-        """Build both modules and copy the weights of `towers` into them; the arguments are those of `HuggingFace`."""
+        """Build both modules, and copy the weights of `towers` into them.
+
+        Args:
+            towers: our model of the architecture `modern`, whose weights are copied.
+            objective: share and kind of masking.
+            special: ids of the special tokens.
+            gathered: whether the generator's head is computed at the masked slots only.
+        """
         torch.nn.Module.__init__(self)
         self.objective = objective
         self.special = special
@@ -44,9 +55,12 @@ class ModernHuggingFace(HuggingFace):
         self.discriminator.model.embeddings = self.generator.model.embeddings
 
     def inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
-        """Return the mask of the real tokens; ModernBERT has no token types."""
+        """Return the arguments of both modules in addition to the token ids: the mask of the real tokens.
+
+        ModernBERT has no token types.
+        """
         return {"attention_mask": layout.is_real_BS}
 
     def head(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all tokens, [M, V], from states of the generator, [M, H]."""
+        """Return the generator's logits over the vocabulary, [M, V], for its last hidden states [M, H]."""
         return self.generator.decoder(self.generator.head(hidden_MH))

@@ -102,7 +102,7 @@ class HuggingFace(torch.nn.Module):
         chosen_BN = torch.where(masking.weight_BN > 0, sampled_M.view_as(target_BN), target_BN)
         # Empty slots point at position 0, which holds [CLS] and is never masked. They write its own id back.
         corrupted_BS = ids_BS.scatter(1, masking.position_BN, chosen_BN)
-        # ModernBERT's head has a last dimension for its one label.
+        # The logits of ModernBERT's head have a last dimension of size 1, for its one label.
         logit_BS = self.discriminator(input_ids=corrupted_BS, **inputs).logits.float().view(ids_BS.shape)
         label_BS = (corrupted_BS != ids_BS).float()
         loss_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS, reduction="none")
@@ -110,7 +110,7 @@ class HuggingFace(torch.nn.Module):
         return Losses(mlm, rtd)
 
     def inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
-        """Return the arguments of both modules beside the ids, for rows of one example each."""
+        """Return the arguments of both modules in addition to the token ids, for rows of one example each."""
         return {"token_type_ids": layout.token_type_BS, "attention_mask": layout.is_real_BS}
 
     def _slot_logits(self, masking: Masking, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -124,7 +124,7 @@ class HuggingFace(torch.nn.Module):
         return self.head(hidden_MH)
 
     def head(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all tokens, [M, V], from states of the generator, [M, H]."""
+        """Return the generator's logits over the vocabulary, [M, V], for its last hidden states [M, H]."""
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
 
 

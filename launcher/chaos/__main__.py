@@ -68,11 +68,13 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def compared_lines(run_dir: Path) -> list[str]:
-    """Return what is compared of each training step of a run, as one line of JSON per step.
+    """Return one line of JSON for each training step of a run, with the fields that two runs are compared by.
 
-    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows).
+    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows). A float is written with
+    all its digits, so two lines are equal only if all values are equal bit for bit.
 
-    A float is written with all its digits, so equal lines mean equal bits.
+    Args:
+        run_dir: folder of the run, whose metrics are read.
     """
     lines = []
     for record in _training_records(run_dir):

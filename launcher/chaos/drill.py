@@ -108,27 +108,27 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 def ordered_kinds(
     kinds: Sequence[str], count: int, draw: random.Random, faults: Mapping[str, Fault] = FAULTS
 ) -> list[str]:
-    """Return `count` kinds of faults in random order, every kind about equally often.
+    """Return the names of `count` faults in random order, every kind about equally often.
 
-    One kind kills DeepSpeed's launcher process, which is created once whenever the ranks are started. A second fault
-    of this kind would find nothing to kill until the ranks are restarted. So between any two of these faults there is
-    always one that restarts the ranks.
+    Some kinds kill DeepSpeed's launcher process (`Fault.hits_launcher`). There is one such process for each time that
+    the ranks are started, so after one such fault, a second one would find nothing to kill until the ranks are started
+    again. Therefore there is always a fault that makes the ranks start again between any two of them.
 
     Args:
-        kinds: keys of `faults` to choose from.
+        kinds: names of the kinds to choose from, keys of `faults`.
         count: number of faults.
         draw: source of the random order.
-        faults: all kinds of faults by their names.
+        faults: name -> kind of fault.
 
     Raises:
-        UserError: too many faults kill the launcher to put a fault that restarts the ranks between any two of them.
+        UserError: there are too few faults that make the ranks start again to separate all that kill the launcher.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
     launcher_kills = [kind for kind in all_kinds if faults[kind].hits_launcher]
-    others = [kind for kind in all_kinds if faults[kind].then == "goes on" and not faults[kind].hits_launcher]
-    order = [kind for kind in all_kinds if faults[kind].then != "goes on"]
-    num_gaps = len(order) + 1  # before, between and after the faults that restart the ranks
+    harmless = [kind for kind in all_kinds if faults[kind].then == "goes on" and not faults[kind].hits_launcher]
+    order = [kind for kind in all_kinds if faults[kind].then != "goes on"]  # faults that make the ranks start again
+    num_gaps = len(order) + 1  # before, between and after these faults
     if len(launcher_kills) > num_gaps:
         raise UserError(
             f"--faults {','.join(kinds)}: {len(launcher_kills)} faults of kind {launcher_kills[0]} are too many: each "
@@ -136,11 +136,12 @@ def ordered_kinds(
             f"restart; add a kind that restarts the ranks, such as kill"
         )
     draw.shuffle(order)
-    gaps = draw.sample(range(num_gaps), len(launcher_kills))  # all different, so no two of these faults meet
+    # The gaps are all different, so there is a restart of the ranks between any two kills of the launcher.
+    gaps = draw.sample(range(num_gaps), len(launcher_kills))
     # Insertion from the last gap to the first leaves the earlier positions valid.
     for gap in sorted(gaps, reverse=True):
         order.insert(gap, launcher_kills.pop())
-    for kind in others:
+    for kind in harmless:
         order.insert(draw.randrange(len(order) + 1), kind)
     return order
 
@@ -167,10 +168,10 @@ class Drill:
             run_dir: the run folder; the output of the supervisor goes to RUN_DIR.log beside it.
             command: the command that starts the supervisor.
             seed: determines which ranks and files the faults hit, and nothing about the run.
-            faults: all kinds of faults by their names.
-            first_step: a fault never damages the only good checkpoint of this step or a later one, so that the run
-                does not go back further.
-            disk: the folder that the fault `disk` fills; None: the run's checkpoint folder.
+            faults: name -> kind of fault.
+            first_step: number of steps before which the run must not fall back. A fault that damages a checkpoint
+                waits until there are two committed checkpoints of this step or later steps.
+            disk: the folder whose disk the fault `disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir
         self._command = command
@@ -182,7 +183,7 @@ class Drill:
         self._supervisor = self._start()
         self._saved = 0  # step of the newest checkpoint at the last fault
         self._events: list[Record] = []  # of the ledger when it was read last
-        self._events_of = (0, 0)  # size and modification time of the ledger then
+        self._read_version = (0, 0)  # size (bytes) and modification time (ns) of the ledger when it was read last
 
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
@@ -262,14 +263,16 @@ class Drill:
         return Victim(run_dir=self._run_dir, supervisor=supervisor_pid, disk=self._disk)
 
     def _num_checkpoints(self) -> int:
-        """Return the number of committed checkpoints that are not older than the first step of this drill."""
-        return sum(step >= self._first_step for step, _, _ in committed(LocalStore(self._victim().checkpoints)))
+        """Return the number of committed checkpoints of step `first_step` of this drill and of later steps."""
+        checkpoints = committed(LocalStore(self._victim().checkpoints))
+        return len([step for step, _attempt, _folder in checkpoints if step >= self._first_step])
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the supervisor of the run, and append its output to RUN_DIR.log.
+        """Start the supervisor of the run, append its output to RUN_DIR.log, and return its process.
 
-        It gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill. It does not ignore
-        SIGHUP, even if this process does (nohup), because `hup` is a fault.
+        The supervisor gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill. A
+        child process inherits ignored signals: SIGHUP is set to its default action meanwhile, so that the fault `hup`
+        works in a drill under `nohup`, too.
         """
         own_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
@@ -279,14 +282,18 @@ class Drill:
             signal.signal(signal.SIGHUP, own_handler)
 
     def _ledger(self) -> list[Record]:
-        """Return the events of the ledger, which is read again only if it has changed."""
+        """Return the events of the run's ledger, oldest first; [] if there is no ledger yet.
+
+        The file is read again only if its size or modification time has changed since the last call, because the
+        drill polls it and it grows with each restart.
+        """
         file = self._run_dir / LEDGER_FILE
         if file.exists():
             status = file.stat()
-            state = (status.st_size, status.st_mtime_ns)
-            if state != self._events_of:
+            version = (status.st_size, status.st_mtime_ns)
+            if version != self._read_version:
                 self._events = read_ledger(file)
-                self._events_of = state
+                self._read_version = version
         return self._events
 
     def _beat(self) -> Beat | None:
@@ -299,9 +306,10 @@ class Drill:
     def _ready(self, planned: Planned) -> Beat | None:
         """Return rank 0's heartbeat if the planned fault may come now, otherwise None.
 
-        The planned step must be reached, a checkpoint must have been saved since the last fault, and the heartbeat of
-        every rank must contain its step time. A rank without a step time has a much longer limit of silence, so that a
-        hang would be noticed late. Heartbeats of an earlier start with more ranks do not count.
+        Three conditions must hold: the planned step is reached, a checkpoint has been saved since the last fault, and
+        the heartbeats of all ranks contain a step time. The limit of silence of a rank without a step time is much
+        longer, so that a hang would be noticed late. Heartbeats of an earlier start of the ranks, which may have had
+        more ranks, are ignored in the third condition.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:

@@ -1,7 +1,8 @@
-"""List the kinds of faults of a drill, and inflict those that are signals to processes.
+"""List all kinds of faults of a drill (`FAULTS`), and inflict those that hit processes.
 
-Guarantee: only processes and files of the run are touched (victim.py). The faults that damage files are in
-file_faults.py.
+Guarantee: only processes and files of the run are touched (victim.py).
+
+Limits: the faults that damage files are inflicted by file_faults.py.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ _KILLED = -signal.SIGKILL
 class Fault:
     """One kind of fault: what is done to the run, and how the run must react.
 
-    `FAULTS` lists all kinds by their names on the command line.
+    `FAULTS` lists all kinds by their names on the command line. A fault with `undo` lasts until `undo` is called: if
+    the run must end (`then` is "ends"), that is after its end, otherwise `lasts_s` seconds after `act`.
     """
 
     act: Act  # inflicts the fault and returns what was hit, for the table
-    then: Literal["goes on", "restarts", "ends"]  # what the run does: no restart, a restart by the supervisor, an end
-    code: int | None  # exit code of the ranks (EXIT_CRASH, before a restart) or the supervisor; None: the run goes on
-    bad_checkpoint: bool = False  # whether the next start must set a checkpoint aside
+    then: Literal["goes on", "restarts", "ends"]  # required: no restart, restart by the supervisor, end of the run
+    code: int | None  # required exit code of the ranks ("restarts") or of the supervisor ("ends"); None: "goes on"
+    bad_checkpoint: bool = False  # whether it damages a checkpoint, which the next start must set aside
     needs_save: bool = False  # whether half of these faults should hit the run while it writes a checkpoint
-    hits_launcher: bool = False  # whether it kills DeepSpeed's launcher, of which each start has one
-    undo: Undo | None = None  # ends a fault that would last, once the run has ended or, if it goes on, after `lasts_s`
-    lasts_s: float = 0.0
+    hits_launcher: bool = False  # whether it kills DeepSpeed's launcher process
+    undo: Undo | None = None  # ends a fault that lasts; None: the fault is over when `act` returns
+    lasts_s: float = 0.0  # seconds between `act` and `undo`
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a function that sends signal `number` to one random rank of a run, as the action of a fault."""
+    """Return a function that sends signal `number` to one random rank of a run, for `Fault.act`."""
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Send the signal to one rank of the run, and return which rank it was."""
+        """Send the signal to one random rank of the run; return for example "rank 3"."""
         ranks = victim.ranks()
         rank = draw.choice(sorted(ranks))
         send_signal([ranks[rank]], number)
@@ -60,14 +62,14 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a function that sends signal `number` to the supervisor of a run, as the action of a fault.
+    """Return a function that sends signal `number` to the supervisor of a run, for `Fault.act`.
 
-    Slurm sends SIGTERM at the end of a job, a terminal that is closed sends SIGHUP, and Ctrl-C sends SIGINT. The ranks
-    must then save a checkpoint and end with exit code 75. They must also do that if the supervisor is killed.
+    The ranks must save a checkpoint and end with exit code 75 after each of these signals: SIGTERM (sent by Slurm at
+    the end of a job), SIGHUP (a terminal was closed), SIGINT (Ctrl-C), and SIGKILL.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Send the signal to the supervisor; `draw` is not used."""
+        """Send the signal to the supervisor of the run, and return "supervisor"; `draw` is not used."""
         send_signal([victim.supervisor], number)
         return "supervisor"
 
@@ -75,12 +77,12 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
-    """Send SIGCONT to all ranks of a run, of which one was stopped."""
+    """Send SIGCONT to all ranks of the run, to continue the one that SIGSTOP has stopped; the others ignore it."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill the DeepSpeed process that has started the ranks; the ranks must go on without it.
+    """Kill the DeepSpeed process that has started the ranks, and return its module; the ranks must go on without it.
 
     `draw` is not used, because there is only one such process (deepspeed.launcher.launch) on a node.
     """
@@ -89,10 +91,11 @@ def _kill_launcher(victim: Victim, draw: random.Random) -> str:
     return "deepspeed.launcher.launch"
 
 
-def _usr2_step(victim: Victim, draw: random.Random) -> str:
-    """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does; return how many there were.
+def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
+    """Send SIGUSR2 to the supervisor and all other processes of the run, and return for example "5 processes".
 
-    The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
+    `scancel --signal=USR2` does the same to all processes of a job step. The ranks must then save a checkpoint and end
+    with exit code 75. `draw` is not used.
     """
     pids = [victim.supervisor, *victim.pids()]
     send_signal(pids, signal.SIGUSR2)
@@ -100,13 +103,16 @@ def _usr2_step(victim: Victim, draw: random.Random) -> str:
 
 
 def _request_stop(victim: Victim, draw: random.Random) -> str:
-    """Create the file `stop` in the run folder, after which the run must save and end with 75; `draw` is not used."""
+    """Create the file `stop` in the run folder, by which a user stops a run, and return "file stop".
+
+    The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
+    """
     (victim.run_dir / STOP_FILE).touch()
     return f"file {STOP_FILE}"
 
 
 def _power(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run at once, as a power loss does; return how many there were."""
+    """Kill all processes of the run, as a power loss does; return for example "5 processes". `draw` is not used."""
     return f"{kill_everything(victim)} processes"
 
 
@@ -119,7 +125,7 @@ FAULTS: dict[str, Fault] = {
     "hup": Fault(act=_to_supervisor(signal.SIGHUP), then="ends", code=EXIT_STOPPED),
     "int": Fault(act=_to_supervisor(signal.SIGINT), then="ends", code=EXIT_STOPPED),
     "term-rank": Fault(act=_to_a_rank(signal.SIGTERM), then="ends", code=EXIT_STOPPED),
-    "usr2": Fault(act=_usr2_step, then="ends", code=EXIT_STOPPED),
+    "usr2": Fault(act=_signal_all_processes, then="ends", code=EXIT_STOPPED),
     "stop-file": Fault(act=_request_stop, then="ends", code=EXIT_STOPPED),
     "supervisor": Fault(act=_to_supervisor(signal.SIGKILL), then="ends", code=_KILLED),
     "lease": Fault(act=steal_lease, then="ends", code=EXIT_USER_ERROR, undo=return_lease),

@@ -1,4 +1,10 @@
-"""Faults of a drill that damage files of a run: checkpoints, records, the lease, and the disk below them."""
+"""Inflict the faults of a drill that hit files: a checkpoint, the metrics, the ledger, the lease, and a full disk.
+
+Guarantee: only files in the run's folder, and on the disk that the fault `disk` fills, are changed.
+
+How: a fault that damages a file first kills all processes of the run, so that no process repairs or replaces the file
+before the next start reads it. Each function has the signature that `Fault.act` or `Fault.undo` needs (faults.py).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +22,17 @@ from electra_dist.run.lease import lease_file
 from electra_dist.store.local_store import LocalStore
 from launcher.chaos.victim import Act, Victim, kill_everything
 
-FILLER = "chaos-filler"  # the file with which the fault `disk` fills a disk
+FILLER = "chaos-filler"  # the file with which `fill_disk` fills a disk
 
 
 def cut_file(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and cut a file of the newest checkpoint to a random shorter size.
+    """Kill all processes of the run, and cut a random file of the newest checkpoint to a random shorter size.
 
-    A power loss may leave such a file, if its last bytes never reached the disk. The next start must notice it.
+    A power loss may leave a cut file, if its last bytes never reached the disk. The next start must notice that the
+    checkpoint is damaged.
+
+    Returns:
+        Which file was cut to how many bytes.
     """
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw)
@@ -32,9 +42,12 @@ def cut_file(victim: Victim, draw: random.Random) -> str:
 
 
 def flip_byte(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and change one random byte of a file of the newest checkpoint.
+    """Kill all processes of the run, and change one random byte of a random file of the newest checkpoint.
 
-    The next start must notice that the file is damaged.
+    The next start must notice that the checkpoint is damaged.
+
+    Returns:
+        The file, and the offset of the changed byte.
     """
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw)
@@ -46,9 +59,13 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
 
 
 def delete_part(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and delete a tensor file of the newest checkpoint.
+    """Kill all processes of the run, and delete a random file of the newest checkpoint, but not its manifest.
 
-    A file system that lost a directory entry leaves such a checkpoint. The next start must notice that it is damaged.
+    This is what a file system leaves that has lost a directory entry. The next start must notice that the checkpoint
+    is damaged.
+
+    Returns:
+        The deleted file.
     """
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw, with_manifest=False)
@@ -57,16 +74,17 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 
 
 def tear_tail(name: str) -> Act:
-    """Return the action of a fault that kills all processes of the run, and leaves half a line at the end of a file.
+    """Return a function that kills all processes of a run and adds an unfinished line to a file, for `Fault.act`.
 
-    A power loss in the middle of an append leaves that. The next start must drop the half line and nothing else.
+    A power loss in the middle of an append leaves an unfinished line. The next start must drop this line and nothing
+    else.
 
     Args:
-        name: name of a file of JSON lines in the run folder, METRICS_FILE or LEDGER_FILE.
+        name: name of a file of JSON lines in the run folder, METRICS_FILE or LEDGER_FILE. It must have a line.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Append the beginning of the file's last line to it, and return how many bytes."""
+        """Append a random number of the first bytes of the file's last line to it; return the name and the number."""
         kill_everything(victim)
         file = victim.run_dir / name
         last_line = file.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
@@ -83,9 +101,13 @@ tear_ledger = tear_tail(LEDGER_FILE)
 
 
 def steal_lease(victim: Victim, draw: random.Random) -> str:
-    """Take the lease of the run folder for this process, as another start of the run would; return its number.
+    """Take the lease of the run folder for this process, as another start of the run would.
 
-    The run must end without another save. `return_lease` ends the fault. `draw` is not used.
+    The lease allows one start of the run to write to the run folder, so the run that has lost it must end without
+    another save. The fault lasts until `return_lease` is called. `draw` is not used.
+
+    Returns:
+        The number of the lease, for example "lease 12".
 
     Raises:
         OSError: the lease folder cannot be read.
@@ -93,7 +115,7 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
     """
     folder = victim.run_dir / LEASE_DIR
     created = None
-    while created is None:
+    while created is None:  # `create` returns None if another process has taken this number first.
         number = lease_file.find_newest(folder).number + 1
         created = lease_file.create(folder, number, "supervisor")
     _, lock = created
@@ -102,17 +124,24 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
 
 
 def return_lease(victim: Victim) -> None:
-    """Release the lease that `steal_lease` has taken, so that the next start of the run can take it at once."""
+    """Release the newest lease of the run folder, so that the next start of the run can take its own at once.
+
+    Call it after `steal_lease`, when the run has ended: the newest lease is then the stolen one.
+    """
     lease_file.release(lease_file.find_newest(victim.run_dir / LEASE_DIR).path)
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:
-    """Return a random file of the newest checkpoint that is completely written; empty files are not chosen.
+    """Return a random file that is not empty, of the newest checkpoint that has a manifest.
 
     Args:
         victim: the run.
         draw: source of the choice.
-        with_manifest: whether the manifest may be chosen, without which there is no checkpoint.
+        with_manifest: whether the manifest may be chosen. Without its manifest a folder is no checkpoint, so a start
+            ignores a folder whose manifest is deleted, instead of finding it damaged.
+
+    Raises:
+        IndexError: the run has no checkpoint with a manifest.
     """
     newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
     _step, _attempt, folder_name = newest_checkpoint
@@ -124,23 +153,29 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
 
 
 def fill_disk(victim: Victim, draw: random.Random) -> str:
-    """Fill a disk of the run to the last byte, with one file that `free_disk` deletes; return the bytes written.
+    """Fill the disk of `victim.filled_folder` to the last byte with one file, which `free_disk` deletes.
 
-    A small file system must be mounted there (`SmallDisk`); without it, the machine's own disk is filled. A write that
-    meets the full disk is repeated until it succeeds, so the run waits and goes on. `draw` is not used.
+    Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled. The run
+    must repeat a save that the full disk refuses until it succeeds, and go on. `draw` is not used.
+
+    Returns:
+        The size of the file, for example "8,388,608 bytes".
+
+    Raises:
+        OSError: the file cannot be created.
     """
     num_written = 0
     with (victim.filled_folder / FILLER).open("wb", buffering=0) as file:
         # Large blocks fill most of the disk quickly; smaller ones and single bytes fill what is left.
         for block_size in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):  # the disk has no room for another block
+            with contextlib.suppress(OSError):  # such as ENOSPC: the disk has no room for another block of this size
                 while True:
                     num_written += file.write(bytes(block_size))
     return f"{num_written:,} bytes"
 
 
 def free_disk(victim: Victim) -> None:
-    """Delete the file with which `fill_disk` has filled a disk of the run, so that it can save again."""
+    """Delete the file with which `fill_disk` has filled a disk, so that the run can save again; it may be missing."""
     (victim.filled_folder / FILLER).unlink(missing_ok=True)
 
 
@@ -171,11 +206,11 @@ class SmallDisk:
             )
 
     def free(self) -> None:
-        """Delete the file with which the fault `disk` filled the file system, so that the run can save again."""
+        """Delete the file with which `fill_disk` has filled this file system; it may be missing."""
         (self._folder / FILLER).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount the file system, and keep its files: they are copied to the machine's disk, into the same folder."""
+        """Unmount the file system, and copy its files except the filler into the same folder on the machine's disk."""
         self.free()
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)

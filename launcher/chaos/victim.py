@@ -21,7 +21,10 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that a fault hits: its folder, and its processes on this machine, which are looked up at each call."""
+    """The run that a fault hits: its folder, and its processes on this machine.
+
+    The processes are looked up anew at each call, because they change with each restart.
+    """
 
     run_dir: Path
     supervisor: int | None  # pid of the supervisor; None if it has ended
@@ -29,7 +32,7 @@ class Victim:
 
     @property
     def checkpoints(self) -> Path:
-        """The run's checkpoint folder; in a drill a run saves only there."""
+        """The run's checkpoint folder, which is the only place where a run in a drill saves checkpoints."""
         return self.run_dir / CHECKPOINTS_DIR
 
     @property
@@ -38,10 +41,11 @@ class Victim:
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
-        """Return the pids of the run's processes, without the supervisor.
+        """Return the pids of the processes that the run's supervisor has started and that still run.
 
         Args:
-            words: text that the command line must contain, its arguments joined by spaces; empty selects all.
+            words: string that the command line of a process must contain, for example "--state" or "python -m x": its
+                arguments are joined by spaces before the comparison. An empty string selects all processes.
         """
         matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
@@ -53,10 +57,10 @@ class Victim:
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return a dict from rank to pid of the running ranks.
+        """Return a dict from rank number to pid of the ranks that run on this machine.
 
-        A process is a rank if its command line contains the option --state. Its number is the value of its environment
-        variable RANK.
+        A process is a rank if its command line contains the option --state. The variable RANK in its environment is
+        its number.
         """
         pids = {}
         for pid in self.pids("--state"):
@@ -68,12 +72,12 @@ class Victim:
         return pids
 
 
-Act = Callable[[Victim, random.Random], str]  # (the run, source of random choices) -> what was hit, as text
-Undo = Callable[[Victim], None]  # ends a fault that would otherwise last
+Act = Callable[[Victim, random.Random], str]  # (run, source of random choices) -> description of what was hit
+Undo = Callable[[Victim], None]  # ends a fault that lasts
 
 
 def send_signal(pids: Iterable[int | None], number: int) -> None:
-    """Send signal `number` to processes. None in place of a pid and processes that have ended are skipped."""
+    """Send signal `number` to each process in `pids`; skip None and processes that have ended."""
     for pid in pids:
         if pid is None:
             continue
@@ -82,12 +86,12 @@ def send_signal(pids: Iterable[int | None], number: int) -> None:
 
 
 def kill_everything(victim: Victim) -> int:
-    """Send SIGKILL to the supervisor and then to all processes of the run, until none is left.
+    """Send SIGKILL to the supervisor, and then to all other processes of the run until none is left.
 
-    It is repeated because a process may start a new one before it is killed.
+    The processes are listed and killed repeatedly, because a process may start another one before it is killed.
 
     Returns:
-        The largest number of processes seen at once, the supervisor included.
+        The largest number of processes in one listing, plus one for the supervisor, whether or not that still ran.
     """
     send_signal([victim.supervisor], signal.SIGKILL)
     most_pids = 0

@@ -45,7 +45,7 @@ def train_vocab(
     ] = SAMPLE_GB,
     endpoint_url: Annotated[str | None, typer.Option(help="URL of the S3 endpoint; default: AWS")] = None,
 ) -> None:
-    """Train a vocabulary on text files, WordPiece's or byte-level BPE's; the same input always gives the same one.
+    """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same vocabulary.
 
     A sample that an interrupted call has taken is used again.
     """
@@ -79,12 +79,16 @@ def find_vocabulary(
     Raises:
         UserError: the vocabulary cannot be read or trained.
     """
-    wanted = settings.corpus.tokenizer
+    wanted_kind = settings.corpus.tokenizer
     if path is not None:
-        return _of_kind(Vocabulary.read(path), wanted, str(path))
+        vocabulary = Vocabulary.read(path)
+        _check_kind(vocabulary, wanted_kind, str(path))
+        return vocabulary
     store = open_store(output, settings.data.endpoint_url)
     if store.exists(VOCAB_FILE):
-        return _of_kind(read_output_vocabulary(store), wanted, f"{store.url}/{VOCAB_FILE}")
+        vocabulary = read_output_vocabulary(store)
+        _check_kind(vocabulary, wanted_kind, f"{store.url}/{VOCAB_FILE}")
+        return vocabulary
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
     training = _Training(text_field, corpus.undecodable, SAMPLE_GB, console)
@@ -92,21 +96,26 @@ def find_vocabulary(
         local_path = store.local_path("progress/vocabulary-sample")
         if local_path is None:
             local_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="electra-sample-"))) / "sample"
-        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path, wanted)
+        return training.train(files, settings.model.vocab_size, corpus.lowercase, local_path, wanted_kind)
 
 
-def _of_kind(vocabulary: Vocabulary, wanted: TokenizerKind, name: str) -> Vocabulary:
-    """Return a vocabulary if it is of the kind that `corpus.tokenizer` names.
+def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
+    """Check that a vocabulary is of the kind that the config sets: WordPiece or byte-level BPE.
+
+    Args:
+        vocabulary: the vocabulary.
+        wanted_kind: the value of `corpus.tokenizer`.
+        name: path or URL of the vocabulary's file, for the message.
 
     Raises:
-        UserError: it is of the other kind; `name` is its file.
+        UserError: the vocabulary is of the other kind.
     """
-    if vocabulary.kind == wanted:
-        return vocabulary
-    has = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
+    if vocabulary.kind == wanted_kind:
+        return
+    description = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
     raise UserError(
-        f"{name}: is {has}, but corpus.tokenizer is {wanted}; set corpus.tokenizer: {vocabulary.kind}, or give "
-        f"another --vocab"
+        f"{name}: is {description}, but corpus.tokenizer is {wanted_kind}; set corpus.tokenizer: {vocabulary.kind}, "
+        f"or give another --vocab"
     )
 
 
@@ -137,7 +146,7 @@ class _Training:
             size: number of entries wanted; a small text may give fewer.
             lowercase: convert the text to lower case and remove accents first.
             folder: where a sample of large inputs is kept while the training goes on.
-            kind: kind of the vocabulary, as in `corpus.tokenizer`; for "bpe" `lowercase` has no effect.
+            kind: "wordpiece", or "bpe" for byte-level BPE, for which `lowercase` has no effect.
 
         Raises:
             UserError: the inputs have no text, or `size` is too small for their characters.

@@ -41,7 +41,7 @@ from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
 _STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
-_LINKS_SHOWN = 8  # newest jobs of the submission, with their verdicts
+_LINKS_SHOWN = 8  # how many of the newest starts of the ranks by Slurm jobs are listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +267,9 @@ def _patience_s(seen: Facts) -> float:
 
 
 def _reason_in_parentheses(seen: Facts, state: State) -> str:
-    """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)".
+    """Return the reason for the state of the run, for example " (stop: SIGTERM, 50s ago)"; "" if there is none.
 
-    The states living and finished have none: the result is empty.
+    The states living and finished have no reason.
     """
     if state in ("stopped", "dead"):
         # The launcher's own reason explains more than the ledger's last event.
@@ -315,10 +315,11 @@ def _step(seen: Facts) -> str:
 
 
 def _step_s(seen: Facts) -> float:
-    """Return the seconds of a usual step: the median of the slowest rank's newest steps, as its heartbeats have it.
+    """Return how many seconds a step usually takes, for the estimate of the remaining time.
 
-    The newest metrics record may hold a step that waited for storage, from which no remaining time follows. Its step
-    time is used only where no heartbeat has one. Call it once there is a metrics record.
+    Each rank writes the median of its newest step times into its heartbeat; the result is the largest of these. If no
+    heartbeat has one, the result is the step time of the newest metrics record, which may be much longer than usual,
+    for example if that step waited for storage. There must be a metrics record (`seen.last`).
     """
     assert seen.last is not None
     newest_attempt = max((beat.attempt for beat in seen.beats), default=0)
@@ -327,12 +328,19 @@ def _step_s(seen: Facts) -> float:
 
 
 def _link_lines(seen: Facts) -> list[str]:
-    """Return a line of the status page for each of the newest jobs of the submission, with what became of it."""
-    running = _running_job_id(seen)
+    """Return lines of the status page about the jobs of the newest submission: what each did, and how it ended.
+
+    There is one line for each start of the ranks by a job. Only the newest eight are listed; a line before them has
+    the number of the others.
+    """
+    running_job = _running_job_id(seen)
     links = links_of(seen.jobs)
-    page_lines = [f"  link        {link.described(link.job == running)}" for link in links[-_LINKS_SHOWN:]]
-    if len(links) > _LINKS_SHOWN:
-        page_lines.insert(0, f"  link        {len(links) - _LINKS_SHOWN} earlier ones: {seen.run / JOBS_FILE}")
+    page_lines = []
+    num_hidden = len(links) - _LINKS_SHOWN
+    if num_hidden > 0:
+        page_lines.append(f"  link        {num_hidden} earlier ones: {seen.run / JOBS_FILE}")
+    for link in links[-_LINKS_SHOWN:]:
+        page_lines.append(f"  link        {link.described(link.job == running_job)}")
     return page_lines
 
 

@@ -144,18 +144,18 @@ def submit(
 
 
 def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: Sequence[str]) -> None:
-    """Print what was submitted, where its log is, and the commands that show and stop the run.
+    """Print the jobs that were submitted, the path of their log, and the commands that show and stop the run.
 
     Args:
-        request: the request whose script was submitted.
-        job_ids: Slurm's job ids, the first one first.
-        excluded_nodes: nodes that the jobs do not use.
+        request: the request from which the batch script was written.
+        job_ids: Slurm's job ids, in the order in which the jobs run; without a chain the last one is the standby job.
+        excluded_nodes: nodes that the jobs do not use, because they have strikes.
     """
     out = open_console()
     run = shlex.quote(request.run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"
     out.print(f"submitted {noun} {', '.join(job_ids)}: {request.script_file}")
-    out.print(f"  run        {request.run_dir}, {_beginning(Path(request.run_dir))}")
+    out.print(f"  run        {request.run_dir}, {_describe_start(Path(request.run_dir))}")
     if not request.chain:
         out.print(f"  standby    job {job_ids[-1]} takes over if job {job_ids[0]} cannot be requeued")
     if excluded_nodes:
@@ -165,8 +165,8 @@ def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: 
     out.print(f"  stop       touch {run}/stop   (saves a checkpoint first)   or: scancel --name={request.job_name}")
 
 
-def _beginning(run_dir: Path) -> str:
-    """Return whether the jobs begin a new run in a folder or continue one, and from which step."""
+def _describe_start(run_dir: Path) -> str:
+    """Return "a new run", or from which step the jobs continue the run in a folder: "which goes on from step 400"."""
     step = newest_checkpoint(read_ledger(run_dir))
     if step == 0 and not is_run_folder(run_dir):
         return "a new run"

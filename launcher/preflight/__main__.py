@@ -7,7 +7,7 @@ Exit codes:
     0    the node is fit.
     69   the node is unhealthy; a strike was added to the run's strikes.jsonl. Start the run without this node.
     78   the user must fix something: disk space, storage or the config.
-    75   the run folder takes no record of a fault, because it is full or away.
+    75   the run folder is full or away, so a fault could not be recorded; or the checks were interrupted (Ctrl-C).
     1    the ranks cannot work together, and no single node is at fault.
 
 Cost: a second for one process; with GPUs 3 s of matrix products and torch's import.
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments; None means those of this process.
 
     Returns:
-        0, 1, 69, 75 or 78, see the module's docstring. A `UserError` is printed by rank 0 and returned as 78, or as 75
-        if the run folder is full or away.
+        The exit code 0, 1, 69, 75 or 78, see the module's docstring. If the checks raise a `UserError`, rank 0 prints
+        it as one line; the code is then 75 if the error is that storage is full or away, otherwise 78.
     """
     args = _parse(argv)
     rank = int(os.environ.get("RANK", "0"))
@@ -84,7 +84,7 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
     Args:
         config: the resolved config of the run.
         node: name of this node.
-        patience: how long storage that a new run needs is waited for.
+        patience: limit of the wait for storage that is full or away. Only a run that has not begun waits.
         is_first_of_node: whether this is local rank 0, which alone checks the node.
         world_size: number of ranks that run this check.
 

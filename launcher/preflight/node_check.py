@@ -24,7 +24,7 @@ from launcher.preflight.findings import Finding
 from launcher.preflight.gpu_checks import classify_gpus
 from launcher.preflight.storage_access_checks import check_storage
 
-_POLL_S = 0.5  # between two looks whether the preflight process must be given up
+_POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 
 
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
@@ -36,7 +36,7 @@ def check_node(config: Config, node: str, patience: Patience | None = None) -> l
     Args:
         config: the resolved config of the run.
         node: name of this node, for the findings.
-        patience: how long storage that a new run needs is waited for; None: not at all.
+        patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
@@ -68,8 +68,8 @@ def preflight(
         run_dir: the run folder, to which the strike is added.
         arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
         limit_s: seconds after which the process is killed.
-        give_up: polled about twice per second; once it returns True, the process is killed, and the result is
-            EXIT_STOPPED.
+        give_up: called without arguments about twice per second; once it returns True, the process is killed, and the
+            result is EXIT_STOPPED.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     deadline = time.monotonic() + limit_s

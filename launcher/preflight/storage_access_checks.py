@@ -3,8 +3,8 @@
 Guarantees: storage is tried with the calls that a run makes. The manifest of each corpus is read; in each checkpoint
 target an object is created (only if new), read, compared and deleted.
 
-Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute,
-or after the patience that the caller has.
+Cost: a few requests. Imports no torch. A service that does not answer counts as down after half a minute. If the run
+has not begun, the checks repeat their requests until the caller's limit for such waits is over.
 
 Limits: access rights are checked for only one object, although rights may differ by the object's name. The clock of an
 HTTP service is known to whole seconds.
@@ -13,6 +13,7 @@ HTTP service is known to whole seconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 import time
 import urllib.error
@@ -48,16 +49,17 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
     Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised. If the run
     has begun, storage that is full or away is a "warning" only, because the run waits for it
-    (`cluster.storage_patience_s`) and a chain of jobs must not end for it. A run that has not begun cannot wait by
-    itself, so these checks wait for it.
+    (`cluster.storage_patience_s`) and a chain of jobs must not end for it. If the run has not begun, these checks wait
+    until the storage is back or `patience` is over.
 
     Args:
         config: the resolved config of the run.
         node: name of this node, for the findings.
-        patience: how long storage that is full or away is waited for, if the run has not begun; None: not at all.
+        patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
     """
     has_begun = is_run_folder(Path(config.run_dir))
-    wait = Patience(0.0) if has_begun or patience is None else patience
+    if has_begun or patience is None:
+        patience = Patience(0.0)  # gives up at the first failure
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
     training_urls = [corpus.url for corpus in config.data.training_corpora()]
@@ -66,27 +68,33 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
             continue
         try:
             corpus_store = open_store(url, config.data.endpoint_url, retry=_RETRIES)
-            corpora[url] = _call(wait, lambda store=corpus_store: read_manifest(store))  # type: ignore[misc]
+            corpora[url] = _call_until_back(patience, functools.partial(read_manifest, corpus_store))
             findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
     for url in config.checkpoint_urls:
         try:
-            _call(wait, lambda url=url: _try_target(url, config.checkpoint.endpoint_url))  # type: ignore[misc]
+            try_target = functools.partial(_try_target, url, config.checkpoint.endpoint_url)
+            _call_until_back(patience, try_target)
             findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
         except UserError as error:
             findings.append(_from_storage_error(error, node, has_begun))
     for finding in check_disks(config, corpora, node):
         findings.append(_as_warning(finding) if has_begun and finding.severity == "user error" else finding)
-    findings += _check_clocks(config, node, wait)
+    findings += _check_clocks(config, node, patience)
     return findings
 
 
-def _call(patience: Patience, operation: Callable[[], T]) -> T:
-    """Call an operation on storage until it succeeds or the patience ends, and return its value.
+def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
+    """Call an operation on storage, repeat it while the storage is full or away, and return its value.
+
+    Args:
+        patience: limit of the wait.
+        operation: called without arguments.
 
     Raises:
-        UserError: it has failed for a reason that no wait cures; or, as a StoreAway, for as long as the patience.
+        StoreAway: the storage was full or away until the limit was over; a UserError.
+        UserError: the operation failed for a reason that does not go away with time.
     """
     try:
         return patience.call(operation)
@@ -165,12 +173,17 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
     """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service.
 
-    Yields one finding per clock. A run folder that is away is waited for as long as the patience. A service that does
-    not answer yields none, because `check_storage` has already reported that it cannot be reached.
+    Yields one finding per clock. A service that does not answer yields none, because `check_storage` has already
+    reported that it cannot be reached.
+
+    Args:
+        config: the resolved config of the run.
+        node: name of this node, for the findings.
+        patience: limit of the wait for a run folder that is full or away.
     """
     run_dir = Path(config.run_dir)
     try:
-        skew_of_folder_s = _call(patience, lambda: _file_skew_s(run_dir))
+        skew_of_folder_s = _call_until_back(patience, lambda: _file_skew_s(run_dir))
         yield classify_skew(skew_of_folder_s, f"the file system of {config.run_dir}", node)
     except UserError as error:
         yield _from_storage_error(error, node, is_run_folder(run_dir))

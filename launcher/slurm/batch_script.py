@@ -7,7 +7,8 @@ How: the script runs on the first node of the job, outside any container. It
   1. records the job in RUN/slurm/jobs.jsonl (`launcher.slurm.job begin`);
   2. starts one task on each node (`srun`): `launcher.supervise`, which checks the node, then starts and watches its
      ranks;
-  3. passes USR1 (ahead of the time limit) and TERM on as USR1: the ranks save and end with 75;
+  3. sends USR1 to the tasks when it receives USR1 (ahead of the time limit) or TERM: the ranks save a checkpoint and
+     end with exit code 75;
   4. runs `launcher.slurm.job end`, which reads the ledger and the exit code of every node and prints a verdict, and
      carries the verdict out (job_part.py): it cancels the rest of the chain, excludes nodes, requeues the job, or
      submits a replacement for a job that crashed. (A chain is several jobs that are submitted together and run one
@@ -71,10 +72,10 @@ class SubmitRequest(JobOptions):
     script_file: str  # where the script will lie; every node runs it again with the argument `node`
     config_file: str  # the resolved config
     work_dir: str  # base of the relative paths in the config
-    storage_patience_s: int = 900  # how long a job waits for the run folder before it ends
+    storage_patience_s: int = 900  # how long a job waits for a run folder that is full or away before it ends
     command: str  # the command line that the user typed, quoted in a comment of the script
     python: str  # Python interpreter of the ranks; a path inside the container if there is one
-    environment_archive: str = ""  # the packages of `python` in one file; "": the ranks import from where they are
+    environment_archive: str = ""  # tar file of the packages of `python`, for each node to unpack; "": none
     job_name: str
 
 
@@ -147,10 +148,7 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
 
 
 def _settings(request: SubmitRequest) -> str:
-    """Return the part of the script that sets shell variables: run folder, script, config, Python, state folder.
-
-    The times are in seconds.
-    """
+    """Return the part of the script that sets its shell variables: paths, times in seconds, and numbers of nodes."""
     return f"""
 run_dir={shlex.quote(request.run_dir)}
 script={shlex.quote(request.script_file)}
@@ -213,10 +211,11 @@ def _node_part(request: SubmitRequest) -> str:
 
     Slurm runs the script on the first node, without an argument. There, the function `start_step` calls srun, which
     runs the script once more on every node, with the argument `node`. With this argument, the script only starts the
-    node's supervisor, which starts the ranks, passes signals on to it, and writes its exit code into the state folder.
+    node's supervisor, which starts the ranks, passes signals on to it, and writes its exit code into a file of the
+    folder `$state`.
 
-    Each node writes its exit code into the folder `$state`. It is RUN/slurm/job-ID-RESTART, with the number of
-    requeues, so a job that Slurm requeues has a new folder each time; it ends with -N after N replacements of nodes.
+    `$state` is RUN/slurm/job-ID-RESTART, where RESTART is the number of requeues, so a job that Slurm requeues has a
+    new folder each time. After N replacements of nodes, -N is appended for the same reason.
 
     The function `ours` runs `python -m launcher.slurm.job` with its arguments on the first node, in the container if
     there is one. The part of the script that runs once per job calls both functions.

@@ -3,11 +3,12 @@
 A thousand ranks that import torch and DeepSpeed from a shared file system open some ten thousand files each. With
 `electra-dist submit --stage-environment`, a node reads one file, and its ranks import from the node's disk.
 
-Guarantee: the copy on a node appears under its name only when it is complete. If the archive cannot be read or
+Guarantee: the unpacked folder on a node gets its final name only when it is complete. If the archive cannot be read or
 unpacked, for example because the disk is full, the ranks import from the shared file system as without the option.
 
-How: the archive is named by the names, sizes and times of all its files, so a changed environment makes another one.
-The unpacked folder comes first in PYTHONPATH; the interpreter and its standard library stay where they are.
+How: the name of the archive contains a digest of the names, sizes and modification times of all its files, so a
+changed environment gives an archive with another name. The unpacked folder comes first in PYTHONPATH. The interpreter
+and its standard library are not copied.
 
 Limits: the copies of earlier environments stay on the node until its temporary folder is emptied.
 """
@@ -29,34 +30,42 @@ OWN_PACKAGES = ("electra_dist", "launcher", "electra_kernels")
 
 
 class PackedFile(NamedTuple):
-    """A file of the environment, and its path in the archive."""
+    """File of an environment that is packed into the archive."""
 
-    path: Path
-    name: str
+    path: Path  # where it is on this machine
+    name: str  # its path in the archive, relative to the folder that will be in PYTHONPATH
 
 
 def environment_files(
     folders: Sequence[Path] | None = None, packages: Sequence[str] = OWN_PACKAGES
 ) -> list[PackedFile]:
-    """Return the files of this interpreter's packages, in the order of their names.
+    """Return all files of this interpreter's installed packages, sorted by their paths in the archive.
 
     Args:
-        folders: folders that hold packages; None: those in which pip installs.
-        packages: packages that may be elsewhere, as after `pip install --editable`.
+        folders: folders that hold packages; None means the folders into which pip installs.
+        packages: names of packages that may be in other folders, as after `pip install --editable`. They are searched
+            as `import` does, and replace files of the same name from `folders`. A package that is not found is left
+            out.
     """
     if folders is None:
         folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
-    files = {packed.name: packed for folder in folders for packed in _files_below(folder, folder)}
+    file_of_name: dict[str, PackedFile] = {}
+    for folder in folders:
+        for packed in _files_below(folder, folder):
+            file_of_name[packed.name] = packed
     for package in packages:
-        spec = importlib.util.find_spec(package)
-        for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-            folder = Path(location)
-            files |= {packed.name: packed for packed in _files_below(folder, folder.parent)}
-    return [files[name] for name in sorted(files)]
+        for folder in _package_folders(package):
+            for packed in _files_below(folder, folder.parent):
+                file_of_name[packed.name] = packed
+    return [file_of_name[name] for name in sorted(file_of_name)]
 
 
 def archive_name(files: Sequence[PackedFile]) -> str:
-    """Return the file name of the archive of these files, which changes with the name, size or time of any of them."""
+    """Return the file name of the archive of `files`, for example "environment-0123456789abcdef.tar".
+
+    The name contains a digest of the path in the archive, the size and the modification time of every file, so it
+    changes when a file changes.
+    """
     digest = hashlib.sha256()
     for packed in files:
         status = packed.path.stat()
@@ -65,7 +74,11 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 
 
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
-    """Write the archive, unless it exists; it appears under its name when it is complete.
+    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists.
+
+    Args:
+        file: path of the archive; its name is that of `archive_name`, so an existing file has the same content.
+        files: what the archive contains.
 
     Raises:
         StoreError: the disk is full or refuses the write.
@@ -78,10 +91,13 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 
 
 def staging_lines(archive: str) -> str:
-    """Return shell commands that unpack an archive on this node, if it is not there, and put it first in PYTHONPATH.
+    """Return shell commands for a node that unpack an archive on the node's own disk and put it first in PYTHONPATH.
+
+    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier job
+    has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed.
 
     Args:
-        archive: path of the archive, on a file system that the node shares.
+        archive: path of the archive, on a file system that all nodes can read.
     """
     name = Path(archive).stem
     return f"""
@@ -98,8 +114,16 @@ def staging_lines(archive: str) -> str:
     fi"""
 
 
+def _package_folders(package: str) -> list[Path]:
+    """Return the folders from which `import` loads a package, usually one; [] if the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return []
+    return [Path(location) for location in spec.submodule_search_locations or ()]
+
+
 def _files_below(folder: Path, root: Path) -> Iterator[PackedFile]:
-    """Yield the regular files below a folder, with their paths relative to `root`."""
+    """Yield the regular files below `folder`; their paths in the archive are relative to `root`."""
     for path in folder.rglob("*"):
         if path.is_file():
             yield PackedFile(path, path.relative_to(root).as_posix())

@@ -74,7 +74,7 @@ class JobEnd:
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
-    replacements: int = 0  # how often a spare node has replaced one in this start of the job
+    replacements: int = 0  # how often spare nodes have replaced other nodes since the last requeue
     codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
     cancelled: bool = False  # whether TERM came long before the time limit
     max_fruitless_restarts: int = 3  # allowed in a row without a new checkpoint; jobs and starts within jobs count
@@ -278,7 +278,8 @@ def begin(args: argparse.Namespace) -> None:
         args: options of the command line, see `main`.
 
     Raises:
-        UserError: the run folder is not that of the config, or it has lost the run that an earlier job has begun.
+        UserError: the config has another run folder, or an earlier job has saved checkpoints and the run is no longer
+            in the run folder.
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
@@ -298,22 +299,26 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
-    """Refuse a job that would begin a new run although an earlier job of the same run folder has saved checkpoints.
+    """Check that a job continues the run of the earlier jobs of its run folder, if these have saved checkpoints.
+
+    Without this check, a job would begin a new run if its config had another run folder, or if the files of the run
+    had been deleted.
 
     Args:
-        run_dir: the run folder, in which jobs.jsonl is.
-        config_file: the resolved config of the job; None in scripts of older versions.
-        ledger: events of the run in the folder.
+        run_dir: the run folder, which contains jobs.jsonl.
+        config_file: the resolved config of the job; None if the batch script is of an older version.
+        ledger: events of the run in the run folder; [] if there are none.
 
     Raises:
-        UserError: the config names another run folder, or the run is gone from this one.
+        UserError: the config has another run folder, or an earlier job has saved checkpoints and the run folder has
+            neither a ledger nor a config.
     """
     if config_file is not None:
-        named = Path(load_config(config_file).run_dir).absolute()
-        if named != run_dir.absolute():
+        config_run_dir = Path(load_config(config_file).run_dir).absolute()
+        if config_run_dir != run_dir.absolute():
             raise UserError(
-                f"{config_file}: run_dir is {named}, and this job belongs to the run in {run_dir}; submit the run "
-                f"again from the folder in which it was submitted first, or with an absolute run_dir"
+                f"{config_file}: run_dir is {config_run_dir}, and this job belongs to the run in {run_dir}; submit "
+                f"the run again from the folder in which it was submitted first, or with an absolute run_dir"
             )
     has_saved = any(record.get("checkpoint_step", 0) > 0 for record in read_jobs(run_dir))
     if has_saved and not ledger and not is_run_folder(run_dir):
@@ -362,14 +367,15 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _now_by_begin(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the Unix time as this node's wall clock would show it if it had not been set since the job began.
+    """Return the Unix time now, in seconds, undisturbed by settings of this node's clock since a start of the ranks.
 
-    It is the time of the job's "begin" record plus the seconds since then, by a clock that does not jump. A job begins
-    and ends on the same node. Without such a record, of an older version, it is the wall clock's time.
+    The result is the time in the line "begin" of that start plus the seconds since then, which the kernel's boot clock
+    measures. A job begins and ends on the same node, so both times are of one boot clock. If there is no such line, or
+    an older version wrote it without the boot clock, the result is the time of the clock as it is.
 
     Args:
-        jobs: all lines of jobs.jsonl.
-        identity: which start of the ranks it is, see `start_identity`.
+        jobs: all lines of jobs.jsonl, oldest first.
+        identity: job id, number of requeues and number of replacements of the start, as `start_identity` returns them.
     """
     for record in reversed(jobs):
         if record["event"] != "begin" or start_identity(record) != identity:
@@ -438,7 +444,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _patience_s(config_file: str | None) -> float:
-    """Return `cluster.storage_patience_s` of a config, whose disk is waited for; the default without a config."""
+    """Return `cluster.storage_patience_s` of a config: for how many seconds a job waits for storage that is away.
+
+    If the config's own disk is away, the read is repeated for the default value of that key.
+
+    Args:
+        config_file: the resolved config; None gives the default value.
+
+    Raises:
+        StorageLost: the config's disk stayed away for longer.
+        UserError: the file is missing or no valid config.
+    """
     patience_s = ClusterConfig().storage_patience_s
     if config_file is None:
         return patience_s

@@ -1,4 +1,8 @@
-"""Describe the Slurm jobs of a run's newest submission: what became of each, and why a run waits or has not begun."""
+"""Describe the Slurm jobs of a run's newest submission: how each ended, and why the run waits or has not begun.
+
+Guarantee: all functions are pure. They use jobs.jsonl, to which the jobs write their starts and ends, and Slurm's
+queue.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import start_identity
 from launcher.slurm.slurm_queue import QueueView
 
-# Slurm's reason for a waiting job -> what it means for a run.
-_REASONS = {
+# Slurm's reason for which a job waits -> what it means for a run.
+_MEANING_OF_REASON = {
     "Dependency": "the job before it has not ended",
     "BeginTime": "its begin time has not come: after a requeue, or ten minutes after storage stayed away",
     "Resources": "no free nodes",
@@ -24,24 +28,24 @@ _REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One start of the ranks by a job of a run: when it began, and its verdict.
+    """One start of a run's ranks by a Slurm job: when it began, when it ended, and what was decided then.
 
-    A job has several if Slurm has requeued it, or if spare nodes have replaced others in it.
+    A job has several links if Slurm has requeued it, or if spare nodes have replaced other nodes in it.
     """
 
     job: str  # Slurm's job id
-    restart: int  # how often Slurm had requeued it
-    replacements: int  # how often spare nodes had replaced others since then
+    restart: int  # how often Slurm had requeued the job
+    replacements: int  # how often spare nodes had replaced other nodes since the last requeue
     began: str  # ISO 8601
-    ended: str | None  # None: it runs, or it ended without a verdict
-    verdict: str | None  # the action that followed, see launcher/slurm/job.py
-    why: str
+    ended: str | None  # ISO 8601; None: the job runs, or it ended without a verdict
+    verdict: str | None  # action that followed, such as "next" (launcher/slurm/job.py); None: see `ended`
+    why: str  # reason of the verdict; "" without one
 
     def described(self, is_running: bool) -> str:
-        """Return the link as one line, for example "4711, requeued 2 times: next: stopped on purpose at step 700".
+        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step 700".
 
         Args:
-            is_running: whether Slurm's queue has the job as running.
+            is_running: whether the job is running now, according to Slurm's queue. It matters without a verdict only.
         """
         name = self.job
         if self.restart:
@@ -56,16 +60,16 @@ class Link:
 
 
 def links_of(jobs: Sequence[Record]) -> list[Link]:
-    """Return the jobs that have begun since the newest submission, oldest first. Pure.
+    """Return the starts of the ranks by Slurm jobs since the newest submission, oldest first. Pure.
 
     Args:
         jobs: all lines of jobs.jsonl, oldest first.
     """
-    newest = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
-    recent = jobs[newest[-1] :] if newest else jobs
-    ends = {start_identity(record): record for record in recent if record["event"] == "end"}
+    submissions = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
+    records = jobs[submissions[-1] :] if submissions else jobs  # since the newest submission
+    ends = {start_identity(record): record for record in records if record["event"] == "end"}
     links = []
-    for record in recent:
+    for record in records:
         if record["event"] != "begin":
             continue
         end = ends.get(start_identity(record))
@@ -86,15 +90,17 @@ def links_of(jobs: Sequence[Record]) -> list[Link]:
 def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
     """Return why the next job of a run has not started: Slurm's reason, its meaning, and the last verdict. Pure.
 
+    For example "Priority: other jobs come first; the last job: stopped on purpose at step 700".
+
     Args:
-        queue: the run's jobs in the queue; at least one does not run.
+        queue: the run's jobs in Slurm's queue, of which at least one is not running.
         jobs: all lines of jobs.jsonl, oldest first.
     """
     waiting = [job for job in queue.jobs if job.state != "RUNNING"]
-    # A job that only waits for another one of the run says least.
-    first = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
-    meaning = _REASONS.get(first.reason)
-    reason = f"{first.reason}: {meaning}" if meaning else first.reason
+    # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
+    next_job = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
+    meaning = _MEANING_OF_REASON.get(next_job.reason)
+    reason = f"{next_job.reason}: {meaning}" if meaning else next_job.reason
     links = links_of(jobs)
     if links and links[-1].verdict is not None:
         return f"{reason}; the last job: {links[-1].why}"
@@ -102,10 +108,14 @@ def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
 
 
 def why_not_begun(queue: QueueView | None, jobs: Sequence[Record]) -> str:
-    """Return why a run has no event and no sign of life, as far as it can be known. Pure.
+    """Return why the ranks of a run have recorded nothing yet, as far as it can be known. Pure.
+
+    The reason is one of: the run was never submitted, its job began and ended without a record of the ranks, Slurm
+    does not answer, or the submitted jobs have left the queue. Call it only for a run without events, heartbeats and
+    jobs in the queue.
 
     Args:
-        queue: the run's jobs in the queue; None without Slurm, or if it does not answer.
+        queue: the run's jobs in Slurm's queue; None if there is no Slurm, or it does not answer.
         jobs: all lines of jobs.jsonl, oldest first.
     """
     submitted = [job for record in jobs if record["event"] == "submit" for job in record.get("jobs", [])]

@@ -1,4 +1,4 @@
-"""Check the time limit of a job: its form, and that it leaves time for steps after a start and before the save."""
+"""Check the time limit of a job: its format, and that a job has time for steps between its start and its last save."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from electra_dist.errors import UserError
 from electra_dist.run.jsonl import Record
 
-ASSUMED_START_S = 30  # of a start and a save, as long as the run has measured none
-# As `man sbatch` lists the forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and the words for no limit.
+ASSUMED_START_S = 30  # seconds that a start and a save take together, if the run has measured no start yet
+# The formats in `man sbatch`: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, and two words that mean no limit.
 _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """Raise UserError unless a time limit has a form that sbatch's --time accepts; None is the partition's limit."""
+    """Check that a time limit has a format that sbatch's --time accepts; None means the partition's limit.
+
+    Raises:
+        UserError: the time limit has another format.
+    """
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
         return
     raise UserError(
@@ -25,47 +29,60 @@ def check_time_limit(time_limit: str | None) -> None:
 
 
 def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequence[Record]) -> None:
-    """Refuse a time limit that leaves no time for steps between the start of a job and the request to stop.
-
-    The seconds of a start and of a save are those that the run has measured; `ASSUMED_START_S` before it has.
+    """Check that a job has time for steps between its start and the signal that asks its ranks to save and stop.
 
     Args:
-        time_limit: in a form of sbatch's --time; None: the partition's limit, which is not known.
-        signal_ahead_s: how long before the limit the ranks are asked to save and stop.
-        ledger: events of the run; may be empty.
+        time_limit: time limit of the job, in a format of sbatch's --time. None means the partition's limit, which is
+            unknown: nothing is checked.
+        signal_ahead_s: how many seconds before the time limit the ranks are asked to save and stop.
+        ledger: events of the run; may be empty. They hold the seconds of earlier starts and saves. Without a start in
+            them, `ASSUMED_START_S` is assumed.
 
     Raises:
-        UserError: the limit is too short.
+        UserError: the time limit is not longer than `signal_ahead_s` and the seconds of a start and a save together.
     """
     limit_s = seconds_of(time_limit)
-    start_s = measured_start_s(ledger)
-    is_measured = start_s is not None
-    needed_s = signal_ahead_s + (ASSUMED_START_S if start_s is None else start_s)
+    measured_s = measured_start_s(ledger)
+    start_and_save_s = ASSUMED_START_S if measured_s is None else measured_s
+    needed_s = signal_ahead_s + start_and_save_s
     if limit_s is None or limit_s > needed_s:
         return
-    source = "this run has needed" if is_measured else "is assumed for"
+    source = "is assumed for" if measured_s is None else "this run has needed"
     raise UserError(
         f"--time {time_limit}: {limit_s} s are not longer than --signal-ahead {signal_ahead_s} and the "
-        f"{needed_s - signal_ahead_s:.0f} s that {source} a start and a save, so a job would make no step; set --time "
+        f"{start_and_save_s:.0f} s that {source} a start and a save, so a job would make no step; set --time "
         f"to more than {needed_s / 60:.0f} minutes, or a lower --signal-ahead"
     )
 
 
 def measured_start_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds of the starts of a run, plus those of its saves; None without a start. Pure."""
-    starts = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
-    saves = [
+    """Return the median seconds of a run's starts plus the median seconds of its saves. Pure.
+
+    Args:
+        ledger: events of the run.
+
+    Returns:
+        The sum, in which the saves count as 0 if there is none; None if the ledger has the seconds of no start.
+    """
+    starts_s = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
+    saves_s = [
         event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in ledger if event["event"] == "checkpoint"
     ]
-    if not starts:
+    if not starts_s:
         return None
-    return statistics.median(starts) + (statistics.median(saves) if saves else 0.0)
+    median_save_s = statistics.median(saves_s) if saves_s else 0.0
+    return statistics.median(starts_s) + median_save_s
 
 
 def seconds_of(time_limit: str | None) -> int | None:
-    """Return the seconds of a time limit in a form of sbatch's --time; None if there is none, or no limit.
+    """Convert a time limit in a format of sbatch's --time to seconds.
 
-    The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+    Args:
+        time_limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S (days, hours, minutes, seconds), a word that means no limit
+            such as "UNLIMITED", or None.
+
+    Returns:
+        The seconds; None for a word or None.
     """
     if time_limit is None or not time_limit[0].isdigit():
         return None

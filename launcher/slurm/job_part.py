@@ -1,35 +1,38 @@
 """Write the part of the batch script that runs once per job, on its first node.
 
-Guarantee: storage that is away when a job begins or ends is waited for, as long as `cluster.storage_patience_s`; then
-the job makes room for one that begins ten minutes later, and no job of a chain is lost. A command of Slurm that fails
-is repeated: as long as the controller is away, and for two minutes otherwise. If it fails for good, the job that waits
-in the queue (the next of a chain, or the standby job) takes over.
+Guarantee: if the run folder is full or away when a job begins or ends, the job waits for up to
+`cluster.storage_patience_s`. After that it ends, and a job that begins ten minutes later continues the run; no job of
+a chain is lost. A command of Slurm that fails is repeated: as long as Slurm's controller does not answer, and for two
+minutes otherwise. If it still fails, the job that waits in the queue (the next job of a chain, or the standby job)
+continues the run.
 
-How: `launcher.slurm.job begin` and `end` record the job and decide what follows. The script does it.
+How: the programs `launcher.slurm.job begin` and `launcher.slurm.job end` record the job and decide what follows it.
+The script carries the decision out.
 
-Cost: a job that crashes or cannot be judged holds its nodes for at least 20 s, so that a fault of the site does not
-use up a chain within seconds.
+Cost: a job that crashes or gets no verdict holds its nodes for at least 20 s, so that a fault of the site does not use
+up a chain within seconds.
 """
 
 from __future__ import annotations
 
-RETRY_S = 120  # how long a command of Slurm is repeated while the controller is up
-LEAST_JOB_S = 20  # a job without a good end takes at least this long
-LATER_S = 600  # how much later a run goes on after its storage stayed away, as train/restart_pause.py has it
+RETRY_S = 120  # how long a command of Slurm that fails is repeated while Slurm's controller answers
+LEAST_JOB_S = 20  # shortest time between the start of a job that crashes or gets no verdict, and its end
+LATER_S = 600  # how much later the run goes on after its storage stayed away, as in train/restart_pause.py
 
 
 def job_part(chain: bool) -> str:
-    """Return the part of the script that runs once per job.
+    """Return the part of the batch script that runs once per job, as shell text.
 
-    If the run goes on after this job, the text depends on the kind of the submission. In a chain (several jobs that
-    are submitted together and run one after another), the next job already waits in the queue. So nothing is done
-    after a stop on purpose, such as at the time limit, or because of an unhealthy node. After a crash or an outage of
-    storage, the script is submitted once more, to replace the lost job. Without a chain, the job is requeued in all
-    these cases, and a standby job, which waits for its end, takes over if that fails.
+    The commands with which the run goes on after this job depend on `chain`. In a chain (several jobs that are
+    submitted together and run one after another), the next job already waits in the queue. So nothing is done after a
+    stop on purpose, such as at the time limit, or after a node was found unhealthy. After a crash or an outage of
+    storage, the script is submitted once more, to replace this job. Without a chain, the job is requeued in all these
+    cases. If the requeue fails, a standby job continues the run: it waits in the queue until this job has ended.
 
     Args:
-        chain: whether the submission is a chain.
+        chain: whether this job is one of a chain.
     """
+    # Each placeholder in _JOB_PART is replaced by shell commands.
     if chain:
         pieces = {
             "@STANDBY@": ":  # The next job of the chain takes over.",
@@ -54,8 +57,8 @@ def job_part(chain: bool) -> str:
             "@DIED@": 'scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"',
         }
     text = _JOB_PART
-    for name, piece in pieces.items():
-        text = text.replace(name, piece)
+    for placeholder, commands in pieces.items():
+        text = text.replace(placeholder, commands)
     return text.replace("@LATER_S@", str(LATER_S))
 
 

@@ -56,8 +56,9 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         The resolved config, the request for the batch script, and the names of the nodes with a strike, to exclude.
 
     Raises:
-        UserError: the config or the time limit is wrong, a job is too short to make steps, the ranks cannot share the
-            global batch, the setup file is missing, or the run is finished already.
+        UserError: the config or the time limit is wrong, a job would be too short for a step, the ranks cannot share
+            the global batch, the setup file cannot be read, `stage_environment` is combined with a container, or the
+            run is finished already.
         OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
     """
     check_time_limit(submission.time_limit)
@@ -108,9 +109,9 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    If Slurm refuses one job of a chain, the jobs that it has accepted before stay in the queue and are recorded.
-    Without a chain, a standby job is submitted, too. It waits for the end of the first one, which cancels it when the
-    run is finished, and takes the run over if the first one ends without a requeue.
+    If Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded. Without a
+    chain, two jobs are submitted: the second one is the standby job. It waits until the first job has ended, and
+    continues the run if the first job could not be requeued. The first job cancels it when the run is finished.
 
     Args:
         config: the resolved config of the run, written beside the script.
@@ -161,11 +162,11 @@ def job_name(run_dir: Path) -> str:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return a config whose run folder, corpora, cache and checkpoint targets do not depend on the present folder.
+    """Return a config in which the paths of the run folder, corpora, cache and checkpoint targets are absolute.
 
-    A job that Slurm starts in another folder, such as /tmp on a node without this one, would otherwise begin a new run
-    there. URLs stay as they are. So do `train.init_from` and `train.init_generator_from`, which belong to the identity
-    of a run.
+    Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that has
+    no such folder. With a relative path, the job would begin a new run there. URLs are not changed. Neither are
+    `train.init_from` and `train.init_generator_from`, because they are part of the identity of a run.
     """
     phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
     data = config.data.model_copy(
@@ -182,14 +183,18 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return a local path as an absolute one; a URL, None and an empty text as they are."""
+    """Return a local path as an absolute path with "~" expanded; return a URL, None or an empty string unchanged."""
     if not path or "://" in path:
         return path
     return str(Path(path).expanduser().absolute())
 
 
 def _readable_file(name: str) -> Path:
-    """Return the absolute path of a file that the user names; raise UserError if it cannot be read."""
+    """Return the absolute path of the file that the user passed with --setup.
+
+    Raises:
+        UserError: there is no such file, or this user may not read it.
+    """
     path = Path(name).expanduser().absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")

@@ -1,4 +1,4 @@
-"""Expand a submission into one for each value of some config keys, such as seeds or learning rates."""
+"""Expand a submission into several runs, one for each value of a config key such as the seed or the learning rate."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ from electra_dist.errors import UserError
 
 
 def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the overrides of every run of a sweep: one run for each combination of values, with a folder of its own.
+    """Return the config overrides of every run of a sweep: one run for each combination of values.
 
-    The folder is that of the config with the last word of each key and its value appended, such as runs/a-seed-1.
+    Each run has a folder of its own: `run_dir` with the last word of each key and its value appended, for example
+    runs/a-seed-1 for the option `seed=1,2,3`.
 
     Args:
-        run_dir: the run folder of the config.
-        each: texts `KEY=VALUE,VALUE,...`; a value cannot hold a comma. Empty: one run without overrides.
+        run_dir: the run folder in the config.
+        each: the values of the options --each, `KEY=VALUE,VALUE,...`; a value cannot contain a comma.
 
     Returns:
-        For each run its overrides `KEY=VALUE`, the run folder included; one empty tuple without `each`.
+        For each run a tuple of its overrides `KEY=VALUE`, of which the last one sets `run_dir`. If `each` is empty,
+        there is one run without overrides: [()].
 
     Raises:
-        UserError: a text is not of that form, a value occurs twice, or a key is the run folder.
+        UserError: an option has another format, its key is `run_dir`, or two runs would have the same folder.
     """
     if not each:
         return [()]
-    choices = [_choices(text) for text in each]
+    settings_of_options = [_parse_option(option) for option in each]
     runs = []
-    for combination in itertools.product(*choices):
-        suffixes = [f"-{key.rpartition('.')[2]}-{_plain(value)}" for key, value in combination]
-        settings = [f"{key}={value}" for key, value in combination]
-        runs.append((*settings, f"run_dir={run_dir}{''.join(suffixes)}"))
+    for combination in itertools.product(*settings_of_options):
+        folder = run_dir
+        for key, value in combination:
+            last_word = key.rpartition(".")[2]
+            folder += f"-{last_word}-{_as_folder_name(value)}"
+        overrides = [f"{key}={value}" for key, value in combination]
+        runs.append((*overrides, f"run_dir={folder}"))
     folders = [run[-1] for run in runs]
     if len(set(folders)) < len(folders):
         raise UserError(f"--each {' --each '.join(each)}: two runs would have the same folder; name each value once")
@@ -39,11 +44,13 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Return the arguments that submit one run of a sweep again: `--set` with its overrides in place of `--each`.
+    """Return the arguments of `electra-dist submit` that submit one run of a sweep alone.
+
+    All options `--each` are left out, and the overrides of the run are appended as options `--set`.
 
     Args:
-        arguments: the arguments of the command that submitted the sweep.
-        changes: the overrides of the run, an entry of `sweep`.
+        arguments: command-line arguments with which the sweep was submitted.
+        changes: overrides `KEY=VALUE` of the run, one tuple in the result of `sweep`.
     """
     kept = []
     is_value_of_each = False
@@ -59,18 +66,25 @@ def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str
     return kept
 
 
-def _choices(text: str) -> list[tuple[str, str]]:
-    """Return the pairs of key and value in a text `KEY=VALUE,VALUE,...`; raise UserError if it has another form."""
-    key, _, values = text.partition("=")
+def _parse_option(option: str) -> list[tuple[str, str]]:
+    """Return a pair (key, value) for each value in an option KEY=VALUE,VALUE,...
+
+    Raises:
+        UserError: the option has another format, or its key is `run_dir`.
+    """
+    key, _, values = option.partition("=")
     words = [value.strip() for value in values.split(",")]
     if not key or key == "run_dir" or not all(words):
         raise UserError(
-            f"--each {text}: write KEY=VALUE,VALUE,... with a key of the config other than run_dir, for example "
+            f"--each {option}: write KEY=VALUE,VALUE,... with a key of the config other than run_dir, for example "
             f"--each seed=1,2,3"
         )
     return [(key, word) for word in words]
 
 
-def _plain(value: str) -> str:
-    """Return a value with only characters that a folder's name can have everywhere; others become a dash."""
+def _as_folder_name(value: str) -> str:
+    """Return a value with each sequence of characters except letters, digits, ".", "_" and "-" replaced by a dash.
+
+    The result needs no quoting in a shell and can be part of a folder's name on every file system.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value)

@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in args.set:
         pretrain_arguments += ["--set", override]
     try:
-        waiting = Patience(ClusterConfig().storage_patience_s)  # The config may set another one, once it can be read.
-        config = waiting.call(lambda: load_config(args.config, args.set))
+        # The config can set another limit, but only after it was read.
+        default_patience = Patience(ClusterConfig().storage_patience_s)
+        config = default_patience.call(lambda: load_config(args.config, args.set))
         placement = Placement.from_options(
             nodes=args.nodes,
             node=args.node_rank,

@@ -6,7 +6,7 @@ Guarantee: the folder given by `--state` holds the files of one start of a node'
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
   a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
 
-The rank runs on the cores near its GPU (electra_dist/gpu_cores.py).
+The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
 
 The rank saves and stops if its supervisor, which the file `supervisor` there names, ends (supervisor_watch.py).
 

@@ -14,12 +14,12 @@ ended within seconds. A node that was cut off from the network never joins the j
 session name, a node may join a start of an earlier job, until it sees the new start of node 0.
 Each start has its own port, so that no rank of an earlier start can connect to it.
 
-Cost: per second, node 0 lists a small folder, and every other node opens two files: `sessions` and the summary. With
-one node the same files are written, and nothing is waited for.
+Cost: per second, node 0 lists a small folder, and every other node opens two files: `sessions` and the summary. A run
+on one node writes the same files and waits for nothing.
 
-Limits: on NFS a file may become visible a minute late, and with it the report. A cut network is not reported through
-these files: then each side finds its own ranks hung. If the supervisor of node 0 is killed, the other nodes read each
-other's reports themselves, after ten seconds.
+Limits: on NFS, a file and the report in it may become visible to another node a minute late. A cut network is not
+reported through these files: each side then finds its own ranks hung. If the supervisor of node 0 is killed, the other
+nodes wait ten seconds before they read each other's reports directly.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Rendezvous:
             if is_new and not node_0_left:
                 self.number = newest
                 return summary.port or self._announced_port_of(newest)
-            # If node 0 left in a newer start, that start may be one of an earlier job: keep waiting for this job's.
+            # If node 0 left in a newer start, that start may be of an earlier job: wait for a start of this job.
             took_part = self.number > 0 and newest == self.number
             if took_part and node_0_left:
                 return None
@@ -122,9 +122,12 @@ class Rendezvous:
         return None
 
     def begin_session(self) -> None:
-        """Append the name of this job to RUN/meeting/sessions, once; supervisors of older jobs read it there and end.
+        """Append the session name of this job to RUN/meeting/sessions; supervisors of older jobs read it and end.
 
-        Only node 0 calls it. Without a session name nothing is written.
+        Only node 0 calls it. Repeated calls write nothing, and neither does a call without a session name.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         if not self._session or self._has_begun_session:
             return
@@ -213,17 +216,23 @@ class Rendezvous:
         return self._look(oldest_start=self.number).start > self.number
 
     def hang_folder(self) -> Path:
-        """Return the folder in which all nodes describe a hang in the current start; it need not exist.
+        """Return the folder in which all nodes record what their ranks were doing in a hang; it need not exist.
 
-        For example hangs/job-4711-0-start-000007 in the run folder; without a session hangs/start-000007.
+        The folder has another name for each start of the ranks: for example RUN/hangs/job-4711-0-start-000007 in start
+        7 of session job-4711-0, or RUN/hangs/start-000007 without a session name.
         """
         prefix = f"{self._session}-" if self._session else ""
         return self._hangs / f"{prefix}start-{self.number:06d}"
 
     def _announce(self) -> int:
-        """Begin the next start as node 0: write the file that announces it, delete old files, and return the port.
+        """Announce the next start of the ranks as node 0: write its file, delete old files, and return its port.
 
-        The first start of a job also begins its session.
+        The first call of a job also records the session name. If a file cannot be written, this node's number does not
+        change, so that the call can be repeated.
+
+        Raises:
+            OSError: the file of the sessions cannot be written.
+            StoreError: the announcement cannot be written.
         """
         is_first = self.number == 0
         self.begin_session()
@@ -233,34 +242,39 @@ class Rendezvous:
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.
         port = _free_port() if self._port is None else self._next_port(self._port, number)
         self._write(self._start_file(number), {"port": port})
-        self.number = number  # only now: an announcement that the disk has refused is made again
+        self.number = number  # Set only now, so that a repeated call announces the same number after a failed write.
         self._announced_port = port
         self._look(oldest_start=self.number - 1)  # puts the announcement into the summary
         self._files.delete_starts(self.number - _KEPT_STARTS)  # all but the newest three, the current one included
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Return the port of a start: the first one from its turn on that is free on this node.
+        """Return a port for a start of the ranks: the next one of 64 ports in turn that is free on this node.
+
+        The search starts at port `first` + `number` mod 64 and wraps around. If all ports are in use, the result is
+        the port at which the search started.
 
         Args:
-            first: the first of the ports that successive starts use in turn.
+            first: the lowest of the 64 ports.
             number: number of the start.
-
-        Returns:
-            The port; that of the start's turn if all are in use.
         """
         turn = number % _NUM_PORTS
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
-        return next((port for port in ports if is_free(port)), ports[0])
+        for port in ports:
+            if is_free(port):
+                return port
+        return ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
         """Return the newest start and the reports on how the ranks of nodes have ended.
 
-        Node 0 reads the reports of all nodes and writes them into the summary. The other nodes read the summary; if
-        there is none, or node 0 does not keep it up to date, they read the reports themselves.
+        Node 0 reads the reports of all nodes and, once it has announced a start, writes them into summary.json. The
+        other nodes read summary.json. If it is missing or out of date, they read the announcements and reports
+        themselves, and the port in the result is 0.
 
         Args:
-            oldest_start: number of the oldest start whose reports are needed; there may be others in the result.
+            oldest_start: number of the oldest start whose reports are needed. The result may contain reports on other
+                starts, too.
         """
         if self._node == 0:
             ends = tuple(self._files.ends(since=self.number - 1))
@@ -275,17 +289,18 @@ class Rendezvous:
         return Summary(start=newest, port=0, ends=tuple(self._files.ends(since=min(oldest_start, newest))))
 
     def _announced_port_of(self, number: int) -> int:
-        """Return the port that node 0 has announced for a start.
+        """Return the port that node 0 has announced for start `number`, where the ranks of this start meet.
 
         Raises:
-            UserError: the file that announces it is damaged.
+            UserError: the file start-NUMBER.json is damaged.
         """
         next_step = "delete the folder of this file and start the run again on all nodes"
         return read_json_as(self._start_file(number), _ANNOUNCEMENT, next_step).port
 
     def _of_other_nodes(self, summary: Summary) -> list[End]:
-        """Return the reports of other nodes on the start in which this node takes part, and on the one before."""
-        return [end for end in summary.ends if self.number - 1 <= end.number <= self.number and end.node != self._node]
+        """Return those reports in `summary` that are of other nodes and about this node's start or the one before."""
+        numbers = (self.number - 1, self.number)
+        return [end for end in summary.ends if end.number in numbers and end.node != self._node]
 
     def _start_file(self, number: int) -> Path:
         """Return the path of the file by which node 0 announces start `number`, for example start-000007.json."""

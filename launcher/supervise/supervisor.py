@@ -137,9 +137,12 @@ class Supervisor:
     def check(self) -> int:
         """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit.
 
-        Otherwise return the exit code with which the process must end: the other nodes have then received the report
-        that this node has ended, and `run` must not be called. The findings are printed to stdout. Takes at most 10
-        minutes, and as long again as `cluster.storage_patience_s` where a new run waits for storage.
+        The findings are printed to stdout. A signal to this supervisor ends the checks. They take at most 10 minutes,
+        plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
+
+        Returns:
+            0 if `run` may be called. Otherwise the exit code with which this process must end without calling `run`;
+            the report that this node has ended is already written for the other nodes.
         """
         patience_s = self._cluster.storage_patience_s
         code = preflight(
@@ -225,10 +228,10 @@ class Supervisor:
         return None
 
     def _read_ledger(self) -> list[Record]:
-        """Return the events of the run, oldest first; wait for a run folder that does not answer.
+        """Return the events in the run's ledger, oldest first; repeat the read while the run folder cannot be read.
 
         Raises:
-            StorageLost: it does not answer for longer than `cluster.storage_patience_s`.
+            StorageLost: the run folder could not be read for `cluster.storage_patience_s` seconds.
         """
         return self._patience.call(lambda: read_ledger(self._run_dir))
 
@@ -362,7 +365,7 @@ class Supervisor:
         """
         has_run_folder = self._lease is None or not self._lease.is_lost
         if has_run_folder:
-            # The ranks have ended: how they did decides what follows, whether or not other nodes learn it.
+            # The exit code must be returned even if the report for the other nodes cannot be written.
             with contextlib.suppress(StorageLost):
                 self._patience.call(lambda: self._meeting.end(end.code, final=True))
         self.log(f"end, exit code {end.code}: {end.why}")

@@ -31,7 +31,7 @@ from launcher.supervise.rendezvous import Rendezvous
 
 _POLL_S = 0.1  # between two looks at the processes
 _LOOK_S = 0.5  # between two looks at the heartbeats, which may lie on a shared file system
-_LOOK_FOR_HANG_S = 1.0  # between two looks whether another node has found a hung rank
+_LOOK_FOR_HANG_S = 1.0  # between two checks whether another node has found a hung rank
 _FOLLOW_S = 10.0  # how long the remaining ranks may take to end by themselves after a rank of any node was lost
 _LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat ("done") or its exit code
 
@@ -113,9 +113,9 @@ class StartMonitor:
         function `start_outcome.outcome`.
 
         Returns:
-            Why the ranks must be killed: "hung", that a rank of another node is hung, "SIGINT received twice", or that
-            node 0 has begun a new start. Empty if all ranks have ended. Also empty if ranks were lost (killed or
-            crashed, on any node) and the others did not end within 10 s: then the exit codes show the reason.
+            Why the ranks must be killed: "hung", "a rank of another node is hung", "SIGINT received twice", or "node 0
+            has begun a new start". Empty if all ranks have ended. Also empty if ranks were lost (killed or crashed, on
+            any node) and the others did not end within 10 s: then the exit codes show the reason.
         """
         while True:
             self._folder.round_begins()
@@ -276,10 +276,13 @@ class StartMonitor:
         ]
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Log the likely culprit, the other hung ranks and the stacks, and collect the stacks of all nodes.
+        """Report a hang that this node has found, in the log and in the folder of the hang report.
+
+        The log names the rank that is likely the cause and the other hung ranks, and has the stacks of all ranks of
+        this node. The folder makes the other nodes add the stacks of their ranks; this call waits up to 10 s for them.
 
         Args:
-            hung_ranks: the hung ranks, the likely culprit first; at least one.
+            hung_ranks: the hung ranks of this node, the likely cause first; at least one.
         """
         self._report.begin()
         culprit, *others = hung_ranks
@@ -294,7 +297,11 @@ class StartMonitor:
         self._report.await_other_nodes()
 
     def _describe_ranks(self, why: str) -> None:
-        """Log why the ranks of this node are ended and what they do, and write both into the report of the hang."""
+        """Write the stacks of all ranks of this node to the log and to the hang report, with NCCL's records.
+
+        Args:
+            why: why the ranks of this node are ended, as one line; it comes before the stacks.
+        """
         self._log(why)
         request_nccl_traces(self._ranks.state)
         stacks = self._ranks.stacks()
@@ -303,7 +310,11 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
-        """Return whether another node has found a hung rank in this start; looks at most once per second."""
+        """Return whether another node has found a hung rank since the ranks were started.
+
+        The hang report on the shared file system is looked for at most once per second; calls in between return False,
+        as does every call of a run with one node.
+        """
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

@@ -158,6 +158,7 @@ def test_the_heartbeats_of_all_ranks_are_read_once_and_only_if_a_rank_is_silent(
     reads = []
 
     def read() -> list[Beat]:
+        """Return the heartbeats of all ranks, and count the call."""
         reads.append(1)
         return beats
 

@@ -1,4 +1,4 @@
-"""Storage faults over a chain of Slurm jobs, and a controller that is away: no chain ends, and losses stay equal."""
+"""Check that storage faults and a Slurm controller that is away end no chain of jobs, and change no loss."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ AWAY_S = 1.75 * FLOOR_S  # length of each fault
 
 
 class Relay:
-    """Relay in front of a server of this machine, on an address that the machines of a cluster reach."""
+    """TCP relay that makes a server on this machine reachable for the machines of the cluster, and can cut it off."""
 
     def __init__(self, address: str, upstream: str) -> None:
         """Prepare a relay that refuses connections until `open` is called.
 
         Args:
-            address: address to listen on.
-            upstream: URL of the server.
+            address: IP address to listen on, which the machines of the cluster can reach; the port is a free one.
+            upstream: URL of the server, which may listen on another address only.
         """
         self._upstream = (urlsplit(upstream).hostname, urlsplit(upstream).port)
         self._listener: socket.socket | None = None
@@ -45,16 +45,16 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """URL of the relay."""
+        """URL under which clients reach the server through this relay."""
         return "http://{}:{}".format(*self._address)
 
     def open(self) -> None:
-        """Accept connections from now on."""
+        """Accept connections from now on, in a thread, and connect each of them with the server."""
         self._listener = socket.create_server(self._address, backlog=64)
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def close(self) -> None:
-        """Break all connections, and refuse new ones."""
+        """Break all connections, and refuse new ones until `open` is called."""
         if self._listener is not None:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
@@ -65,7 +65,7 @@ class Relay:
         self._connections = []
 
     def _accept(self, listener: socket.socket) -> None:
-        """Connect each client with the server, until the listener is closed."""
+        """Connect each client with the server until the listener is closed; the body of a thread."""
         with contextlib.suppress(OSError):
             while True:
                 client, _ = listener.accept()
@@ -76,7 +76,7 @@ class Relay:
 
     @staticmethod
     def _copy(source: socket.socket, target: socket.socket) -> None:
-        """Copy bytes from one connection to another until it ends."""
+        """Copy bytes from one connection to another until the source is closed; the body of a thread."""
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(data)
@@ -85,14 +85,14 @@ class Relay:
 
 @pytest.fixture
 def run_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own under the folder of the run, mounted before the machines boot."""
+    """The folder of the run, which is a disk of its own; it is mounted before the machines boot and see it."""
     with freezable_disk(tmp_path / "cut", 400) as disk:
         yield disk
 
 
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """Make a disk read-only for the length of the block, on all machines."""
+    """Make a disk read-only on all machines during a `with` block."""
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     try:
         yield
@@ -102,7 +102,7 @@ def read_only(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen(disk: Path) -> Iterator[None]:
-    """Let every write to a disk hang for the length of the block."""
+    """Make every write to a disk block during a `with` block, and finish after it."""
     subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
     try:
         yield
@@ -111,9 +111,9 @@ def frozen(disk: Path) -> Iterator[None]:
 
 
 def wait_for_steps(run: SubmittedRun, count: int) -> None:
-    """Wait until the run has recorded so many more steps."""
+    """Wait until the run has recorded `count` more steps than now, for up to 10 minutes, because starts are slow."""
     wanted = len(step_records(run.folder)) + count
-    wait_for(lambda: len(step_records(run.folder)) >= wanted, 600, run.log)  # a start imports torch
+    wait_for(lambda: len(step_records(run.folder)) >= wanted, 600, run.log)
 
 
 def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_hangs(

@@ -158,7 +158,7 @@ def test_an_unhealthy_node_is_replaced_by_a_spare_one_in_the_same_job(
 def test_the_next_job_takes_over_when_the_first_node_of_a_job_with_spares_dies(
     cluster: StartCluster, tiny_config: MakeConfig, chain: int
 ):
-    """The batch script dies with the first node; Slurm would keep the job, without its script, to its time limit."""
+    """The batch script dies with the first node. Slurm would keep the job without its script until its time limit."""
     slurm = cluster(4)
     run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 60}), spare_nodes=1, chain=chain)
     run.wait_for_checkpoint(3)

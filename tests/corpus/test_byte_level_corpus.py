@@ -1,4 +1,4 @@
-"""Corpora of a tokenizer.json: their rows hold the text, and models of them are exported with their tokenizer."""
+"""Check corpora of a byte-level tokenizer.json: their rows hold the text, and exported models have the tokenizer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_commands_train_a_tokenizer_and_refuse_one_of_the_other_kind(
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
-    """The export of a discriminator whose tokenizer is byte-level."""
+    """Folder of an exported discriminator with random weights, whose tokenizer is byte-level BPE."""
     towers = random_towers(modern_model(vocab_size=VOCABULARY.size))
     (tmp_path / "vocabulary").write_text(VOCABULARY.text)
     special = SpecialIds.from_tokens(VOCABULARY.special)

@@ -1,10 +1,10 @@
-"""Runs one of two ranks that train some steps in several ways, and prints what they compute and what a step costs.
+"""Train six steps as one of two ranks in several ways, and print the results and the cost of a step on the host.
 
-Each line has the case, the loss and the norm of every step in hexadecimal, and of one step the operators and the reads
-of the host by phase: forward and backward of the micro-batches, the update (`Engine.step`), and the rest. The third
-step is refused, and the gradients of the fourth are not finite. "unpatched" is DeepSpeed's own way to add, measure and
-clip gradients; its cases are what the others must equal bit for bit. `begun` has, for each step, how many buckets were
-exchanged before the backward pass had ended.
+    python step_counts_worker.py NUM_LAYERS
+
+Rank 0 prints one line: "COUNTED" and a JSON object, case -> results (see `run`). A case is the precision and the ZeRO
+stage. In the cases "... unpatched", DeepSpeed itself adds, measures and clips gradients; the results of the other
+cases must equal theirs bit for bit. The third step is refused, and the gradients of the fourth are not finite.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from electra_dist.train.step import TrainStep
 
 MICRO_BATCH = 2
 NUM_ROWS = 8
-REFUSED, NOT_FINITE, COUNTED, NUM_STEPS = 2, 3, 5, 6
+REFUSED, NOT_FINITE, COUNTED, NUM_STEPS = 2, 3, 5, 6  # three steps, counted from 0, and how many there are
 gradient_sums.BUCKET_ELEMENTS = 4000  # several buckets, also in towers as small as these
 
 
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
-    """Build and run engines without `gradient_sums`, so that DeepSpeed adds, measures and clips gradients."""
+    """Make engines of a `with` block work without `GradientSums`: DeepSpeed adds, measures and clips gradients."""
     originals = (engine_module.GradientSums, Engine._norm_on_device)
     engine_module.GradientSums = lambda *_, **__: None  # type: ignore[assignment, misc]
     Engine._norm_on_device = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
@@ -52,13 +52,23 @@ def unpatched() -> Iterator[None]:
         engine_module.GradientSums, Engine._norm_on_device = originals  # type: ignore[misc, method-assign]
 
 
-def counted(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], None]:
-    """Let an engine add the operators and host reads of its phases to `phases`; return what undoes this."""
-    names = {"forward": "forward", "backward": "backward", "step_micro_batch": "backward", "step": "update"}
-    originals = {name: getattr(engine, name) for name in names}
+def count_phases(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], None]:
+    """Make an engine count the operators and host reads of its calls, and return a function that undoes this.
+
+    A host read is a copy of a value from the device to the host.
+
+    Args:
+        engine: the engine, whose methods are replaced.
+        phases: "forward", "backward" and "update" -> [operators, host reads], to which the calls add.
+    """
+    phase_of_method = {"forward": "forward", "backward": "backward", "step_micro_batch": "backward", "step": "update"}
+    originals = {name: getattr(engine, name) for name in phase_of_method}
 
     def counting(name: str, phase: str) -> Callable[..., Any]:
+        """Return a replacement of a method that counts its operators and host reads for a phase."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
+            """Call the original method, and count."""
             with OperatorCounter() as counter:
                 result = originals[name](*args, **kwargs)
             phases.setdefault(phase, [0, 0])
@@ -68,49 +78,75 @@ def counted(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], None]:
 
         return call
 
-    for name, phase in names.items():
+    for name, phase in phase_of_method.items():
         setattr(engine, name, counting(name, phase))
 
     def undo() -> None:
-        for name in names:
+        """Give the engine its own methods again."""
+        for name in phase_of_method:
             delattr(engine, name)
 
     return undo
 
 
-def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) -> dict[str, Any]:
-    """Train the steps of one case, and return its line."""
-    settings: dict[str, Any] = {"engine.zero_stage": stage, "train.precision": precision}
-    settings |= {"train.global_batch": NUM_ROWS, "train.micro_batch": MICRO_BATCH}
-    settings |= {"engine.overlap_communication": overlaps, "optimizer.clip_norm": 0.5}
+def config_of_case(precision: str, stage: int, num_layers: int, overlaps: bool) -> Config:
+    """Return the config of one case; the arguments are those of `run`."""
+    settings: dict[str, Any] = {
+        "engine.zero_stage": stage,
+        "engine.overlap_communication": overlaps,
+        "train.precision": precision,
+        "train.global_batch": NUM_ROWS,
+        "train.micro_batch": MICRO_BATCH,
+        "optimizer.clip_norm": 0.5,
+    }
     tree = tiny_tree("unused", "unused", **settings)  # type: ignore[arg-type]
     for tower in ("discriminator", "generator"):
         tree["model"][tower]["num_layers"] = num_layers
-    config = Config.model_validate(tree)
+    return Config.model_validate(tree)
+
+
+def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) -> dict[str, Any]:
+    """Train the six steps of one case, and return its results as a JSON object.
+
+    Args:
+        precision: value of `train.precision`.
+        stage: value of `engine.zero_stage`.
+        num_layers: number of layers of each tower.
+        overlaps: value of `engine.overlap_communication`.
+
+    Returns:
+        tensors: number of parameters of the model.
+        results: for each step its loss and gradient norm in hexadecimal, and why it was not taken ("" if it was).
+        phases: "forward", "backward", "update" and "rest" -> [operators, host reads] in step `COUNTED`.
+        begun: for each step, how many buckets were being exchanged when the backward pass had ended.
+    """
+    config = config_of_case(precision, stage, num_layers, overlaps)
+    # DeepSpeed is configured as on a GPU.
     engine_module.deepspeed_config = lambda train, section, clip, _: deepspeed_config(train, section, clip, "cuda")
     module = build_objective(config.model, config.objective, SPECIAL, 3)
     num_tensors = len(list(module.parameters()))
     engine = Engine(module, config.train, config.engine, config.optimizer)
     train_step = TrainStep(engine, config.objective, SPECIAL, 7, MICRO_BATCH)
     rows_per_rank = NUM_ROWS // dist.get_world_size()
-    row0 = dist.get_rank() * rows_per_rank
+    first_row = dist.get_rank() * rows_per_rank
     results = []
     phases: dict[str, list[int]] = {}
     begun: list[int] = []
     finish = GradientSums._finish_exchange
 
     def finish_and_note(self: GradientSums) -> None:
+        """Record how many buckets are being exchanged at the end of a backward pass, and finish their exchange."""
         begun.append(self._num_exchanging)
         finish(self)
 
     GradientSums._finish_exchange = finish_and_note  # type: ignore[method-assign]
     for step in range(NUM_STEPS):
-        ids = synthetic_rows(NUM_ROWS, step)[row0 : row0 + rows_per_rank]
-        batch = RowBatch(step, row0, ids, np.arange(rows_per_rank), Receipt())
+        ids = synthetic_rows(NUM_ROWS, step)[first_row : first_row + rows_per_rank]
+        batch = RowBatch(step, first_row, ids, np.arange(rows_per_rank), Receipt())
         if step == NOT_FINITE:
             before = whole_state(engine)
             engine.backward = lambda loss: Engine.backward(engine, loss * float("inf"))  # type: ignore[method-assign]
-        undo = counted(engine, phases) if step == COUNTED else lambda: None
+        undo = count_phases(engine, phases) if step == COUNTED else lambda: None
         reason = "refused" if step == REFUSED else ""
         with OperatorCounter() if step == COUNTED else contextlib.nullcontext() as counter:
             result = train_step(batch, 1e-3, lambda loss, reason=reason: reason)
@@ -135,7 +171,7 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
 
 
 def main() -> None:
-    """Run all cases with towers of as many layers as the first argument says."""
+    """Run all cases with towers whose number of layers is the first argument; rank 0 prints the results."""
     warnings.simplefilter("ignore")
     num_layers = int(sys.argv[1])
     init_distributed()

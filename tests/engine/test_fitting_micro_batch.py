@@ -1,4 +1,7 @@
-"""A micro-batch that does not divide the rows of a rank is made smaller; the global batch stays."""
+"""Check that a micro-batch is made smaller if it does not divide the rows of a rank, and the global batch is kept.
+
+The rows of a rank are those that the rank processes in one optimizer step: global batch / number of ranks.
+"""
 
 from __future__ import annotations
 

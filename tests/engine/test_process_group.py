@@ -1,4 +1,4 @@
-"""Joining the process group: on the rank's own GPU, with the patience that the checks of a slow node need."""
+"""Check that a rank joins the process group with its own GPU selected, and waits for ranks of a slow node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_gpu_of_a_rank_is_current_before_the_ranks_meet(monkeypatch: pytest.
 
 
 def test_ranks_wait_for_a_node_whose_checks_take_as_long_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks are started that much later, and have to import torch and DeepSpeed then."""
+    """Ranks of that node are started only after its checks, and must then import torch and DeepSpeed."""
     joined: list[dict] = []
     monkeypatch.setattr(process_group.deepspeed, "init_distributed", lambda **options: joined.append(options))
     process_group.init_distributed()

@@ -1,4 +1,4 @@
-"""What a step costs the host beside the model, and that it computes what DeepSpeed's own step computes."""
+"""Check what a training step costs the host, and that it computes bit for bit what DeepSpeed's own step computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "step_counts_worker.py"
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
-    """The steps of two ranks with towers of one layer, in all the ways of the worker; see there."""
+    """Case -> results of rank 0 of two ranks, with towers of one layer, as step_counts_worker.py prints them."""
     output = finish_ranks(start_ranks(WORKER, 2, "1"))
     line = next(line for line in output[0].splitlines() if line.startswith("COUNTED"))
     cases: dict[str, Any] = json.loads(line.removeprefix("COUNTED "))

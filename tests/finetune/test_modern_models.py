@@ -1,4 +1,4 @@
-"""Fine-tuning and scores of the architecture `modern`, against Hugging Face's ModernBERT classes."""
+"""Compare fine-tuning and scores of the architecture `modern` with Hugging Face's ModernBERT classes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SENTENCES = ["the dog saw a bird", "many old trees", "the king knew the girl nea
 
 @pytest.fixture
 def exports(modern_model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -> Path:
-    """A folder with the exports of both towers, whose weights are random."""
+    """A folder with the exports of both towers, in `generator` and `discriminator`; their weights are random."""
     towers = build_towers(modern_model, 3)
     generator = torch.Generator().manual_seed(6)
     for head in (towers.generator_head, towers.discriminator_head):
@@ -63,6 +63,13 @@ def exports(modern_model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -
 
 
 def text_task(folder: Path, labels: list[str], kind: Any = "classification") -> TextTask:
+    """Write a small task of single texts into a folder, and return the task.
+
+    Args:
+        folder: folder of the task's files, which is created if it is missing.
+        labels: the labels; each sentence of SENTENCES has the label at the same place.
+        kind: "classification" or "regression".
+    """
     folder.mkdir(exist_ok=True)
     for stem in ("train", "dev"):
         lines = [f"{SENTENCES[number % len(labels)]}\t{label}" for number, label in enumerate(labels * 8)]
@@ -71,7 +78,10 @@ def text_task(folder: Path, labels: list[str], kind: Any = "classification") -> 
 
 
 def with_trained_head(model: TaskModel) -> Any:
-    """Give all weights of a head, biases too, values as after a training."""
+    """Return a task's model in eval mode, after setting all parameters of its head to large random values.
+
+    An untrained head has biases of zero, with which a missing bias in an export would not be noticed.
+    """
     generator = torch.Generator().manual_seed(5)
     for parameter in model.head.parameters():
         parameter.data.normal_(0.0, 0.7, generator=generator)
@@ -79,11 +89,12 @@ def with_trained_head(model: TaskModel) -> Any:
 
 
 def save(folder: Path, task: Task, model: TaskModel, encoder: Pretrained) -> None:
+    """Write a tuned model into a folder, in the form that Hugging Face's classes read."""
     write_seed_folder(folder, encoder, model, task.hf_head(model, FAST), FAST, RESULT, ())
 
 
 def our_ids(encoder: Pretrained, text: str) -> torch.Tensor:
-    """Return the ids of one row, [1, S]."""
+    """Return the token ids of a text with [CLS] before and [SEP] after it, as one row, int64 [1, S]."""
     return torch.tensor([[encoder.special.cls, *encoder.tokenizer.encode([text])[0], encoder.special.sep]])
 
 
@@ -98,7 +109,8 @@ def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_reg
 
         theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "m", output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
-        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
         actual = theirs.eval()(**tokenizer(SENTENCES, padding=True, return_tensors="pt")).logits
         expected = torch.cat([model.predict(our_ids(modern_encoder, sentence)) for sentence in SENTENCES])
         if kind == "regression":
@@ -137,7 +149,7 @@ def test_hugging_faces_classes_give_the_logits_of_spans_and_of_tags(
 
 
 def test_a_stock_script_starts_with_the_loss_and_the_gradients_of_fine_tuning(exports: Path, tmp_path: Path) -> None:
-    """Hugging Face's class reads the discriminator's export, and with it the layers below the output."""
+    """Hugging Face's class reads the export of a discriminator with all its layers except the output layer."""
     encoder = load_pretrained(str(exports / "discriminator"))
     task = text_task(tmp_path / "data", ["a", "b", "c"])
     model = task.model(encoder, WITHOUT_DROPOUT, seed=0)
@@ -186,7 +198,8 @@ def test_a_head_that_hugging_face_does_not_have_is_refused_before_the_training(
     task = text_task(tmp_path / "data", ["a", "b"])
     assert task.saving_obstacle(modern_encoder, FAST) == ""
     obstacle = task.saving_obstacle(modern_encoder, FAST.model_copy(update={"head": "dense"}))
-    assert "--set head=dense" in obstacle and "\n" not in obstacle
+    assert "--set head=dense" in obstacle
+    assert "\n" not in obstacle
 
 
 @torch.no_grad()

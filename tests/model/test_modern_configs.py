@@ -1,4 +1,4 @@
-"""The configs of ModernBERT's and Ettin's shapes: parameters and FLOPs are those of Hugging Face's modules."""
+"""Check the shipped `modern` configs: their parameters and FLOPs are those of Hugging Face's ModernBERT modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ PUBLISHED = {"modern_150m": 149, "modern_400m": 395}
 
 
 def forward_flops(module: torch.nn.Module, num_tokens: int) -> int:
-    """Return the FLOPs of the forward pass of one row, as torch counts them; the module is on the meta device."""
+    """Return the FLOPs of a forward pass of one row of `num_tokens` tokens, as torch counts them.
+
+    Args:
+        module: a Hugging Face module on the meta device, which computes nothing.
+        num_tokens: tokens of the row.
+    """
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(inputs_embeds=torch.zeros(*ids.shape, module.config.hidden_size, device="meta"))

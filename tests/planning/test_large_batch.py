@@ -1,4 +1,4 @@
-"""The recipe for a batch of 8,192 rows follows from the paper's by the square root scaling rule."""
+"""Check that the config for a batch of 8,192 rows is the paper's config scaled by the square root rule."""
 
 from __future__ import annotations
 

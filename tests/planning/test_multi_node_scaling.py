@@ -103,10 +103,11 @@ def h200_cluster(**changes: Any) -> Cluster:
 
 
 def test_the_plan_of_electra_large_on_one_and_eight_nodes_equals_the_sums_by_hand() -> None:
-    """A step has 2048 rows of 512 tokens; ZeRO 1 in bf16 sends 354.65 M gradients of 4 bytes twice, weights once.
+    """A step has 2048 rows of 512 tokens; ZeRO 1 in bf16 sends gradients of 4 bytes twice and weights of 2 bytes once.
 
-    Links and memories reach 80 % of their bandwidth. In the update each GPU moves 26 bytes of each parameter with one
-    micro-batch (sum 10, exchange and norm 16), and 38 of each that it updates; then it waits for 80 launches of 10 us.
+    There are 354.65 M parameters. Links and memories reach 80 % of their bandwidth. With one micro-batch, the update
+    moves 26 bytes for each parameter (10 for the sum, 16 for exchange and norm), and 38 bytes more for each parameter
+    that the GPU updates. It then waits for 80 launches of 10 us.
     """
     network_bytes_per_s = 0.8 * 50e9
     nvlink_bytes_per_s = 0.8 * 450e9
@@ -132,7 +133,7 @@ def test_the_plan_of_electra_large_on_one_and_eight_nodes_equals_the_sums_by_han
 
 
 def test_few_rows_of_a_micro_batch_take_the_time_of_their_launches() -> None:
-    """The 48 layers of both towers have 60 operators each, of 10 us: 28.8 ms, in which a GPU trains 5,760 tokens."""
+    """The towers have 48 layers of 60 operators, each launched in 10 us: 28.8 ms, enough to train 5,760 tokens."""
     plans = {
         rows: scale(load_config(LARGE_CONFIG, [f"train.micro_batch={rows}"]), h200_cluster())[0] for rows in (4, 8, 32)
     }

@@ -1,4 +1,7 @@
-"""Deletion of many objects: one request of S3 for a thousand, or one for each object if the service has no other."""
+"""Check the deletion of many objects: one request to S3 for 1,000 keys, or one for each key if S3 does not know that.
+
+Some S3 services do not have the operation that deletes several objects.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from electra_dist.store.s3_store import S3Store
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The number of requests of each kind that S3 stores send during the test."""
+    """Name of an S3 operation, such as "delete_object" -> how many requests S3 stores have sent during the test."""
     counts: Counter[str] = Counter()
     send = S3Client.send
 
     def count(self: S3Client, operation: str, *arguments: Any) -> Any:
+        """Count a request, and send it."""
         counts[operation] += 1
         return send(self, operation, *arguments)
 
@@ -30,7 +34,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def write_some(store: Store, num: int) -> list[str]:
-    """Write small objects and return their keys, some of which have characters that XML or URLs escape."""
+    """Write `num` small objects, and return their keys, which have characters that XML and URLs must escape."""
     keys = [f"a & b/<{number}> %41.json" for number in range(num)]
     for key in keys:
         store.write(key, b"x")
@@ -54,6 +58,7 @@ def test_each_request_deletes_as_many_objects_as_it_may(
     delete_batch = S3Store._delete_batch
 
     def note(self: S3Store, keys: Sequence[str]) -> set[str]:
+        """Record the number of keys of a request, and send it."""
         batches.append(len(keys))
         return delete_batch(self, keys)
 
@@ -63,7 +68,8 @@ def test_each_request_deletes_as_many_objects_as_it_may(
     keys = write_some(store, 3)
     store.delete_all([*(f"missing-{number}" for number in range(25)), *keys])
     assert store.list() == []
-    assert batches == [10, 10, 8] and sent["delete_object"] == 0
+    assert batches == [10, 10, 8]
+    assert sent["delete_object"] == 0
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
@@ -73,6 +79,7 @@ def test_a_service_that_cannot_delete_several_objects_deletes_one_after_another(
     call = store._call  # type: ignore[attr-defined]
 
     def refuse(key: str, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Refuse the request that deletes several objects, and send all others."""
         if operation == "delete_objects":
             raise StoreError("the service does not have this operation")
         return call(key, operation, *arguments, **options)
@@ -89,12 +96,13 @@ def test_a_key_that_the_answer_does_not_list_is_deleted_by_a_request_of_its_own(
 ) -> None:
     call = store._call  # type: ignore[attr-defined]
 
-    def answer_for_others(key: str, operation: str, *arguments: Any, **options: Any) -> Any:
-        return (
-            {"Deleted": [{"Key": "of another"}]} if operation == "delete_objects" else call(key, operation, *arguments)
-        )
+    def answer_for_another_key(key: str, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Answer a request that deletes several objects without sending it; the answer lists none of its keys."""
+        if operation == "delete_objects":
+            return {"Deleted": [{"Key": "of another"}]}
+        return call(key, operation, *arguments)
 
-    monkeypatch.setattr(store, "_call", answer_for_others)
+    monkeypatch.setattr(store, "_call", answer_for_another_key)
     keys = write_some(store, 3)
     store.delete_all(keys)
     monkeypatch.setattr(store, "_call", call)

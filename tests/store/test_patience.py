@@ -112,13 +112,14 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
 
 
 def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The reader of configs wraps the error of the operating system into one for the user."""
+    """The reader of configs raises a UserError in place of the OSError; `Patience` must still recognize an outage."""
     file = tmp_path / "config.yaml"
     file.write_text("{}")
     errors = [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")]
     read_text = Path.read_text
 
     def stale(self: Path, *args: object, **kwargs: object) -> str:
+        """Raise the next of `errors` for the config file; read the file if none is left."""
         if self == file and errors:
             raise errors.pop()
         return read_text(self, *args, **kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A small byte-level BPE vocabulary that is trained on a few sentences."""
+"""Train a small byte-level BPE vocabulary on a few sentences, for tests."""
 
 from __future__ import annotations
 
@@ -16,5 +16,8 @@ TEXTS = [
 
 @functools.cache
 def byte_level_vocabulary() -> Vocabulary:
-    """Return a vocabulary of the special tokens, the 256 bytes and 39 merges."""
+    """Return a vocabulary of 300 entries: the special tokens, the 256 bytes, and merges trained on TEXTS.
+
+    It is trained once per process.
+    """
     return train_byte_level_bpe(TEXTS, 300)

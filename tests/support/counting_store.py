@@ -1,7 +1,7 @@
-"""A store in memory that counts requests and bytes as an S3 service would bill them.
+"""Count the requests and bytes that a store would send to an S3 service, with a store in memory.
 
-All `CountingStore` objects of one `Service` see the same objects, as the ranks of a run do. Each of them counts its
-own requests, so a test gives every simulated rank a store of its own.
+All `CountingStore`s of one `Service` see the same objects, as the ranks of a run do. Each of them counts its own
+requests, so a test gives every simulated rank a store of its own.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ PAGE = 1000  # keys in one answer to a listing, and in one request that deletes 
 
 
 class Service:
-    """The objects of a simulated S3 service."""
+    """Objects of a simulated S3 service, which several `CountingStore`s share."""
 
     def __init__(self) -> None:
-        """Begin without any object."""
-        self.objects: dict[str, bytes] = {}
-        self.lock = threading.Lock()
+        """Create a service without objects."""
+        self.objects: dict[str, bytes] = {}  # key -> content
+        self.lock = threading.Lock()  # hold it to change `objects` or a store's counts
 
 
 class CountingStore(Store):
-    """One process's view of a `Service`, with the number of its requests by kind.
+    """Store in memory for one simulated process, which counts the requests of this process by kind.
 
-    A request that is sent by a thread of a pool counts as serial only in proportion: of n requests that a pool of T
-    threads sends, ceil(n / T) are waited for one after another.
+    The methods behave like those of `Store`. The objects are in a `Service`, which the other processes' stores share.
     """
 
     def __init__(self, service: Service, pool_threads: int = 1) -> None:
-        """Count from 0.
+        """Create the store; all counts are 0.
 
         Args:
             service: holds the objects.
-            pool_threads: number of threads of each pool that sends requests.
+            pool_threads: number of threads of each thread pool that sends requests, for `num_serial`.
         """
         self.url = "s3://counted"
-        self.requests: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()  # kind ("GET", "PUT", "LIST" or "DELETE") -> number of requests
+        self.bytes: Counter[str] = Counter()  # kind -> bytes of the objects that were sent or received
         self._service = service
         self._pool_threads = pool_threads
-        self._by_pool: Counter[str] = Counter()  # requests by the pool whose thread sent them; "": by no pool
+        self._requests_of_pool: Counter[str] = Counter()  # pool whose threads sent them -> requests; "": no pool
 
     @property
     def num_requests(self) -> int:
@@ -54,22 +53,37 @@ class CountingStore(Store):
 
     @property
     def num_serial(self) -> int:
-        """Number of requests that this process waits for one after another."""
-        pooled = sum(-(-count // self._pool_threads) for pool, count in self._by_pool.items() if pool)
-        return self._by_pool[""] + pooled
+        """Number of requests for which this process waits one after another.
+
+        A pool of T threads sends T requests at once, so n requests of a pool count as ceil(n / T).
+        """
+        num_serial = 0
+        for pool, num_requests in self._requests_of_pool.items():
+            num_serial += _divide_up(num_requests, self._pool_threads) if pool else num_requests
+        return num_serial
 
     def _count(self, kind: str, num_bytes: int = 0, num_requests: int = 1) -> None:
-        """Count requests of one kind, and the bytes that they send or receive."""
-        pool, is_pooled, _ = threading.current_thread().name.rpartition("_")
+        """Count requests of this process.
+
+        Args:
+            kind: "GET", "PUT", "LIST" or "DELETE".
+            num_bytes: bytes of the objects that the requests send or receive.
+            num_requests: number of requests.
+        """
+        # A thread of a pool has a name such as "ThreadPoolExecutor-0_3": the pool's name and the thread's number.
+        pool, separator, _number = threading.current_thread().name.rpartition("_")
+        is_of_pool = separator != "" and "ThreadPool" in pool
         with self._service.lock:
             self.requests[kind] += num_requests
             self.bytes[kind] += num_bytes
-            self._by_pool[pool if is_pooled and "ThreadPool" in pool else ""] += num_requests
+            self._requests_of_pool[pool if is_of_pool else ""] += num_requests
 
     def local_path(self, key: str) -> None:
+        """Return None, because the objects are no files; nothing is counted."""
         check_key(key)
 
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
+        """Return the content of an object, and count a GET; raise StoreMissing if there is no such object."""
         data = self._service.objects.get(key)
         self._count("GET", len(data or b""))
         if data is None:
@@ -77,6 +91,7 @@ class CountingStore(Store):
         return data
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
+        """Return `length` bytes of an object from byte `start` on, and count a GET; raise StoreMissing as `read`."""
         data = self._service.objects.get(key)
         if data is None:
             self._count("GET")
@@ -86,21 +101,26 @@ class CountingStore(Store):
         return memoryview(part)
 
     def exists(self, key: str) -> bool:
+        """Return whether there is such an object, and count a GET, as which S3 bills the request (HEAD)."""
         self._count("GET")
         return key in self._service.objects
 
     def size(self, key: str) -> int:
+        """Return the bytes of an object, which must exist, and count a GET."""
         self._count("GET")
         return len(self._service.objects[key])
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+        """Write the content of an object into a file, and count a GET; raise StoreMissing as `read`."""
         destination.write_bytes(self.read(key, must_exist=must_exist))
 
     def write(self, key: str, data: bytes) -> None:
+        """Create or replace an object, and count a PUT."""
         self._count("PUT", len(data))
         self._service.objects[check_key(key)] = data
 
     def write_new(self, key: str, data: bytes) -> bool:
+        """Create an object if there is none, and count a PUT in any case; return whether it was created."""
         self._count("PUT", len(data))
         with self._service.lock:
             if check_key(key) in self._service.objects:
@@ -109,23 +129,33 @@ class CountingStore(Store):
             return True
 
     def upload(self, path: Path, key: str) -> None:
+        """Create or replace an object with the content of a file, and count one PUT, whatever the size."""
         self.write(key, path.read_bytes())
 
     def list(self, prefix: str = "") -> list[str]:
+        """Return the sorted keys that start with `prefix`, and count a LIST for each page of 1,000 keys."""
         keys = sorted(key for key in list(self._service.objects) if key.startswith(prefix))
-        self._count("LIST", num_requests=max(1, -(-len(keys) // PAGE)))
+        self._count("LIST", num_requests=max(1, _divide_up(len(keys), PAGE)))
         return keys
 
     def delete(self, key: str) -> None:
+        """Delete an object if there is one, and count a DELETE."""
         self._count("DELETE")
         self._service.objects.pop(key, None)
 
     def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete all these objects that exist, and count a DELETE for each 1,000 keys."""
         if keys:
-            self._count("DELETE", num_requests=-(-len(keys) // PAGE))
+            self._count("DELETE", num_requests=_divide_up(len(keys), PAGE))
         for key in keys:
             self._service.objects.pop(key, None)
 
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """Return 0, because no write stays unfinished here, and count a LIST."""
         self._count("LIST")
         return 0
+
+
+def _divide_up(count: int, size: int) -> int:
+    """Return count / size, rounded up."""
+    return -(-count // size)

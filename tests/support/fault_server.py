@@ -23,7 +23,7 @@ Listings of a bucket are never flipped, missing or replaced: these faults only h
 The fault of a request is a function of (seed, method, key, number of earlier requests for them), so a schedule
 repeats whatever the clients' timing and the bucket's name are. At most --in-a-row faults hit the same method and path
 one after another, so a client that retries more often than that always succeeds. GET /-/faults returns the number of
-faults by kind as JSON. PUT /-/plan begins a new plan, whose fields are the JSON object in the body.
+faults by kind as JSON. PUT /-/plan replaces the plan and its counts; the body is a JSON object with the plan's fields.
 """
 
 from __future__ import annotations

@@ -42,10 +42,14 @@ def small_disk(folder: Path, megabytes: int = 4) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def freezable_disk(folder: Path, megabytes: int = 16) -> Iterator[Path]:
-    """Mount an empty ext4 on a folder, which is created, and unmount it at the end.
+    """Mount an empty ext4 file system at a folder during a `with` block; mounting needs root.
 
-    `fsfreeze --freeze` lets every write to it hang until `fsfreeze --unfreeze`, as a network share does whose server
-    does not answer.
+    After `fsfreeze --freeze FOLDER`, every write to it blocks until `fsfreeze --unfreeze FOLDER`, as on a network
+    share whose server does not answer. Unfreeze it before the block ends.
+
+    Args:
+        folder: the folder, which is created if it is missing; the image of the file system is written beside it.
+        megabytes: size of the file system in MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image = folder.with_name(f"{folder.name}.ext4")

@@ -41,7 +41,10 @@ def model(vocabulary: Vocabulary) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def modern_model(vocabulary: Vocabulary) -> ModelConfig:
-    """Four layers of the architecture `modern`, whose windows are shorter than the texts of the tests."""
+    """A small model config of the architecture `modern`: four layers, and windows shorter than the texts of the tests.
+
+    Local attention therefore leaves out tokens, which a test would not notice with longer windows.
+    """
     tower = {"hidden_size": 32, "num_layers": 4, "num_heads": 2, "intermediate_size": 48}
     return ModelConfig.model_validate(
         {
@@ -59,7 +62,7 @@ def modern_model(vocabulary: Vocabulary) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def modern_encoder(modern_model: ModelConfig, vocabulary: Vocabulary) -> Pretrained:
-    """The discriminator of `modern_model` with random weights."""
+    """The discriminator of `modern_model` with random weights, as a loaded encoder."""
     state = build_towers(modern_model, 3).state_dict()
     return Pretrained.from_state("tiny modern", state, modern_model, vocabulary, lowercase=True)
 

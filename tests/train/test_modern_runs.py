@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_a_folder_of_transformers_and_another_one_from_it_wit
     losses: Callable[[Path], list[tuple]],
     tmp_path: Path,
 ) -> None:
-    """The folder is a masked language model, as ModernBERT and Ettin are released; it becomes both towers."""
+    """The folder is a masked language model, as ModernBERT and Ettin are released; both towers start from it."""
     tower = {"hidden_size": 32, "num_layers": 3, "num_heads": 2, "intermediate_size": 48}
     settings = {**MODERN, "model.generator": tower, "train.num_steps": 2, "checkpoint.every_steps": 2}
     model: ModelConfig = load_config(tiny_config("first", **settings)).model

@@ -1,4 +1,4 @@
-"""The folder of a node for checkpoint files on their way to S3: whose it is, and when it is deleted."""
+"""Check the staging folders, in which a node keeps checkpoint files until they are in S3: owners and deletion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from electra_dist.train.saving.staging_folder import prepare_staging, staging_fo
 
 
 def left_by(node_folder: Path, run: str, **owner: object) -> Path:
-    """Make the staging folder of another run with one file; `owner` replaces fields of this process as its owner."""
+    """Create the staging folder of a run with one file, as an earlier process has left it, and return its path.
+
+    Args:
+        node_folder: folder of the node that holds the staging folders of all runs.
+        run: name of the run.
+        **owner: fields of the owner's process; the others are those of this process.
+    """
     folder = staging_folder(Path("/runs") / run, node_folder)
     (folder / "step-00000010-a0001").mkdir(parents=True)
     (folder / "owner.json").write_text(json.dumps({**dataclasses.asdict(this_process()), **owner}))
@@ -70,4 +76,5 @@ def test_nodes_that_share_the_folder_leave_one_another_alone(tmp_path: Path, mon
     monkeypatch.setattr(module, "node_name", lambda: "n2")
     own = staging_folder(Path("/runs/run"), tmp_path)
     take_over(own)
-    assert own != other_node and other_node.exists()
+    assert own != other_node
+    assert other_node.exists()

@@ -1,1 +1,1 @@
-"""What a supervisor does about silent ranks: whether the run folder is the reason, and the report of a hang."""
+"""Handle silent ranks in a supervisor: find out whether the run folder is the reason, and report a hang."""

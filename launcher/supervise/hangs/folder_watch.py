@@ -1,12 +1,13 @@
-"""Find out whether ranks are silent because the run folder takes no heartbeats: full, read-only, or not answering.
+"""Find out whether ranks send no heartbeats because their run folder cannot be written.
 
-Guarantee: while the run folder takes no bytes, no rank counts as hung, for as long as a rank may wait for storage.
-When the folder is back, the silence of each rank counts anew from that moment. A supervisor that did not run itself
-for a while, because it was blocked in a read or suspended, begins anew, too.
+Guarantee: while the run folder is full, read-only, or does not answer, no rank counts as hung, for as long as a rank
+may wait for storage. Once the folder can be written again, the silence of each rank is counted from that moment. After
+the supervisor itself did not execute for more than 5 s (it was blocked in a read, or suspended), the silence of each
+rank is counted from its next round.
 
-How: a thread sets the modification time of the supervisor's log file, which asks the disk or the server of the folder
-for a write. A call that is not over after a second counts as a folder that does not answer. A thread is needed because
-such a call cannot be interrupted.
+How: a thread sets the modification time of the supervisor's log file, for which the disk or the file server must
+write. If that takes more than a second, the folder counts as not answering. A thread is needed because a blocked
+system call cannot be interrupted.
 
 Cost: none while all ranks send heartbeats.
 """
@@ -23,15 +24,16 @@ from pathlib import Path
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.failure_kinds import is_worth_waiting_for, os_failure
 
-_ANSWER_S = 1.0  # a write that takes longer counts as one that hangs
-_PAUSE_S = 5.0  # a longer time between two rounds means that the supervisor itself did not run
+_ANSWER_S = 1.0  # If a probe takes longer, the folder counts as not answering.
+_PAUSE_S = 5.0  # A longer time between two rounds means that the supervisor itself did not execute.
 
 
 class FolderWatch:
-    """Judge of whether the run folder explains that ranks are silent, for one start of the ranks.
+    """Watcher of the run folder that decides whether the folder explains the silence of ranks.
 
-    Call `round_begins` in each round of the supervisor. Call `explains_silence` when ranks are silent, and again in
-    each round while `is_away`.
+    A rank is silent if no new heartbeat of it can be read from the run folder. Make a new watcher each time that the
+    ranks are started. Call `round_begins` in each round of the supervisor's loop. Call `explains_silence` when a rank
+    is silent for too long, and again in each round while `is_away` is True. Count no silence from before `back_since`.
     """
 
     def __init__(
@@ -41,32 +43,37 @@ class FolderWatch:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with a folder that answers.
+        """Prepare to watch a folder, which is assumed to be writable at first; nothing is probed.
 
         Args:
-            probe: returns why the folder takes no bytes, "" if it takes some; it may block. See `probe_folder`.
-            patience_s: seconds for which the folder explains that ranks are silent, from the first failed probe on.
-            log: receives one line when the folder goes away, and one when it is back.
-            clock: seconds of a clock that never jumps.
+            probe: called without arguments, in a thread; returns why the folder cannot be written, or "" if it can.
+                The call may block. See `probe_folder`.
+            patience_s: how many seconds after the first failed probe the folder explains silent ranks.
+            log: receives one line when the folder cannot be written any more, and one when it can again.
+            clock: returns the time in seconds, and never jumps; `back_since` is a time of this clock.
         """
         self._probe = probe
         self._patience_s = patience_s
         self._log = log
         self._clock = clock
-        self._answer: list[str] = []  # of the newest probe, once it is over
-        self._thread: threading.Thread | None = None
+        self._answer: list[str] = []  # result of the newest probe; empty while it is in progress
+        self._thread: threading.Thread | None = None  # of a probe that is in progress
         self._last_round = clock()
         self._away_since: float | None = None
         self.back_since = -math.inf
-        """Time of the clock before which no heartbeat could be written, or none could be read."""
+        """Time of `clock` from which the silence of ranks counts: heartbeats could not be written or read before."""
 
     @property
     def is_away(self) -> bool:
-        """Whether the newest probe has found a folder that takes no bytes."""
+        """Whether the folder could not be written, or did not answer, when it was probed last."""
         return self._away_since is not None
 
     def round_begins(self) -> None:
-        """Record that the supervisor runs; a long time since the last call counts as an outage that is over."""
+        """Record that the supervisor's loop executes; call it at the start of each round.
+
+        If more than 5 s have passed since the last round, the supervisor was blocked or suspended and could read no
+        heartbeats: `back_since` is set to now, and one line is logged.
+        """
         now = self._clock()
         pause_s = now - self._last_round
         self._last_round = now
@@ -78,27 +85,33 @@ class FolderWatch:
             self.back_since = now
 
     def explains_silence(self) -> bool:
-        """Return whether ranks may be silent because the folder takes no bytes now, or took none until now.
+        """Probe the folder, and return whether it explains that ranks are silent.
 
-        Blocks for up to one second if the folder does not answer.
+        It does if it cannot be written now, and `patience_s` have not passed since the first failed probe. It also
+        does, once, when it can be written again: the ranks had no time to send heartbeats yet. `back_since` is then
+        set to now. Changes are logged. Blocks for up to one second if the folder does not answer.
         """
-        problem = self._ask()
+        problem = self._probe_for_one_second()
         now = self._clock()
-        self._last_round = now
+        self._last_round = now  # The time of the probe must not count as a time in which the supervisor was blocked.
         if problem == "":
-            was_away = self.is_away
-            if was_away:
-                self._log("the run folder takes bytes again: the silence of the ranks counts from now on")
-                self._away_since = None
-                self.back_since = now
-            return was_away
+            if not self.is_away:
+                return False
+            self._log("the run folder takes bytes again: the silence of the ranks counts from now on")
+            self._away_since = None
+            self.back_since = now
+            return True
         if self._away_since is None:
             self._away_since = now
             self._log(f"no heartbeats: the run folder: {problem}; waiting up to {self._patience_s:.0f} s for it")
         return now - self._away_since < self._patience_s
 
-    def _ask(self) -> str:
-        """Return the answer of a probe of the folder, or that it gives none if the probe takes more than a second."""
+    def _probe_for_one_second(self) -> str:
+        """Probe the folder in a thread, and return the result; "no answer" if there is none after a second.
+
+        A probe that takes longer goes on in its thread. The next call waits another second for that probe, and starts
+        no new one before it is over.
+        """
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
@@ -110,16 +123,19 @@ class FolderWatch:
         return self._answer[0]
 
     def _run_probe(self) -> None:
-        """Run the probe. The body of the thread."""
+        """Call the probe and store its result; this is the body of the thread."""
         self._answer.append(self._probe())
 
 
 def probe_folder(run_dir: Path, file: Path) -> str:
-    """Return why a run folder takes no bytes now, such as "read-only file system"; "" if it takes some. May block.
+    """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written.
+
+    An error that no wait helps against, such as a missing file, counts as no reason. The call blocks for as long as
+    the file system does not answer.
 
     Args:
         run_dir: the run folder.
-        file: a file in it of this process's own, whose modification time is set; it may be missing.
+        file: a file in `run_dir` that only this process writes; its modification time is set to now.
     """
     problem = disk_problem(run_dir)
     if problem:

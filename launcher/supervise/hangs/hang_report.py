@@ -1,16 +1,20 @@
-"""Collect what the ranks of all nodes were doing when one hung: RUN/hangs/START/, a file for each node.
+"""Record in one folder, RUN/hangs/START/, what the ranks of all nodes were doing when a rank hung.
 
-    hangs/job-4711-0-start-000002/node-0.txt      why, and the stacks of all ranks of node 0
+    hangs/job-4711-0-start-000002/node-0.txt      why the ranks are ended, and the stacks of all ranks of node 0
     hangs/job-4711-0-start-000002/nccl-3          NCCL's record of the last collectives of rank 3 (flight recorder)
 
-Guarantee: the supervisor that finds a hung rank writes its file before it ends its ranks, and waits a few seconds for
-the files of the other nodes. The folder tells these to write theirs: as soon as the ranks of one node are killed, the
-collectives of the others fail, and what they were doing is lost.
+Guarantee: the supervisor that finds a hung rank writes the file of its node before it kills its ranks, and first waits
+up to 10 s for the files of the other nodes. When the ranks of one node are killed, the collectives of the other nodes
+fail, and the stacks of their ranks no longer show the hang.
 
-Cost: one look for the folder every second on each node.
+How: the supervisor that finds a hung rank creates the folder. The supervisors of the other nodes look for it, and
+write their files when it exists.
 
-Limits: a file that cannot be written is one line in the log. NCCL's records exist only on GPUs. torch writes one when
-something is written into the pipe of a rank (TORCH_NCCL_DEBUG_INFO_PIPE_FILE); `torchfrtrace` reads them.
+Cost: each node looks for the folder once per second.
+
+Limits: if a file cannot be written, one line in the log names the reason. NCCL's records exist only on GPUs: torch
+writes the record of a rank after something was written into the rank's pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). The
+program `torchfrtrace` reads the records.
 """
 
 from __future__ import annotations
@@ -22,26 +26,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_NCCL_TRACE, _NCCL_PIPE = (
-    "nccl-trace-",
-    "nccl-pipe-",
-)  # files in the state folder of a start; the rank's number follows
-_TRACE_EVENTS = "2000"  # newest collectives of a rank that are kept
-_OTHER_NODES_S = 10.0  # how long the first node waits for the files of the others
-_POLL_S = 0.2
+# Prefixes of the names of two files per rank in the temporary state folder of a node; the rank's number follows.
+_NCCL_TRACE = "nccl-trace-"
+_NCCL_PIPE = "nccl-pipe-"
+_TRACE_EVENTS = "2000"  # how many of its newest collectives the record of a rank holds
+_OTHER_NODES_S = 10.0  # how long the node with the hung rank waits for the files of the other nodes
+_POLL_S = 0.2  # between two looks for the files of the other nodes
 
 
 class HangReport:
-    """The folder of one start of the ranks in which all nodes describe a hang."""
+    """Report of a hang, to which the supervisor of each node adds one file, in a folder that all nodes share.
+
+    The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The other supervisors poll
+    `was_begun`, and call `write` when it is True. Make a new report each time that the ranks are started.
+    """
 
     def __init__(self, folder: Path, node: int, num_nodes: int, log: Callable[[str], None]) -> None:
         """Prepare a report; nothing is written.
 
         Args:
-            folder: equal on all nodes, and different for each start of the ranks.
+            folder: folder of the report, which need not exist: the same path on all nodes, and another one each time
+                that the ranks are started.
             node: number of this node, from 0.
             num_nodes: number of nodes of the run.
-            log: receives a line if the folder cannot be written.
+            log: receives one line if a file or the folder cannot be written.
         """
         self._folder = folder
         self._node = node
@@ -50,21 +58,27 @@ class HangReport:
 
     @property
     def was_begun(self) -> bool:
-        """Whether a node has found a hung rank in this start."""
+        """Whether any node has found a hung rank since the ranks were started: the folder of the report exists."""
         return self._folder.exists()
 
     def begin(self) -> None:
-        """Make the folder, so that the other nodes describe their ranks, too."""
+        """Create the folder of the report, which makes the supervisors of the other nodes write their files.
+
+        A failure is logged and not raised.
+        """
         with self._logging_failures():
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, why: str, stacks: Sequence[str], state: Path) -> None:
-        """Write the file of this node, and copy the records of NCCL that its ranks have written.
+        """Write the file of this node, and copy NCCL's records of the ranks of this node into the report.
+
+        Only records that torch has written by now are copied (`request_nccl_traces`). A failure is logged and not
+        raised.
 
         Args:
             why: why the ranks of this node are ended, as one line.
-            stacks: lines of text about all ranks of this node.
-            state: folder of this start on this node, see `nccl_environment`.
+            stacks: lines with the Python stacks of all ranks of this node.
+            state: the folder that was passed to `nccl_environment`.
         """
         with self._logging_failures():
             for trace in sorted(state.glob(f"{_NCCL_TRACE}*")):
@@ -74,14 +88,17 @@ class HangReport:
             unfinished.rename(self._folder / f"node-{self._node}.txt")
 
     def await_other_nodes(self) -> None:
-        """Wait until all nodes have written their files, for up to 10 s."""
+        """Wait until all nodes have written their files, this node included; return after 10 s in any case."""
         deadline = time.monotonic() + _OTHER_NODES_S
-        while time.monotonic() < deadline and len(list(self._folder.glob("node-*.txt"))) < self._num_nodes:
+        while time.monotonic() < deadline:
+            num_written = len(list(self._folder.glob("node-*.txt")))
+            if num_written >= self._num_nodes:
+                return
             time.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def _logging_failures(self) -> Iterator[None]:
-        """Log an error of the operating system and go on: the ranks must be ended in any case."""
+        """Log an OSError of the `with` block instead of raising it, because the ranks must be killed in any case."""
         try:
             yield
         except OSError as error:
@@ -89,30 +106,38 @@ class HangReport:
 
 
 def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which torch keeps a record of NCCL's last collectives, and writes it into a folder.
+    """Return environment variables that make torch record a rank's NCCL collectives, and write the record to a file.
 
-    torch ends a process whose collective fails or times out (value 3 of TORCH_NCCL_ASYNC_ERROR_HANDLING: without the
-    clean-up that may hang itself). The names are those of torch 2.13.
+    torch writes the record when a collective times out, and when something is written into the rank's pipe
+    (`request_nccl_traces`). It ends a process whose collective has failed or timed out. The names of the variables are
+    those of torch 2.13.
 
     Args:
-        state: folder of this start on this node.
-        inherited: variables that are set already; they are not changed.
+        state: temporary folder for files of the ranks of this node, a new one each time that the ranks are started.
+        inherited: environment that the ranks inherit. Variables that are set there are left out of the result, so that
+            the user's values apply.
     """
-    trace, pipe = str(state / _NCCL_TRACE), str(state / _NCCL_PIPE)
     variables = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without NCCL's clean-up, which may hang, too.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": _TRACE_EVENTS,
-        "TORCH_FR_DUMP_TEMP_FILE": trace,
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
+        # torch appends the rank's number to both paths.
+        "TORCH_FR_DUMP_TEMP_FILE": str(state / _NCCL_TRACE),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(state / _NCCL_PIPE),
     }
     return {name: value for name, value in variables.items() if name not in inherited}
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Ask each rank of this node for its record of NCCL's collectives; torch writes it within seconds."""
+    """Make torch write the record of NCCL's collectives of each rank of this node, which takes it seconds.
+
+    Returns at once. A rank that has ended writes nothing.
+
+    Args:
+        state: the folder that was passed to `nccl_environment`; it holds the pipes of the ranks.
+    """
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
-        with contextlib.suppress(OSError):  # A pipe without a reader is that of a rank that has ended.
+        with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             try:
                 os.write(descriptor, b"1\n")

@@ -1,1 +1,1 @@
-"""Read and write the files by which the supervisors of several nodes agree on a start of the ranks."""
+"""Read and write the files by which the supervisors of several nodes agree on each start of the ranks."""

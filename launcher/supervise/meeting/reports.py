@@ -1,7 +1,10 @@
-"""Read the files of a session's folder: which start is the newest, and how the ranks of each node ended in it.
+"""Read the files by which the supervisors of a job agree on starts of the ranks, from RUN/meeting/SESSION/.
 
-How: one listing of the folder. A report is opened only if its start is asked for, and again only after it has changed,
-so files of earlier starts are never opened.
+The ranks may be started several times during a job. These starts are numbered, and the files of a start have its
+number in their names (rendezvous.py lists them).
+
+How: each call lists the folder once. A report is opened only if it is about a start that the caller needs, and opened
+again only if the file has changed since.
 """
 
 from __future__ import annotations
@@ -17,25 +20,28 @@ from pydantic import TypeAdapter
 
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 
-# Of the files in the meeting folder: start-000007.json, end-000007-node-1.json.
+# Names of an announcement and of a report, for example start-000007.json and end-000007-node-1.json.
 _FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0-9]+))?\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Report of one node that its ranks have ended in one start: the content of one file end-START-node-NODE.json."""
+    """Report of one node that its ranks have ended: the content of one file end-START-node-NODE.json.
 
-    number: int  # of the start
-    node: int
-    code: int
-    final: bool  # whether the node's supervisor ended, too
+    The ranks of a run may be started several times; a node writes one report for each of these starts.
+    """
+
+    number: int  # of the start in which the ranks ended; in the file's name
+    node: int  # number of the node, from 0; in the file's name
+    code: int  # exit code for the node as a whole, from electra_dist/errors.py
+    final: bool  # whether the node's supervisor ended, too, and joins no further start
 
 
 _END = TypeAdapter(End)
 
 
 class _FileVersion(NamedTuple):
-    """What changes when a file is replaced: another inode, time of the change, or size in bytes."""
+    """Identification of a file's content: at least one of the fields changes when the file is replaced."""
 
     inode: int
     changed_ns: int
@@ -43,30 +49,38 @@ class _FileVersion(NamedTuple):
 
 
 class MeetingFolder:
-    """Folder of one session in RUN/meeting, as one node reads it."""
+    """Reader of one session's folder RUN/meeting/SESSION, which holds announcements of starts and reports of ends.
+
+    It keeps the reports that it has read, so a report is read again only if its file has changed.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Remember the folder, which need not exist; nothing is read."""
+        """Prepare to read `folder`, which need not exist yet; nothing is read."""
         self._folder = folder
         self._reports: dict[str, tuple[_FileVersion, End | None]] = {}  # by file name; None: a damaged report
 
     def newest_start(self) -> int:
-        """Return the number of the newest start that node 0 has announced; 0 before the first one.
+        """Return the number of the newest start that node 0 has announced; 0 if it has announced none.
 
-        The number is read from the names of the files, for example 7 from start-000007.json. Files of other names are
-        passed over.
+        The number is taken from the file names, for example 7 from start-000007.json; no file is opened, and files
+        with other names are ignored. The result is also 0 if the folder cannot be read now.
         """
-        names = [_FILE_NAME.fullmatch(entry.name) for entry in self._list() if entry.name.startswith("start-")]
-        return max((int(name["start"]) for name in names if name is not None and name["node"] is None), default=0)
+        newest = 0
+        for entry in self._list():
+            name = _FILE_NAME.fullmatch(entry.name)
+            if name is None or name["node"] is not None or not entry.name.startswith("start-"):
+                continue  # a report, or no file of a start
+            newest = max(newest, int(name["start"]))
+        return newest
 
     def ends(self, since: int) -> list[End]:
-        """Return the reports of all nodes, including this one, that their ranks have ended; in no particular order.
+        """Return the reports of all nodes, including this one, that their ranks have ended; in any order.
 
-        A damaged report, or one that the file system cannot read now, counts as none: the ranks that wait for that
-        node are then found hung.
+        A report that is damaged or cannot be read now is left out. Ranks of other nodes that wait in a collective for
+        the ranks of that node are then ended later, when they are found hung.
 
         Args:
-            since: number of the oldest start whose reports are returned; those of earlier starts are not opened.
+            since: number of the oldest start whose reports are returned. Reports on earlier starts are not opened.
         """
         reports: dict[str, tuple[_FileVersion, End | None]] = {}
         for entry in self._list():
@@ -79,20 +93,28 @@ class MeetingFolder:
         return [end for _, end in reports.values() if end is not None]
 
     def delete_starts(self, newest_deleted: int) -> None:
-        """Delete the announcements and reports of all starts up to the one with this number."""
+        """Delete the announcements and reports of all starts whose number is at most `newest_deleted`."""
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
             if name is not None and int(name["start"]) <= newest_deleted:
                 Path(entry.path).unlink(missing_ok=True)
 
     def _list(self) -> list[os.DirEntry[str]]:
-        """Return the entries of the folder; none if it does not exist yet, or cannot be read now."""
+        """Return the entries of the folder; [] if the folder does not exist yet, or cannot be read now."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             return list(entries)
         return []
 
     def _report(self, entry: os.DirEntry[str], number: int, node: int) -> tuple[_FileVersion, End | None]:
-        """Return the version of a report and its content, which is read only if the version is a new one.
+        """Return the version and the content of a report; the content is read only if the version has changed.
+
+        Args:
+            entry: the report's file.
+            number: number of the start, from the file's name.
+            node: number of the node, from the file's name.
+
+        Returns:
+            The version of the file, and the report; None in place of the report if the file is damaged.
 
         Raises:
             OSError: the file has been deleted, or cannot be read now.

@@ -1,14 +1,17 @@
-"""Pass what node 0 knows of a session to the other nodes in one file, RUN/meeting/SESSION/summary.json.
+"""Summarize the files of a session in one, RUN/meeting/SESSION/summary.json: node 0 writes it, other nodes read it.
 
-Guarantee: the summary holds the newest start, its port, and the reports of all nodes on this start and the one before.
-Node 0 writes it when something changes, and touches it at each look. A node that has seen no change of the file's time
-for `STALE_S` seconds does not rely on it, and reads the other files of the folder itself. A thread writes, so a folder
-that does not answer delays node 0 by a second at most.
+The supervisors of a job agree by files on each start of the ranks (rendezvous.py). The summary holds the number of the
+newest start, its port, and the reports of all nodes on the end of their ranks in that start and the one before.
 
-Cost: one open file per node and second, whatever the number of nodes. Without the summary each node would open the
-reports of all nodes, which is their number squared.
+Guarantee: node 0 writes the summary when its content changes, and sets its modification time about once per second
+otherwise. A node that has seen no new modification time for `STALE_S` seconds does not use the summary, and reads the
+files of the other nodes itself. Node 0 writes in a thread, so a folder that does not answer delays its supervisor by a
+second at most.
 
-Limits: a report takes up to two seconds longer, because node 0 has to read it first.
+Cost: each node opens one file per second, whatever the number of nodes. Without the summary each node would open the
+reports of all nodes, so the number of opened files would grow with the square of the number of nodes.
+
+Limits: a report reaches the other nodes up to two seconds later, because node 0 must read it first.
 """
 
 from __future__ import annotations
@@ -31,36 +34,37 @@ from electra_dist.store.json_file import DamagedJson, parse_json_object, validat
 from launcher.supervise.meeting.reports import End
 
 SUMMARY_NAME = "summary.json"
-STALE_S = 10.0  # how long a summary that is not touched is relied on
-_ANSWER_S = 1.0  # how long node 0 waits for a write
+STALE_S = 10.0  # how long the other nodes use a summary whose modification time does not change
+_ANSWER_S = 1.0  # how long node 0 waits until the summary is written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What node 0 knows: the newest start, the port at which its ranks meet, and the reports of nodes that ended."""
+    """Content of summary.json: the newest start of the ranks, its port, and the reports of nodes whose ranks ended."""
 
-    start: Annotated[int, Field(ge=0)]
-    port: Annotated[int, Field(ge=0, lt=1 << 16)]  # 0: unknown, so the file that announces the start has it
-    ends: tuple[End, ...]  # of this start and the one before
+    start: Annotated[int, Field(ge=0)]  # number of the newest start; 0: none yet
+    port: Annotated[int, Field(ge=0, lt=1 << 16)]  # where the ranks meet; 0: unknown, read it from the announcement
+    ends: tuple[End, ...]  # reports on this start and on the one before
 
 
 _SUMMARY = TypeAdapter(Summary)
 
 
 class SummaryWriter:
-    """Writer of the summary; only node 0 of a session has one."""
+    """Writer of summary.json, which the supervisor of node 0 uses."""
 
     def __init__(self, folder: Path) -> None:
-        """Remember the folder of the session; nothing is written."""
+        """Prepare to write summary.json in `folder`, the folder of the session; nothing is written."""
         self._file = folder / SUMMARY_NAME
-        self._written: Summary | None = None
-        self._thread: threading.Thread | None = None
+        self._written: Summary | None = None  # content of the file
+        self._thread: threading.Thread | None = None  # of the newest write
 
     def write(self, summary: Summary) -> None:
-        """Write the summary by an atomic replacement if it has changed; otherwise set the file's time to now.
+        """Write a new summary by an atomic replacement; set the file's modification time if the summary is unchanged.
 
-        If the disk refuses that, nothing is raised: the other nodes then read the reports themselves. If it does not
-        answer for a second, the write goes on in its thread, and further calls do nothing until it is over.
+        Nothing is raised if the disk refuses the write; the other nodes then read the reports themselves. If the write
+        takes more than a second, this call returns and the write goes on in a thread. Until that write is over,
+        further calls do nothing.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -69,7 +73,7 @@ class SummaryWriter:
         self._thread.join(_ANSWER_S)
 
     def _write_out(self, summary: Summary) -> None:
-        """Write the summary, or set the file's time. The body of the thread."""
+        """Write the summary, or only set the file's modification time if it is unchanged; the body of the thread."""
         with contextlib.suppress(OSError, StoreError):
             if summary == self._written:
                 os.utime(self._file)
@@ -80,18 +84,19 @@ class SummaryWriter:
 
 
 class SummaryReader:
-    """Reader of the summary on a node other than 0."""
+    """Reader of summary.json, which the supervisors of all nodes except node 0 use."""
 
     def __init__(self, folder: Path) -> None:
-        """Remember the folder of the session; nothing is read."""
+        """Prepare to read summary.json in `folder`, the folder of the session; nothing is read."""
         self._file = folder / SUMMARY_NAME
-        self._changed_ns = 0
-        self._seen = 0.0  # when this node has noticed the last change, by `time.monotonic`
+        self._changed_ns = 0  # newest modification time of the file that this reader has seen
+        self._seen = 0.0  # when this reader first saw that modification time, by `time.monotonic` in seconds
 
     def read(self) -> Summary | None:
-        """Return the summary; None if there is none, it is damaged, or node 0 has not touched it for `STALE_S`.
+        """Return the newest summary; None if the caller must read the announcements and reports itself.
 
-        The clocks of two nodes are never compared: the reader remembers by its own clock when it saw the file change.
+        That is the case if summary.json is missing, damaged, or out of date: its modification time has not changed for
+        `STALE_S` seconds, measured by the clock of this node only, so that the clocks of nodes need not agree.
         """
         try:
             with self._file.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Collectives of a start, a save and a restore in groups of 64, 512 and 1,024 ranks: their number and bytes."""
+"""Check the number and the bytes of the collectives in a start, a save and a restore of 64, 512 and 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Counts = dict[str, dict[str, int]]
 
 @pytest.fixture(scope="module")
 def counts_of_sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
-    """For each number of ranks, the collectives after each phase; see the worker."""
+    """Number of ranks -> counts of collectives after each phase, as `collectives_worker.measure` returns them."""
     command = [sys.executable, str(WORKER), str(tmp_path_factory.mktemp("ranks")), "64", "512", "1024"]
     search_path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": search_path}

@@ -1,6 +1,7 @@
-"""Checkpoints as versions without groups and runs have written them are read, listed, and copied bit for bit.
+"""Check that checkpoints of manifest format 2, as earlier versions wrote them, are loaded, listed and copied.
 
-The folder is made here from the recorded layout: by the safetensors library and plain JSON, not by this package.
+The checkpoint is written by the safetensors library and plain JSON, not by this package, so a change of the package's
+writer cannot hide a change of the format.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ RUN = {"corpus_fingerprint": "corpus", "identity_sha256": "0" * 64}
 
 
 def canonical(tree: dict[str, Any]) -> bytes:
-    """Return JSON with sorted keys and without spaces."""
+    """Return a tree as JSON in UTF-8 with sorted keys and without spaces, as the digests of a manifest need it."""
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def write_file(folder: Path, rank: int) -> dict[str, Any]:
-    """Write the file of a rank at ZeRO stage 1, and return its entry in the manifest."""
+    """Write the safetensors file of a rank at ZeRO stage 1, and return its entry in the manifest.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: number of the rank; the file has its share of `small.content`.
+    """
     path = folder / f"rank-{rank:05d}.safetensors"
     arrays = {}
     for kind in ("master", "exp_avg", "exp_avg_sq"):
@@ -68,7 +74,10 @@ def write_file(folder: Path, rank: int) -> dict[str, Any]:
 
 @pytest.fixture
 def target(tmp_path: Path) -> LocalStore:
-    """A target with one checkpoint of three ranks, in which the entry of a rank was not deleted after the commit."""
+    """A store with one committed checkpoint of three ranks.
+
+    The entry of rank 1, which should have been deleted after the commit, is still there.
+    """
     folder = tmp_path / "target" / FOLDER
     folder.mkdir(parents=True)
     state = {
@@ -108,11 +117,14 @@ def test_a_checkpoint_of_the_earlier_format_is_loaded_and_copied_bit_for_bit(
     target: LocalStore, tmp_path: Path
 ) -> None:
     manifest, faults = verify(target, FOLDER)
-    assert manifest is not None and faults == []
+    assert manifest is not None
+    assert faults == []
     assert manifest.dump() == target.read(f"{FOLDER}/manifest.json")
     values = small.empty()
     found, notes = load_newest([target], small.share(values, 0, 1), small.state_at(0))
-    assert found == manifest.state and notes == [] and small.equal(values, small.content(STEP))
+    assert found == manifest.state
+    assert notes == []
+    assert small.equal(values, small.content(STEP))
     other = LocalStore(tmp_path / "other")
     targets: list[Store] = [target, other]
     copy_to_all(targets, FOLDER)

@@ -1,4 +1,7 @@
-"""Saves, restores and starts of 64, 512 and 1,024 ranks: their requests, and that any part of a checkpoint is read."""
+"""Check the requests of saves, restores and starts of 64 to 1,024 ranks, and that the checkpoints can be read.
+
+A manifest of format 2 lists all tensors; one of format 3 holds how each parameter is divided between the files.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +38,30 @@ FOLDER = folder_name(10, 1)
 
 @pytest.fixture(autouse=True)
 def _without_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the thousands of files of a test stay in the kernel's memory: nothing depends on the disk."""
+    """Replace `os.fsync` by nothing, because a test writes thousands of files and depends on none after a crash."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(params=["listed", "runs"])
 def is_in_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the manifest of the small checkpoints holds runs, as it does where a list of tensors would be long."""
-    has_runs: bool = request.param == "runs"
-    if has_runs:
+    """Whether manifests are of format 3 in a test, which is made once with each format.
+
+    Format 3 is used only if a list of the tensors would be long; the limit is set to 0 for the small checkpoints.
+    """
+    is_format_3: bool = request.param == "runs"
+    if is_format_3:
         monkeypatch.setattr(parameter_runs, "_MOST_LISTED_TENSORS", 0)
-    return has_runs
+    return is_format_3
 
 
 def state_of(world_size: int, step: int = 10) -> RunState:
-    """Return the state of a run at ZeRO stage 3, whose manifest may hold runs."""
+    """Return the state of a run at ZeRO stage 3, where a manifest of format 3 is possible."""
     return small.state_at(step, world_size=world_size, zero_stage=3)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_requests_of_a_save(world_size: int, tmp_path: Path, is_in_runs: bool) -> None:
-    """The table of docs/cluster.md: what rank 0 does one after another stays below 50 requests at any size."""
+    """The counts are those of the table in docs/cluster.md."""
     service = Service()
     begin_attempt([CountingStore(service)], many_ranks.RUN)
     old_names = [*(f"rank-{rank:05d}.safetensors" for rank in range(world_size)), "manifest.json"]
@@ -71,11 +77,11 @@ def test_requests_of_a_save(world_size: int, tmp_path: Path, is_in_runs: bool) -
     assert counts.leader is not None
     # Per leader: its own file and entry, whether the group was merged before, the entries, and their deletion.
     assert counts.leader.requests == {"PUT": 3, "LIST": 1, "GET": 1 + groups, "DELETE": 1}
-    # File, entry, manifest; listing of the groups and of starts, before and after the commit.
+    # PUT: file, entry and manifest. LIST: the groups, and the starts before and after the commit. GET: merged entries.
     assert counts.commit.requests == {"PUT": 3, "LIST": 3, "GET": groups, "DELETE": 1}
     assert counts.commit.num_serial == 7 + -(-groups // 16)
-    pages = -(-(2 * world_size + 2) // 1000) + -(-world_size // 1000)  # of all checkpoints, and of the old one
-    # Listings, and of starts; the manifest; all other files of the old checkpoint.
+    pages = -(-(2 * world_size + 2) // 1000) + -(-world_size // 1000)  # all checkpoints, then the old one
+    # LIST: these pages, and the starts. DELETE: the manifest, and then pages of the old checkpoint's other files.
     assert counts.deletion.requests == {"LIST": pages + 1, "DELETE": 1 + -(-world_size // 1000)}
 
 
@@ -124,7 +130,9 @@ def test_a_checkpoint_of_any_number_of_ranks_is_read_whole(world_size: int, tmp_
     assert {key for key in target.list() if key.endswith(".json")} == {f"{FOLDER}/manifest.json"}
     loaded = small.empty()
     found, notes = load_newest([target], small.share(loaded, 0, 1), state_of(1, step=0))
-    assert found == state_of(world_size) and notes == [] and small.equal(loaded, values)
+    assert found == state_of(world_size)
+    assert notes == []
+    assert small.equal(loaded, values)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -137,8 +145,11 @@ def test_a_damaged_file_is_found_set_aside_and_repaired(tmp_path: Path, at: int,
     assert len(verify(targets[0], FOLDER)[1]) == 1
     values = small.empty()
     found, notes = load_newest(targets, small.share(values, 0, 1), small.state_at(0))
-    assert found is not None and found.step == 10 and small.equal(values, small.content(10))
-    assert len(notes) == 1 and "is set aside" in notes[0]
+    assert found is not None
+    assert found.step == 10
+    assert small.equal(values, small.content(10))
+    assert len(notes) == 1
+    assert "is set aside" in notes[0]
     lines = list(repair(targets, [], dry_run=False))
     assert any("restored from" in line for line in lines)
     assert verify(targets[0], FOLDER)[1] == []
@@ -165,7 +176,7 @@ def test_every_changed_byte_of_a_manifest_with_runs_is_detected(
 
 
 def test_the_manifest_of_electra_large_at_zero_3_on_1024_ranks_is_below_5_megabytes() -> None:
-    """A list of all tensors would take 270 MB. The shapes are those of 24 layers of 1,024 and 256 hidden units."""
+    """A list of all tensors would take 270 MB. The towers have 24 layers of 1,024 and of 256 hidden units."""
     world_size = 1024
     shapes = {"towers.embeddings.word.weight": [30522, 1024]}
     for tower, hidden, inner in (("discriminator", 1024, 4096), ("generator", 256, 1024)):
@@ -204,7 +215,7 @@ def test_all_targets_receive_a_file_at_the_same_time(tmp_path: Path) -> None:
     together = threading.Barrier(2, timeout=60)
 
     class Slow(LocalStore):
-        """Store whose uploads wait for one another."""
+        """Store whose uploads go on only when two of them have begun at the same time."""
 
         def upload(self, path: Path, key: str) -> None:
             together.wait()
@@ -219,7 +230,7 @@ def test_the_next_save_does_not_wait_for_the_deletion_of_old_checkpoints(tmp_pat
     may_delete = threading.Event()
 
     class SlowDeletion(LocalStore):
-        """Store that deletes no manifest before it may."""
+        """Store that deletes a manifest only after `may_delete` was set."""
 
         def delete(self, key: str) -> None:
             if key.endswith("manifest.json"):

@@ -1,16 +1,20 @@
-"""Hits one run with 2,000 random faults, and compares every step with an uninterrupted run, bit for bit.
+"""Hit one run with 2,000 random faults, and compare each of its steps with an uninterrupted run, bit for bit.
 
     python tests/drills/faults --state DIR              # 2,000 faults (make faults STATE=DIR)
     python tests/drills/faults --count 12               # a sample, in a temporary folder
 
-The run has two ranks, and one or four in some of its legs. `kinds.py` lists the faults and the legs. Once a leg has
-ended, a second run is trained to the same step with the same number of ranks and without a fault; losses, gradient
-norms and receipts of every step must be equal. The seed determines legs, kinds, victims and moments.
+How: the run is divided into legs, which are stretches of steps with a fixed number of ranks and a fixed place of the
+data: two ranks in most legs, one or four in the others. kinds.py lists the faults and the legs. When a leg has ended,
+a second run is trained to the same step with the same number of ranks and without faults. The losses, gradient norms
+and receipts (checksums of the rows trained on) of every step must be equal. The seed determines the legs, and the
+kinds, victims and moments of the faults. All processes are forks of one process that has imported torch and DeepSpeed.
 
-The drill ends after --minutes and goes on when it is started again with the same --state; so it does after it was
-interrupted. On a CPU that computes the first 20 steps otherwise, it begins a new run and says so. All processes are
-forks of one that has imported torch and DeepSpeed. It prints a table, writes DIR/faults.json, and exits with 1 if a
-step differs or the run did not react to a fault as it must. A small disk needs root, to mount.
+The drill ends after --minutes. Started again with the same --state, it continues, also after it was interrupted. If
+this CPU computes the first 20 steps with other bits than the CPU of the earlier start, the drill begins a new run and
+prints that. It prints a table, writes DIR/faults.json, and exits with 1 if a step differs or the run did not react to
+a fault as it must.
+
+Limits: legs with a small disk need root, because the disk is mounted. Without root, local legs take their place.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ from support.small_disks import can_mount
 
 from launcher.chaos.fault_plot import write_fault_plot
 
-_SPARE_S = 90.0  # of the time limit, for the comparison of the last leg
+_SPARE_S = 90.0  # part of the time limit that is left for the comparison of the last leg
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line of this process; print the usage and exit with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, help="folder that keeps the runs and the progress (default: temporary)")
     parser.add_argument("--seed", type=int, default=1, help="seed of legs, kinds, victims and moments (default: 1)")
@@ -63,9 +67,15 @@ def parse() -> argparse.Namespace:
 
 
 def begin_or_continue(folder: Path, seed: int, count: int) -> Progress:
-    """Return the progress in a folder, or begin a new drill there if this CPU computes otherwise or nothing is there.
+    """Return the progress of the drill in a folder, after starting a new drill if the one there cannot be continued.
 
-    What an earlier drill has left is moved into a new folder `earlier-N` when a new one begins.
+    A drill can be continued if its seed and number of faults are the same, and if this CPU computes its first 20 steps
+    bit for bit as before. If not, its files are moved into a new folder `earlier-N` inside `folder`.
+
+    Args:
+        folder: folder of the drill, which is created if it is missing; the corpus is written into it.
+        seed: seed of the drill.
+        count: number of faults of the drill.
     """
     folder.mkdir(parents=True, exist_ok=True)
     campaign.write_data(folder)
@@ -90,7 +100,7 @@ def begin_or_continue(folder: Path, seed: int, count: int) -> Progress:
 
 
 def set_aside(folder: Path) -> Path:
-    """Move the drill in a folder into a new folder in it, and return that."""
+    """Move all files of a drill except the corpus into a new folder `earlier-N` inside its folder; return the path."""
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
@@ -103,15 +113,27 @@ def set_aside(folder: Path) -> Path:
 
 
 def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadline: float, bar: Bar) -> None:
-    """Make the legs that are still to come, until the deadline (by `time.monotonic`)."""
+    """Make and compare the legs of the drill that have not been made yet, until the time is over.
+
+    The leg that is being made when the time is over ends early, and is compared.
+
+    Args:
+        drill: the drill; its progress is changed and written to its folder.
+        legs: the plan of all legs, from `plan_legs`.
+        faults_per_leg: number of faults in each planned leg except the last one.
+        deadline: end of the time, in seconds of `time.monotonic`.
+        bar: shows the number of faults so far.
+    """
     progress = drill.progress
     task = bar.add_task("faults", total=progress.count, completed=len(progress.hits))
 
     def show_progress() -> None:
+        """Show the present number of faults in the bar."""
         bar.update(task, completed=len(progress.hits))
         bar.refresh()
 
     def is_over() -> bool:
+        """Return whether no further fault may be made; also show the progress, because it is called after each."""
         show_progress()
         return time.monotonic() > deadline - _SPARE_S
 
@@ -137,7 +159,15 @@ def run_legs(drill: Campaign, legs: list[PlannedLeg], faults_per_leg: int, deadl
 
 
 def run_drill(folder: Path, args: argparse.Namespace) -> int:
-    """Make the drill in a folder until it is done or its time is over, and return the exit code."""
+    """Make the drill in a folder until all faults are made or its time is over, and print and write the results.
+
+    Args:
+        folder: folder of the drill, which may hold an earlier part of it.
+        args: the parsed command line.
+
+    Returns:
+        1 if a step differs from the uninterrupted run or the run reacted wrongly to a fault so far, otherwise 0.
+    """
     deadline = time.monotonic() + 60.0 * args.minutes
     if os.path.ismount(folder / "disk"):  # left by a drill that was killed
         subprocess.run(["umount", "-l", str(folder / "disk")], check=True)
@@ -166,7 +196,11 @@ def run_drill(folder: Path, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the drill and return its exit code: 0 if no step differs and the run reacted to each fault as it must."""
+    """Run the drill and return its exit code.
+
+    Returns:
+        0 if no step differs and the run reacted to each fault as it must, otherwise 1.
+    """
     args = parse()
     ForkedDrill.names = ProcessNames()
     prepare_forks()
@@ -180,4 +214,4 @@ def main() -> int:
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    os._exit(exit_code)  # the clean-up of objects that were frozen before the forks prints hundreds of lines
+    os._exit(exit_code)  # An ordinary exit would clean up the objects frozen before the forks, with hundreds of lines.

@@ -1,4 +1,7 @@
-"""Make the legs of the long drill: hit the run, train the uninterrupted run to the same step, compare both."""
+"""Make the legs of the long drill: hit the run, train the uninterrupted run to the same step, and compare both.
+
+A leg is a stretch of the run with a fixed number of ranks and a fixed place of the data (kinds.py).
+"""
 
 from __future__ import annotations
 
@@ -28,46 +31,58 @@ from launcher.chaos.__main__ import compared_lines
 from launcher.chaos.drill import Hit, Planned, Stuck
 
 EVERY_STEPS = 4  # steps between two checkpoints of the run with faults
-NUM_FIRST_STEPS = 20
-_ROWS_PER_SHARD = [4 + number % 9 for number in range(80)]
-_SPARE_STEPS = 1_000_000  # neither run reaches the last step of its config
-_REFERENCE_LIMIT_S = 3600.0
-_DISK_MB = 6
+NUM_FIRST_STEPS = 20  # steps by whose losses the drill recognizes a CPU that computes other bits
+_ROWS_PER_SHARD = [4 + number % 9 for number in range(80)]  # of the drill's corpus
+_SPARE_STEPS = 1_000_000  # train.num_steps of both runs, which neither reaches
+_REFERENCE_LIMIT_S = 3600.0  # time limit of the uninterrupted run for one leg
+_DISK_MB = 6  # size of the small disk
 _CACHE_LIMIT_GB = 0.0003  # smaller than the corpus, so that shards are fetched again and again
-_MOST_STUCK = 5  # faults after which the run made no progress or ended; then the drill gives up
+_MOST_STUCK = 5  # If more faults of one start of the drill leave the run stuck, the drill gives up.
 
 
 @dataclass
 class Campaign:
-    """The two runs of the drill, and the folder in which they are."""
+    """The long drill: the run that is hit by faults, and the uninterrupted run with which it is compared.
 
-    progress: Progress
-    bucket: str = ""  # s3://BUCKET of this start of the drill
-    num_stuck: int = 0
+    For each leg, call `hit_leg` and then `compare_leg`. Legs with the place "s3" need the block of `s3_service`.
+    """
+
+    progress: Progress  # what was done so far; all methods keep it up to date, also on the disk
+    bucket: str = ""  # URL s3://BUCKET while the block of `s3_service` is active
+    num_stuck: int = 0  # faults of this start of the drill that left the run stuck
 
     @property
     def folder(self) -> Path:
+        """Folder of the drill, in which all its files are."""
         return self.progress.folder
 
     @property
     def run_dir(self) -> Path:
+        """Folder of the run that is hit by faults."""
         return self.folder / "run"
 
     @property
     def reference_dir(self) -> Path:
+        """Folder of the uninterrupted run."""
         return self.folder / "reference"
 
     def hit_leg(self, planned: PlannedLeg, faults: list[PlannedFault], leg: Leg, until: Callable[[], bool]) -> None:
-        """Hit the run with the faults of a leg, one after another, then stop it and record the step.
+        """Hit the run with the faults of a leg, one after another, then stop it and record its last step.
+
+        If a fault leaves the run stuck (it makes no progress, or ends unexpectedly), the run is killed and started
+        again, and hit by the faults that are left.
 
         Args:
-            planned: the leg.
-            faults: those of its faults that are still to come.
-            leg: where its last step is recorded.
-            until: called after each fault; True ends the leg before its last fault.
+            planned: plan of the leg.
+            faults: the faults of the leg that were not made yet, in order; each is removed when it was made.
+            leg: record of the leg, in which `last_step` is set.
+            until: called without arguments before each fault; if it returns True, no further fault is made.
+
+        Raises:
+            RuntimeError: too many faults left the run stuck, or the run did not stop as it must.
         """
         with contextlib.ExitStack() as stack:
-            overrides = self._place(planned, stack)
+            overrides = self._prepare_place(planned, stack)
             has_stopped = False
             while not has_stopped:
                 has_stopped = self._hit_until_stuck(planned, faults, leg, overrides, until)
@@ -82,14 +97,24 @@ class Campaign:
         overrides: list[str],
         until: Callable[[], bool],
     ) -> bool:
-        """Start the run, hit it, and stop it; each fault is removed from `faults` when its result is recorded.
+        """Start the run, hit it with faults until one leaves it stuck or no fault is left, and stop it.
+
+        The result of each fault is added to the progress, and the fault is removed from `faults`. A run is stuck if it
+        makes no progress after a fault or ends unexpectedly.
+
+        Args:
+            planned: plan of the leg.
+            faults: the faults that were not made yet, in order.
+            leg: record of the leg.
+            overrides: overrides of config keys for the run, KEY=VALUE.
+            until: called before each fault; if it returns True, the run is stopped.
 
         Returns:
-            Whether the run was stopped and has saved. False: it made no progress or ended unexpectedly after a fault,
-            which is recorded as the result of that fault, and was killed.
+            True if the run saved a checkpoint and stopped. False if a fault left it stuck: it was then killed, and the
+            result of the fault has the reason.
 
         Raises:
-            RuntimeError: that happened too often, or the run did not stop as it must.
+            RuntimeError: more than five faults left the run stuck, or the run did not stop as it must.
         """
         command = [sys.executable, "-m", "launcher.supervise", "--config", str(self._config(self.run_dir))]
         command += ["--gpus-per-node", str(planned.ranks)]
@@ -99,23 +124,16 @@ class Campaign:
         disk = self.folder / "disk" if planned.place == "disk" else None
         run = ForkedDrill(self.run_dir, command, seed, ALL_FAULTS, leg.first_step, disk)
         try:
-            base = leg.first_step
+            step_after_fault = leg.first_step
             while faults and not until():
-                fault = faults[0]
-                moment = Planned(kind=fault.kind, step=base + fault.steps, in_save=fault.in_save, delay=fault.delay)
-                try:
-                    hit = run.hit(moment)
-                except Stuck as stuck:
-                    hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
-                    run.end_fault(fault.kind)
-                    self.num_stuck += 1
+                hit, is_stuck = self._hit_once(run, faults[0], step_after_fault)
                 faults.pop(0)
                 self.progress.add(hit)
-                if hit.fault.startswith("stuck"):
+                if is_stuck:
                     if self.num_stuck > _MOST_STUCK:
                         raise RuntimeError(f"{self.num_stuck} faults got the run stuck; read {self.run_dir}.log")
                     return False
-                base = run.step
+                step_after_fault = run.step
             code = run.stop()
             if code != EXIT_STOPPED:
                 raise RuntimeError(f"the run ended with exit code {code} at the end of a leg; read {self.run_dir}.log")
@@ -123,8 +141,38 @@ class Campaign:
         finally:
             run.close()
 
+    def _hit_once(self, run: ForkedDrill, fault: PlannedFault, step_before: int) -> tuple[Hit, bool]:
+        """Hit the run with one fault; if this leaves it stuck, kill the run and undo the fault.
+
+        Args:
+            run: the run, which is training.
+            fault: plan of the fault.
+            step_before: number of steps of the run from which `fault.steps` is counted.
+
+        Returns:
+            The result of the fault, and whether the run is stuck.
+        """
+        step = step_before + fault.steps
+        moment = Planned(kind=fault.kind, step=step, in_save=fault.in_save, delay=fault.delay)
+        try:
+            return run.hit(moment), False
+        except Stuck as stuck:
+            hit = Hit(kind=fault.kind, step=run.step, what="", fault=f"stuck: {stuck}")
+        run.end_fault(fault.kind)
+        self.num_stuck += 1
+        return hit, True
+
     def compare_leg(self, leg: Leg) -> None:
-        """Train the uninterrupted run to the last step of a leg with its number of ranks, and compare the leg."""
+        """Train the uninterrupted run to the last step of a leg, and record the steps at which the two runs differ.
+
+        The uninterrupted run has as many ranks in this leg as the run with faults.
+
+        Args:
+            leg: record of a leg that `hit_leg` has ended; the result of the comparison is written into it.
+
+        Raises:
+            RuntimeError: the uninterrupted run failed.
+        """
         assert leg.last_step is not None
         if newest_step(self.reference_dir) < leg.last_step:
             config = self._config(self.reference_dir, every_steps=_SPARE_STEPS)
@@ -132,19 +180,38 @@ class Campaign:
         found = _lines_of(self.run_dir, leg.first_step, leg.last_step)
         expected = _lines_of(self.reference_dir, leg.first_step, leg.last_step)
         assert len(expected) == leg.last_step - leg.first_step, (len(expected), leg)
-        different = [(one, other) for one, other in zip(found, expected) if one != other]
-        leg.different_steps = len(different) + abs(len(found) - len(expected))
-        if different:
-            leg.first_difference = f"{different[0][0]} instead of {different[0][1]}"
+        differences = [
+            f"{found_line} instead of {expected_line}"
+            for found_line, expected_line in zip(found, expected)
+            if found_line != expected_line
+        ]
+        leg.different_steps = len(differences) + abs(len(found) - len(expected))
+        if differences:
+            leg.first_difference = differences[0]
         self.progress.write()
 
     def _config(self, run_dir: Path, every_steps: int = EVERY_STEPS) -> Path:
-        """Write the config of a run and return its file."""
+        """Write the config of a run beside its folder, and return the path of the file.
+
+        Args:
+            run_dir: the run folder.
+            every_steps: steps between two checkpoints.
+        """
         settings = {**run_settings(), "checkpoint.every_steps": every_steps}
         return write_tiny_config(run_dir.with_suffix(".yaml"), run_dir, f"{self.folder}/corpus", **settings)
 
-    def _place(self, planned: PlannedLeg, stack: contextlib.ExitStack) -> list[str]:
-        """Return the overrides of the config that give the data of a leg their place; `stack` ends what that needs."""
+    def _prepare_place(self, planned: PlannedLeg, stack: contextlib.ExitStack) -> list[str]:
+        """Prepare the place of a leg's data, and return the overrides of config keys that make the run use it.
+
+        "local" needs nothing, "disk" mounts the small disk, and "s3" resets the proxy of the S3 service.
+
+        Args:
+            planned: plan of the leg.
+            stack: unmounts the small disk when it is closed.
+
+        Raises:
+            RuntimeError: the place is "s3", and the block of `s3_service` is not active.
+        """
         if planned.place == "local":
             return []
         first = self.run_dir / CHECKPOINTS_DIR
@@ -165,7 +232,11 @@ class Campaign:
 
     @contextlib.contextmanager
     def s3_service(self, kind: str) -> Iterator[None]:
-        """Run an S3 service with the corpus, and the proxy in front of it, for the length of the block."""
+        """Run an S3 service with the corpus in a bucket, and a faulty proxy in front of it, during a `with` block.
+
+        Args:
+            kind: "radosgw" or "moto".
+        """
         with running_s3(kind) as server:
             os.environ.update(server.env)
             self.bucket = make_bucket(*server, "faults")
@@ -185,7 +256,7 @@ class Campaign:
 
 
 def run_settings() -> dict[str, object]:
-    """Return the settings that both runs of the drill share."""
+    """Return the config keys and values that both runs of the drill share."""
     return {
         "train.num_steps": _SPARE_STEPS,
         "train.micro_batch": 4,
@@ -201,43 +272,69 @@ def run_settings() -> dict[str, object]:
 
 
 def write_data(folder: Path) -> None:
-    """Write the corpus of the drill into its folder, in a fork, because a store may start threads."""
+    """Write the corpus of the drill into its folder.
+
+    A forked process does it, because a store may start threads, with which this process could not fork safely later.
+
+    Raises:
+        RuntimeError: the corpus could not be written.
+    """
     _run_fork(lambda: _write_corpus(f"{folder}/corpus", None), folder / "corpus.log")
 
 
 def measure_first_losses(folder: Path) -> list[list[float]]:
-    """Return loss and gradient norm of the first 20 steps of a run of 2 ranks on this CPU, made in an empty folder."""
+    """Train a run of 2 ranks for 20 steps on this CPU, and return [loss, gradient norm] of each step.
+
+    Args:
+        folder: an empty folder except for the drill's corpus; the run is made in it.
+    """
     config = write_tiny_config(folder / "first.yaml", folder / "first", f"{folder}/corpus", **run_settings())
     run_uninterrupted(config, [], 2, NUM_FIRST_STEPS, _REFERENCE_LIMIT_S)
     return [[record["loss"], record["grad_norm"]] for record in step_records(folder / "first")]
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint in a run folder, 0 if there is none."""
+    """Return the step of the newest committed checkpoint in a run folder; 0 if there is none."""
     folder = run_dir / CHECKPOINTS_DIR
-    return max((step for step, _, _ in committed(LocalStore(folder))), default=0) if folder.exists() else 0
+    if not folder.exists():
+        return 0
+    return max((step for step, _attempt, _folder in committed(LocalStore(folder))), default=0)
 
 
 def _lines_of(run_dir: Path, first_step: int, last_step: int) -> list[str]:
-    """Return what is compared of the steps after `first_step` up to `last_step`, one line for each step."""
+    """Return one line with loss, gradient norm and receipt for each step after `first_step` up to `last_step`."""
     return [line for line in compared_lines(run_dir) if first_step < json.loads(line)["step"] <= last_step]
 
 
 def _write_corpus(url: str, endpoint: str | None) -> int:
-    """Write the corpus of the drill; return 0, the exit code of the fork."""
+    """Write the corpus of the drill, and return 0 as the exit code of the forked process.
+
+    Args:
+        url: where the corpus is written, a folder or s3://BUCKET/PREFIX.
+        endpoint: URL of the S3 endpoint; None for a folder.
+    """
     write_corpus(url, _ROWS_PER_SHARD, endpoint_url=endpoint)
     return 0
 
 
 def _serve_proxy(upstream: str, port: int) -> int:
-    """Serve the proxy in this process until it is killed."""
+    """Serve the faulty proxy of an S3 service in this process until it is killed; it begins without faults.
+
+    Args:
+        upstream: URL of the S3 service.
+        port: port of the proxy on this machine.
+    """
     with FaultProxy(upstream, FaultPlan(rate=0.0), port) as proxy:
         proxy.serve_forever()
     return 0
 
 
 def _wait_for_proxy() -> None:
-    """Wait until the proxy answers."""
+    """Wait until the proxy answers.
+
+    Raises:
+        OSError: it does not answer within 60 s.
+    """
     deadline = time.monotonic() + 60.0
     while True:
         try:
@@ -250,7 +347,15 @@ def _wait_for_proxy() -> None:
 
 
 def _run_fork(act: Callable[[], int], output: Path) -> None:
-    """Call a function in a fork and wait for its end."""
+    """Call a function in a forked process, and wait until that process has ended.
+
+    Args:
+        act: returns the exit code of the process.
+        output: file to which the output of the process is appended.
+
+    Raises:
+        RuntimeError: the exit code is not 0; the message has the end of the output.
+    """
     _, status = os.waitpid(fork(act, output, {}), 0)
     if status:
         raise RuntimeError(f"a part of the drill failed: {output.read_text(errors='replace')[-3000:]}")

@@ -1,8 +1,12 @@
-"""Runs whose processes are forks of this one, which has imported torch and DeepSpeed: a start takes about a second.
+"""Start the two runs of the long drill in forks of this process, so that a start takes about a second.
 
-A run with faults has a supervisor of the product and ranks of the product. Only the program between them, DeepSpeed's
-launcher, is replaced: by a process that forks the ranks and waits for them. The uninterrupted run has no supervisor.
-report.html, which the end of a start writes, is left out in both.
+This process has imported torch and DeepSpeed already, so its forks need not import them.
+
+How: the run with faults has the product's supervisor and the product's ranks. DeepSpeed's launcher, which is the
+program between them, is replaced by a process that forks the ranks and waits for them. The uninterrupted run has no
+supervisor.
+
+Limits: neither run writes report.html, which the product writes whenever the ranks end.
 """
 
 from __future__ import annotations
@@ -31,15 +35,16 @@ from launcher.chaos.drill import Drill
 from launcher.supervise import rank_main
 from launcher.supervise.rank_processes import RankProcesses
 
-COMMIT_FAULT = "kill-at-commit"  # file in the run folder; its content is "before" or "after"
+COMMIT_FAULT = "kill-at-commit"  # file in the run folder that makes rank 0 kill itself: "before" or "after" a commit
 _SIGNALS_OF_A_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.01
 
 
 class ForkedProcess:
-    """A child of this process, with those methods of `subprocess.Popen` that the product and the drill use."""
+    """Forked child of this process, with those methods of `subprocess.Popen` that the product and the drill use."""
 
     def __init__(self, pid: int) -> None:
+        """Represent the child process `pid`, which nothing else may wait for."""
         self.pid = pid
         self.returncode: int | None = None
 
@@ -52,32 +57,36 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process and return its exit code.
+        """Wait until the process has ended, and return its exit code, negative for a signal.
 
         Raises:
-            subprocess.TimeoutExpired: it does not end within `timeout` seconds.
+            subprocess.TimeoutExpired: the process does not end within `timeout` seconds; None means no limit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
+        while True:
+            code = self.poll()
+            if code is not None:
+                return code
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("fork", timeout or 0.0)
             time.sleep(_POLL_S)
-        return code
 
 
 class ForkedDrill(Drill):
-    """A run under a supervisor that is hit by faults, all of whose processes are forks of this process.
+    """Run under a supervisor that is hit by faults; all its processes are forks of this process.
 
-    The command is the one of `Drill`: Python, `-m launcher.supervise`, and its arguments.
+    It takes the same command as `Drill`, [PYTHON, "-m", "launcher.supervise", ARGUMENTS...], and uses the arguments
+    only.
     """
 
-    names: ProcessNames  # of this program; set before the first drill is created
+    names: ProcessNames  # changes what /proc shows of a fork; set it before the first drill is created
 
     def _start(self) -> Any:
-        """Start the supervisor of the run in a fork, and append its output to RUN_DIR.log."""
+        """Start the supervisor of the run in a forked process, and append its output to RUN_DIR.log."""
         arguments = list(self._command)[3:]
 
         def supervise() -> int:
+            """Run the supervisor in the forked process, and return its exit code."""
             os.setsid()
             _restore_signals()
             RankProcesses.start = _start_forks  # type: ignore[method-assign]
@@ -87,16 +96,20 @@ class ForkedDrill(Drill):
         return ForkedProcess(fork(supervise, self._output, {}))
 
     def stop(self) -> int:
-        """Let the run save and stop, as after SIGTERM; return the supervisor's exit code.
+        """Send SIGTERM to the supervisor, so that the run saves and stops, and return the supervisor's exit code.
 
         Raises:
-            Stuck: the supervisor does not end.
+            Stuck: the supervisor does not end within `PATIENCE_S`.
         """
         os.kill(self._supervisor.pid, signal.SIGTERM)
         return self.finish()
 
     def end_fault(self, kind: str) -> None:
-        """End a fault that would last, after which the run got stuck; the run is killed first."""
+        """Kill the run after a fault that left it stuck, and undo the fault if it lasts.
+
+        Args:
+            kind: the kind of the fault.
+        """
         self.close()
         (self._run_dir / COMMIT_FAULT).unlink(missing_ok=True)
         undo = self._faults[kind].undo
@@ -105,20 +118,24 @@ class ForkedDrill(Drill):
 
     @property
     def step(self) -> int:
-        """The number of steps that the run has done, by the last heartbeat of rank 0."""
+        """Number of steps that the run has done, from the last heartbeat of rank 0; 0 before the first heartbeat."""
         beat = self._beat()
         return 0 if beat is None else beat.step
 
 
 def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_step: int, limit_s: float) -> None:
-    """Train from the newest checkpoint until `last_step`, save, and stop.
+    """Train a run from its newest checkpoint up to step `last_step` without a supervisor, save, and stop.
 
     Args:
-        config: config file of the run; the output of its ranks is appended to the file with the suffix .log.
+        config: config file of the run. The output of the ranks is appended to the file of the same name with the
+            suffix .log.
         overrides: overrides of config keys, KEY=VALUE.
         ranks: number of ranks.
-        last_step: steps that the run has done afterwards; more than it has done before.
+        last_step: number of steps that the run has done afterwards; it must be more than the run has done before.
         limit_s: seconds after which the ranks are aborted.
+
+    Raises:
+        RuntimeError: a rank did not end with exit code 75; the message has the end of the output.
     """
     arguments = ["--config", str(config)]
     for override in overrides:
@@ -126,21 +143,30 @@ def run_uninterrupted(config: Path, overrides: Sequence[str], ranks: int, last_s
     variables = _rank_variables(ranks, free_port())
 
     def train() -> int:
-        os.setsid()  # as the run with faults: Ctrl-C in the terminal reaches only the drill
+        """Run one rank in the forked process, and return its exit code."""
+        os.setsid()  # As in the run with faults, Ctrl-C in the terminal then reaches only the drill.
         _stop_after(last_step)
         launcher.pretrain._write_report = lambda run_dir: None
         return launcher.pretrain.main(arguments)
 
     output = config.with_suffix(".log")
-    pids = {fork(train, output, {**variables, "RANK": str(n), "LOCAL_RANK": str(n)}): n for n in range(ranks)}
-    codes = wait_for(pids, limit_s)
+    rank_of_pid = {}
+    for rank in range(ranks):
+        pid = fork(train, output, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        rank_of_pid[pid] = rank
+    codes = wait_for(rank_of_pid, limit_s)
     if set(codes.values()) != {75}:
         end = output.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"the uninterrupted run ended with {codes} before step {last_step}: {output}\n{end}")
 
 
 def _rank_variables(ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables that DeepSpeed's launcher sets for all ranks of one node."""
+    """Return the environment variables that DeepSpeed's launcher sets equally for all ranks of a run on one node.
+
+    Args:
+        ranks: number of ranks.
+        port: port on this machine at which the ranks meet.
+    """
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),
@@ -150,28 +176,38 @@ def _rank_variables(ranks: int, port: int) -> dict[str, str]:
 
 
 def _stop_after(last_step: int) -> None:
-    """Let this rank receive SIGTERM when it begins the last of so many steps, so that the run stops after it."""
+    """Make this rank send itself SIGTERM during step number `last_step`, so that the run saves and stops after it.
+
+    It replaces `Trainer._run_step` in this process.
+    """
     run_step = Trainer._run_step
 
-    def stopping(trainer: Trainer, step: int, *arguments: Any) -> Any:
+    def run_step_and_stop(trainer: Trainer, step: int, *arguments: Any) -> Any:
+        """Run a step; raise SIGTERM first if it is the last one. `step` is the number of steps done before."""
         if step + 1 == last_step:
             signal.raise_signal(signal.SIGTERM)
         return run_step(trainer, step, *arguments)
 
-    Trainer._run_step = stopping  # type: ignore[method-assign]
+    Trainer._run_step = run_step_and_stop  # type: ignore[method-assign]
 
 
 def _restore_signals() -> None:
-    """Give the signals the handlers that a program has when it is started."""
+    """Set the handlers of all signals that the drill sends to those that a newly started Python program has."""
     for number in (*_SIGNALS_OF_A_STOP, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _start_forks(self: RankProcesses, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start the ranks as forks of this supervisor; takes the place of `RankProcesses.start`.
+    """Start the ranks in forks of this supervisor; this function replaces `RankProcesses.start`.
 
-    The supervisor shows the mark of its processes while it forks, so that they have it from their beginning.
+    A supervisor finds its processes by a variable in /proc/PID/environ (`MARK`). During the fork the supervisor itself
+    shows the variable there, so that the child shows it from its first moment.
+
+    Args:
+        self: the processes of this start of the ranks.
+        command: the command of DeepSpeed's launcher, from `Placement.command`; its options are used.
+        environment: environment variables for the ranks.
     """
     names = ForkedDrill.names
     self.started = time.monotonic()
@@ -185,7 +221,15 @@ def _start_forks(self: RankProcesses, command: Sequence[str], environment: Mappi
 
 
 def _launch(names: ProcessNames, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Fork the ranks that a command of `Placement.command` starts, and wait for them; the process then ends."""
+    """Do what DeepSpeed's launcher does, in this forked process: fork the ranks, wait for them, and end.
+
+    Like that launcher, the process ignores the signals that ask a run to stop.
+
+    Args:
+        names: changes the command line and the variables that /proc shows of this process and of the ranks.
+        command: the command of DeepSpeed's launcher, from `Placement.command`.
+        environment: environment variables for the ranks, with `MARK`.
+    """
     with _end_of_process():
         os.setsid()
         _close_files()
@@ -198,10 +242,10 @@ def _launch(names: ProcessNames, command: Sequence[str], environment: Mapping[st
         arguments = list(command[command.index("launcher.supervise.rank_main") + 1 :])
         os.environ.update(variables)
         for rank in range(ranks):
-            own = {MARK: variables[MARK], "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            names.set_variables(own)
+            rank_variables = {MARK: variables[MARK], "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            names.set_variables(rank_variables)
             if os.fork() == 0:
-                _run_rank(names, own, arguments)
+                _run_rank(names, rank_variables, arguments)
         names.set_variables({MARK: variables[MARK]})
         for _ in range(ranks):
             os.wait()
@@ -209,20 +253,26 @@ def _launch(names: ProcessNames, command: Sequence[str], environment: Mapping[st
 
 
 def _run_rank(names: ProcessNames, variables: Mapping[str, str], arguments: Sequence[str]) -> NoReturn:
-    """Run one rank in this process, which then ends with its exit code."""
+    """Run one rank in this forked process, and end the process with the rank's exit code, 1 after an exception.
+
+    Args:
+        names: changes the command line that /proc shows of this process.
+        variables: environment variables of this rank only, with `MARK`.
+        arguments: arguments of `launcher.supervise.rank_main`.
+    """
     code = 1
     with _end_of_process():
         names.set_command("rank_main", "--state")
         os.environ.update(variables)
         run_dir = Path(variables[MARK].rpartition("#")[0])
-        _await_kill_at_commit(run_dir)
+        _prepare_kill_at_commit(run_dir)
         code = rank_main.main(arguments)
     os._exit(code)
 
 
 @contextlib.contextmanager
 def _end_of_process() -> Any:
-    """Print an exception as a traceback, and flush the output; nothing leaves this block as an exception."""
+    """Print an exception of the `with` block as a traceback instead of raising it, and flush stdout and stderr."""
     try:
         yield
     except BaseException:  # noqa: BLE001  (a fork must not return into the supervisor)
@@ -233,27 +283,36 @@ def _end_of_process() -> Any:
 
 
 def _option(command: Sequence[str], name: str) -> str:
-    """Return the value of an option of a command."""
+    """Return the word that follows the option `name` in a command.
+
+    Raises:
+        ValueError: the command does not contain the option.
+    """
     return command[command.index(name) + 1]
 
 
 def _close_files() -> None:
-    """Close all files but stdin, stdout and stderr, as a new program does: among them the supervisor's locks."""
+    """Close all files except stdin, stdout and stderr, as happens when a program is started.
+
+    Otherwise this fork would keep the supervisor's locks after the supervisor has ended.
+    """
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with contextlib.suppress(OSError):
                 os.close(int(name))
 
 
-def _await_kill_at_commit(run_dir: Path) -> None:
-    """Kill this process at its next commit of a checkpoint, right before or after it, if the drill has asked for it.
+def _prepare_kill_at_commit(run_dir: Path) -> None:
+    """Replace `os.link` so that this process kills itself when it commits a checkpoint, if the drill requests that.
 
-    The file COMMIT_FAULT in the run folder asks for it. A commit links the manifest into the folder of a checkpoint.
+    The drill requests it with the file COMMIT_FAULT in the run folder, which holds "before" or "after" and is deleted
+    by the kill. A commit is the moment at which the manifest is linked into the folder of a checkpoint.
     """
     link = os.link
     request = run_dir / COMMIT_FAULT
 
-    def linking(source: Any, target: Any, **options: Any) -> None:
+    def link_or_die(source: Any, target: Any, **options: Any) -> None:
+        """Link a file; kill this process right before or right after that, if the link is a requested commit."""
         moment = ""
         if str(target).endswith(f"/{MANIFEST}") and request.exists():
             moment = request.read_text()
@@ -264,4 +323,4 @@ def _await_kill_at_commit(run_dir: Path) -> None:
         if moment == "after":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    os.link = linking  # type: ignore[assignment]
+    os.link = link_or_die  # type: ignore[assignment]

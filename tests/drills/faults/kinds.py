@@ -1,6 +1,7 @@
-"""The kinds of faults of the long drill, and where the legs of its run keep their data.
+"""List the kinds of faults of the long drill, and plan the legs of its run.
 
-A leg is a stretch of the run with a fixed number of ranks and a fixed place of its data:
+A leg is a stretch of the run with a fixed number of ranks and a fixed place of its data. The place determines which
+kinds of faults the leg has:
 
     local   corpus and checkpoints in folders: all kinds of `launcher.chaos` except `disk`, and `commit`
     s3      the corpus and a second copy of each checkpoint on an S3 service behind a proxy: the faults of that service
@@ -30,6 +31,7 @@ from launcher.chaos.victim import Act, Victim
 Place = Literal["local", "s3", "disk"]
 
 S3_PREFIX = "s3-"
+# Name of a fault without the prefix -> what the proxy does to a request (support/fault_server.py).
 _S3_FAULTS = {
     "slowdown": ("slowdown",),
     "reset": ("reset",),
@@ -39,14 +41,14 @@ _S3_FAULTS = {
     "expired": ("expired",),
     "lost": ("lost",),
     "away": ("away",),
-    # Only objects whose digest shows a wrong byte, and objects that are known to exist when they are requested.
+    # A changed byte is noticed only in objects with a digest. "No such object" is a fault only if the object exists.
     "flip": ("flip:.tar", "flip:.safetensors"),
     "missing": ("missing:.tar", "missing:.safetensors"),
 }
-_MOST_IN_A_ROW = 3  # an operation has more tries
-_STALL_S = 0.3
-_HIT_PATIENCE_S = 60.0  # until a request is hit
-_COMMIT_PATIENCE_S = 60.0  # until a checkpoint is committed
+_MOST_IN_A_ROW = 3  # requests that are hit one after another; the product tries an operation more often than that
+_STALL_S = 0.3  # how long the proxy delays an answer for the fault "stall"
+_HIT_PATIENCE_S = 60.0  # how long the drill waits until a request is hit
+_COMMIT_PATIENCE_S = 60.0  # how long the drill waits until a checkpoint is committed
 _POLL_S = 0.02
 _KILLS = ("kill", "commit", "power", "supervisor", "usr2")
 # Number of ranks and place of the legs, repeated: most have two ranks, and the number goes 1 -> 2 -> 4 -> 2.
@@ -62,21 +64,25 @@ _LEGS: tuple[tuple[int, Place], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFault:
-    """One fault of the plan. When it comes is counted from the end of the fault before it."""
+    """Fault in the plan of a leg, with its moment relative to the fault before it.
 
-    kind: str
-    steps: int  # steps that the run must have done since then
-    in_save: bool  # whether to wait until a checkpoint is being written
+    The fault is inflicted `delay` step times after the run has done `steps` steps since it recovered from the fault
+    before or, for the first fault, since the leg began. With `in_save`, it also waits for the next save.
+    """
+
+    kind: str  # a key of ALL_FAULTS
+    steps: int  # steps that the run must do first
+    in_save: bool  # whether to wait, after these steps, until a checkpoint is being written
     delay: float  # further delay, in units of the run's step time
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLeg:
-    """A stretch of the run with a fixed number of ranks, and its faults in their order."""
+    """Plan of one leg: a stretch of the run with a fixed number of ranks and a fixed place of its data."""
 
-    ranks: int
-    place: Place
-    faults: tuple[PlannedFault, ...]
+    ranks: int  # number of ranks
+    place: Place  # where the data of the run are; it determines the kinds of faults
+    faults: tuple[PlannedFault, ...]  # in the order in which they are inflicted
 
 
 def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_disk: bool) -> list[PlannedLeg]:
@@ -111,7 +117,10 @@ def plan_legs(seed: int, count: int, faults_per_leg: int, every_steps: int, has_
 
 
 def kinds_of(place: Place) -> list[str]:
-    """Return the kinds of faults of a leg."""
+    """Return the kinds of faults that a leg with this place of its data can have, as keys of ALL_FAULTS.
+
+    A kind that is listed twice is planned twice as often.
+    """
     if place == "s3":
         return [*(f"{S3_PREFIX}{name}" for name in _S3_FAULTS), *_KILLS]
     if place == "disk":
@@ -120,15 +129,23 @@ def kinds_of(place: Place) -> list[str]:
 
 
 def _shuffled(kinds: list[str], draw: random.Random) -> list[str]:
-    """Return the kinds in random order, so that a leg with fewer faults than kinds does not always have the first."""
+    """Return the kinds in random order.
+
+    A leg with fewer faults than there are kinds uses the first ones only; the order makes them others in each leg.
+    """
     return draw.sample(kinds, len(kinds))
 
 
 def _kill_at_commit(victim: Victim, draw: random.Random) -> str:
-    """Let rank 0 kill itself right before or after its next commit of a checkpoint, and wait until it has done so.
+    """Make rank 0 kill itself right before or right after its next commit of a checkpoint, and wait for the commit.
+
+    The request is a file in the run folder, which the rank reads and deletes (forked_run.py).
+
+    Returns:
+        "rank 0 before a commit" or "rank 0 after a commit".
 
     Raises:
-        Stuck: no checkpoint was committed.
+        Stuck: no checkpoint was committed for 60 s.
     """
     moment = draw.choice(["before", "after"])
     request = victim.run_dir / COMMIT_FAULT
@@ -144,31 +161,43 @@ def _kill_at_commit(victim: Victim, draw: random.Random) -> str:
 
 
 class FaultyService:
-    """The proxy in front of an S3 service, a process of its own, as the drill controls it."""
+    """Controls of the proxy that injects faults into requests to an S3 service; the proxy is a process of its own."""
 
     endpoint_url = ""  # set before the first leg with S3
 
     @classmethod
     def set_plan(cls, **plan: object) -> None:
-        """Let the proxy inject faults by a new `FaultPlan` with these fields."""
+        """Replace the plan by which the proxy injects faults, and its count of faults.
+
+        Args:
+            **plan: fields of the new `FaultPlan` (support/fault_server.py).
+        """
         request = urllib.request.Request(f"{cls.endpoint_url}/-/plan", json.dumps(plan).encode(), method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
 
     @classmethod
     def num_hits(cls) -> int:
-        """Return how many requests the proxy has hit since `set_plan` was called."""
+        """Return into how many requests the proxy has injected a fault since `set_plan` was called.
+
+        Raises:
+            OSError: the proxy does not answer.
+        """
         with urllib.request.urlopen(f"{cls.endpoint_url}/-/faults", timeout=30) as answer:
             return sum(json.load(answer).values())
 
 
 def _hit_requests(kinds: tuple[str, ...]) -> Act:
-    """Return the action of a fault that hits up to three of the next requests to S3."""
+    """Return a function that makes the proxy inject faults into up to three requests to S3, for `Fault.act`.
+
+    Args:
+        kinds: kinds of faults of the proxy, of which it chooses one for each request.
+    """
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Let the proxy hit requests; wait until one was hit.
+        """Make the proxy inject faults into the next requests, and wait until one was hit; return the largest number.
 
         Raises:
-            Stuck: no request was hit.
+            Stuck: no request was hit for 60 s.
         """
         most = draw.randint(1, _MOST_IN_A_ROW)
         FaultyService.set_plan(
@@ -185,7 +214,7 @@ def _hit_requests(kinds: tuple[str, ...]) -> Act:
 
 
 def _s3_faults() -> Mapping[str, Fault]:
-    """Return the kinds of faults of an S3 service by their names."""
+    """Return the faults of an S3 service: name, such as "s3-reset" -> fault."""
     return {
         f"{S3_PREFIX}{name}": Fault(act=_hit_requests(kinds), then="goes on", code=None)
         for name, kinds in _S3_FAULTS.items()

@@ -1,8 +1,8 @@
-"""Give a forked process the environment and the command line that other processes see in /proc.
+"""Change the environment variables and the command line that /proc shows of a forked process.
 
 The supervisor and the drill find the processes of a run by variables in /proc/PID/environ and by words in
-/proc/PID/cmdline. The kernel reads both from memory that a program gets when it is started, so a process that was only
-forked shows those of the program. This module writes over that memory.
+/proc/PID/cmdline. The kernel reads both from memory of the process, into which it wrote them when the program was
+started. A fork has a copy of this memory, so it shows the same as its parent. This module overwrites that memory.
 
 Limits: Linux only. The program must be started with an environment that has room (`start_again_with_room`).
 """
@@ -17,18 +17,19 @@ from pathlib import Path
 
 _ROOM_VARIABLE = "ELECTRA_DIST_DRILL_ROOM"
 _ROOM_BYTES = 2000
-# Fields of /proc/self/stat, counted from the one after the command's name, which stands in parentheses.
+# Indices of fields in /proc/self/stat, counted from the field after the command's name in parentheses.
 _ARGUMENTS_BEGIN, _ARGUMENTS_END, _ENVIRONMENT_BEGIN, _ENVIRONMENT_END = range(45, 49)
 
 
 class ProcessNames:
-    """The memory of this program from which /proc shows its environment and its command line.
+    """Access to the memory from which /proc shows the environment and the command line of this process.
 
-    Create it once, before forks. The methods change the process that calls them.
+    Create one object before the first fork. Forks inherit it; each method changes what /proc shows of the process that
+    calls it.
     """
 
     def __init__(self) -> None:
-        """Find the memory.
+        """Find the addresses of that memory.
 
         Raises:
             ValueError: the program was not started by `start_again_with_room`.
@@ -41,21 +42,25 @@ class ProcessNames:
         self._room_at = environment_at + environment.index(f"{_ROOM_VARIABLE}=".encode())
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Show these variables in /proc/PID/environ, in place of those of an earlier call."""
+        """Make /proc/PID/environ show these variables instead of those of the last call; others are still shown.
+
+        The environment that this process itself reads (`os.environ`) is not changed. There is room for 2,000 bytes.
+        """
         entries = "\0".join(f"{name}={value}" for name, value in variables.items()).encode()
         assert len(entries) < _ROOM_BYTES, variables
         ctypes.memmove(self._room_at, entries.ljust(_ROOM_BYTES, b"\0"), _ROOM_BYTES)
 
     def set_command(self, *words: str) -> None:
-        """Show these words in /proc/PID/cmdline, as far as there is room for them."""
+        """Make /proc/PID/cmdline show these words; they are cut to the length of the original command line."""
         command = "\0".join(words).encode()[: self._arguments_size - 1]
         ctypes.memmove(self._arguments_at, command.ljust(self._arguments_size, b"\0"), self._arguments_size)
 
 
 def start_again_with_room() -> None:
-    """Replace this program by itself with room in its environment, unless it has that already.
+    """Start this program again with a long variable in its environment, which `ProcessNames` can overwrite.
 
-    Call it before anything is imported that takes time.
+    The new program replaces this process. There, the call removes the variable from `os.environ` and returns. Call it
+    before slow imports, because they are repeated.
     """
     if os.environ.pop(_ROOM_VARIABLE, None) is None:
         environment = {**os.environ, _ROOM_VARIABLE: "x" * _ROOM_BYTES}

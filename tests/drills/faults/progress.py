@@ -1,11 +1,12 @@
-"""What the long drill keeps in its folder, so that it can be interrupted at any moment and continued.
+"""Keep the progress of the long drill in its folder, so that it can be interrupted at any moment and continued.
 
     drill.json       seed, number of faults, the losses of the first 20 steps on this CPU, and the legs so far
     hits.jsonl       one line for each fault, with its leg
     run/             the run that is hit;  run.log, run.yaml beside it
     reference/       the uninterrupted run;  reference.log, reference.yaml beside it
 
-A leg is written to drill.json when it begins and when both runs have reached its end and were compared.
+A leg is a stretch of the run with a fixed number of ranks. drill.json is written when a leg begins, when the run with
+faults has reached its end, and when both runs were compared.
 """
 
 from __future__ import annotations
@@ -25,56 +26,60 @@ _HITS = "hits.jsonl"
 
 @dataclass(kw_only=True)
 class Leg:
-    """A stretch of the run with a fixed number of ranks, as far as it has come."""
+    """Record of one leg: a stretch of the run with a fixed number of ranks and a fixed place of its data."""
 
-    number: int  # of the planned leg, from 0; one that was interrupted is continued as a new leg of the same number
-    ranks: int
-    place: str
-    first_step: int  # steps done before it
-    last_step: int | None = None  # steps done after it; None: not at its end yet
-    different_steps: int | None = None  # steps that differ from the uninterrupted run's; None: not compared yet
-    first_difference: str = ""
+    number: int  # of the planned leg, from 0; one that ended early is continued as a new leg of the same number
+    ranks: int  # number of ranks
+    place: str  # "local", "s3" or "disk", see kinds.py
+    first_step: int  # steps done before the leg
+    last_step: int | None = None  # steps done at the end of the leg; None: the leg has not ended
+    different_steps: int | None = None  # how many steps differ from the uninterrupted run; None: not compared yet
+    first_difference: str = ""  # both values of the first step that differs; "" if there is none
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """The drill as far as it has come."""
+    """Progress of the long drill: its settings, and the records of legs and faults so far."""
 
-    folder: Path
+    folder: Path  # folder of the drill
     seed: int
-    count: int
-    first_losses: list[Any]
-    seconds: float = 0.0  # wall-clock time so far, the comparison included
-    legs: list[Leg] = field(default_factory=list)
-    hits: list[Hit] = field(default_factory=list)
+    count: int  # number of faults of the whole drill
+    first_losses: list[Any]  # [loss, gradient norm] of the first 20 steps of a run on the CPU of this drill
+    seconds: float = 0.0  # wall-clock time so far, including the comparisons
+    legs: list[Leg] = field(default_factory=list)  # in the order in which they began
+    hits: list[Hit] = field(default_factory=list)  # results of the faults, in order
 
     def write(self) -> None:
-        """Write everything but the hits, by an atomic replacement."""
+        """Write everything except the faults to drill.json, by an atomic replacement."""
         tree = dataclasses.asdict(self)
         del tree["folder"], tree["hits"]
         with replacing(self.folder / _FILE) as out:
             out.write(json.dumps(tree, indent=1).encode())
 
     def add(self, hit: Hit) -> None:
-        """Append the result of a fault."""
+        """Append the result of a fault to `hits` and to the file hits.jsonl."""
         self.hits.append(hit)
         with (self.folder / _HITS).open("a") as out:
             out.write(json.dumps(dataclasses.asdict(hit)) + "\n")
 
     @property
     def open_leg(self) -> Leg | None:
-        """The leg that was begun and not compared yet."""
-        is_open = bool(self.legs) and self.legs[-1].different_steps is None
-        return self.legs[-1] if is_open else None
+        """The leg that has begun and was not compared yet; None if there is none."""
+        if not self.legs:
+            return None
+        newest = self.legs[-1]
+        return newest if newest.different_steps is None else None
 
     @property
     def step(self) -> int:
-        """Steps done when the last leg ended."""
-        return self.legs[-1].last_step or 0 if self.legs else 0
+        """Number of steps that the run had done at the end of the newest leg; 0 if there is none, or it has no end."""
+        if not self.legs:
+            return 0
+        return self.legs[-1].last_step or 0
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """Return what an earlier start of the drill has left in a folder; None if it left nothing."""
+    """Return the progress that earlier starts of the drill have written into a folder; None if there is none."""
     file = folder / _FILE
     if not file.exists():
         return None

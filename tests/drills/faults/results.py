@@ -19,7 +19,11 @@ from launcher.chaos.drill import Hit
 
 
 def make_record(progress: Progress) -> dict[str, Any]:
-    """Return the content of faults.json: what the drill did so far and what came of it, without its folder."""
+    """Return the content of faults.json: machine, versions, counts and times of the drill so far, and its verdicts.
+
+    `different_losses` is the number of steps that differ from the uninterrupted run, and `unexpected_reactions` has
+    one line for each fault to which the run reacted wrongly. `smoke` is True until all faults are made.
+    """
     bad = [hit for hit in progress.hits if hit.fault]
     return {
         "benchmark": "faults",
@@ -52,12 +56,12 @@ def make_record(progress: Progress) -> dict[str, Any]:
 
 
 def write_record(record: dict[str, Any], file: Path) -> None:
-    """Write a record as JSON."""
+    """Write a record from `make_record` to a file, as indented JSON."""
     file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def print_table(record: dict[str, Any]) -> None:
-    """Print counts and seconds to the next step by kind of fault, the legs, and the totals."""
+    """Print a record from `make_record`: a table with one line for each kind of fault, the legs, and the totals."""
     print(f"\n{'kind':14} {'faults':>6} {'next step s, median':>20} {'most':>7} {'repeated steps':>15}")
     for kind, row in record["kinds"].items():
         median, most = (_text(row[name]) for name in ("next_step_s_median", "next_step_s_most"))
@@ -75,12 +79,15 @@ def print_table(record: dict[str, Any]) -> None:
 
 
 def _by_kind(hits: Sequence[Hit]) -> dict[str, list[Hit]]:
-    """Return the faults of each kind, in the order of the names."""
+    """Return the results of the faults grouped by kind, sorted by the names of the kinds."""
     return {kind: [hit for hit in hits if hit.kind == kind] for kind in sorted({hit.kind for hit in hits})}
 
 
 def _summary(hits: Sequence[Hit]) -> dict[str, Any]:
-    """Return the number of faults of one kind, the seconds to the next new step, and the repeated steps."""
+    """Return the statistics of the faults of one kind: number, seconds to the next new step, and repeated steps.
+
+    The seconds are the median and the largest value; None if the run made no new step after any of the faults.
+    """
     seconds = [hit.recovery_s for hit in hits if hit.recovery_s is not None]
     return {
         "faults": len(hits),
@@ -97,5 +104,5 @@ def _ends_processes(hit: Hit) -> bool:
 
 
 def _text(seconds: float | None) -> str:
-    """Return seconds as text, "-" for None."""
+    """Return seconds with two decimals as a string; "-" for None."""
     return "-" if seconds is None else f"{seconds:.2f}"

@@ -249,7 +249,7 @@ class OperationLog:
             if kind is None:
                 return
             path = params["url_path"].partition("?")[0]
-            if model.name == "DeleteObjects":  # named by the first of the keys
+            if model.name == "DeleteObjects":  # The keys are in the body; the first one names the operation.
                 path = params["body"].decode().partition("<Key>")[2].partition("</Key>")[0]
             key = _RANDOM.sub("*", path.partition(self._s3_prefix)[2])
             part = params["query_string"].get("partNumber")

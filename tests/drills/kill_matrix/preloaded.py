@@ -1,4 +1,7 @@
-"""Import once, before any fork, what a rank imports only when an engine or an S3 client is made: 5 s."""
+"""Import, before any fork, the modules that a rank imports only when it makes an engine or an S3 client.
+
+The imports take 5 s, which each fork then saves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ import electra_dist.train.pretrain_rank  # noqa: F401
 
 
 def prepare_forks() -> None:
-    """Find DeepSpeed's operations, for which it starts compilers (0.4 s), and let forks share what is imported."""
+    """Prepare this process for forks that train: do work that every rank would repeat, and share its memory.
+
+    DeepSpeed looks for its compatible operations with compilers that it starts, which takes 0.4 s. The result is kept.
+    """
     deepspeed.ops.__compatible_ops__  # noqa: B018
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # The garbage collector of a fork then leaves these objects alone, so their memory stays shared.

@@ -231,7 +231,7 @@ def wait_for(ranks: Mapping[int, int], limit_s: float = PATIENCE_S) -> dict[int,
 
     Args:
         ranks: process id -> rank.
-        limit_s: seconds after which the processes are aborted.
+        limit_s: seconds after which the processes that still run are aborted.
 
     Returns:
         rank -> exit code; negative: the signal that ended it.

@@ -114,7 +114,10 @@ def test_a_torn_tail_is_the_beginning_of_a_line_after_all_whole_lines(tmp_path: 
         (victim.run_dir / name).write_bytes(lines)
         FAULTS[kind].act(victim, random.Random(seed))
         whole, tail = (victim.run_dir / name).read_bytes().split(lines)
-        assert whole == b"" and tail and b'{"step": 2}'.startswith(tail) and len(tail) < len(b'{"step": 2}')
+        assert whole == b""
+        assert tail
+        assert b'{"step": 2}'.startswith(tail)
+        assert len(tail) < len(b'{"step": 2}')
 
 
 def test_a_stolen_lease_is_lost_to_its_owner_and_can_be_taken_once_it_is_returned(tmp_path: Path) -> None:
@@ -218,7 +221,7 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
 def test_a_rank_that_only_an_earlier_start_had_does_not_delay_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 ended in the first start, and the second one has rank 0 alone."""
+    """The first start of the ranks had ranks 0 and 1, the second one has only rank 0."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint", "step": 4, "attempt": 2}

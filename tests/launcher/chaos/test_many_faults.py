@@ -1,4 +1,4 @@
-"""The drill that hits one run with thousands of faults: a sample of it, its plan, its progress, its comparison."""
+"""Check the drill that hits one run with thousands of faults: a sample of it, its plan, progress and comparison."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FIRST_LOSSES = [[5.7, 8.1], [5.6, 7.9]]
 
 
 def test_a_sampled_run_with_faults_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Eight faults, the first five in a leg of two ranks and the others in one of one rank.
+    """The first five faults hit a leg of two ranks, the other three a leg of one rank.
 
-    Not among them is a hang, which takes seconds to be noticed.
+    The seed is one whose sample has no hang, because a hang takes seconds until it is noticed.
     """
     command = [sys.executable, str(REPOSITORY / "tests" / "drills" / "faults"), "--state", str(tmp_path / "state")]
     command += ["--count", "8", "--leg", "5", "--seed", "871"]
@@ -33,8 +33,10 @@ def test_a_sampled_run_with_faults_equals_the_uninterrupted_one(tmp_path: Path) 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     record = json.loads((tmp_path / "state" / "faults.json").read_text())
     kinds = {"commit", "missing", "launcher", "ledger", "lease", "pause", "supervisor", "usr2"}
-    assert record["faults"] == 8 and record["kinds"].keys() == kinds
-    assert record["different_losses"] == 0 and record["unexpected_reactions"] == []
+    assert record["faults"] == 8
+    assert record["kinds"].keys() == kinds
+    assert record["different_losses"] == 0
+    assert record["unexpected_reactions"] == []
     assert record["process_ends"] == 7  # all but `pause`
     assert [leg["ranks"] for leg in record["legs"]] == [2, 1]
     # Read without the code of the drill: each step once in both runs, with equal losses.
@@ -44,7 +46,7 @@ def test_a_sampled_run_with_faults_equals_the_uninterrupted_one(tmp_path: Path) 
 
 
 def _losses(run_dir: Path) -> list[tuple[int, float, str]]:
-    """Return step, loss and receipt of each record of a run."""
+    """Return (step, loss, receipt) of each record in a run's metrics.jsonl."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["loss"], record["receipt"]) for record in records]
 
@@ -54,12 +56,15 @@ def test_the_plan_of_the_whole_drill_has_every_kind_and_enough_ends_of_processes
     assert legs == plan_legs(1, 2000, 40, 4, has_disk=True) != plan_legs(2, 2000, 40, 4, has_disk=True)
     faults = [fault for leg in legs for fault in leg.faults]
     counts = Counter(fault.kind for fault in faults)
-    assert len(faults) == 2000 and counts.keys() == ALL_FAULTS.keys() and min(counts.values()) >= 20
+    assert len(faults) == 2000
+    assert counts.keys() == ALL_FAULTS.keys()
+    assert min(counts.values()) >= 20
     ends = [fault for fault in faults if ALL_FAULTS[fault.kind].then != "goes on"]
     assert len(ends) >= 800
     assert {leg.ranks for leg in legs} == {1, 2, 4}
     ranks_text = "".join(str(leg.ranks) for leg in legs)
-    assert "12" in ranks_text and "24" in ranks_text
+    assert "12" in ranks_text
+    assert "24" in ranks_text
     assert all(fault.kind != "disk" for leg in plan_legs(1, 400, 40, 4, has_disk=False) for fault in leg.faults)
 
 
@@ -88,7 +93,8 @@ def test_a_new_run_begins_on_a_cpu_that_computes_the_first_steps_otherwise(
     assert long_drill.begin_or_continue(tmp_path, seed=1, count=12).hits == []
     assert "this CPU computes the first 20 steps otherwise" in capsys.readouterr().out
     earlier = read_progress(tmp_path / "earlier-1")
-    assert earlier is not None and earlier.hits == first.hits
+    assert earlier is not None
+    assert earlier.hits == first.hits
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "drill.json", "earlier-1"]
 
 
@@ -96,7 +102,7 @@ def test_a_new_run_begins_on_a_cpu_that_computes_the_first_steps_otherwise(
 def test_one_changed_bit_in_a_step_of_the_leg_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed_step: int | None, different: int
 ) -> None:
-    """Steps 3 to 5 are those of the leg; both runs have more."""
+    """The leg has steps 3 to 5; both runs have recorded steps before and after them."""
     drill = Campaign(Progress(folder=tmp_path, seed=1, count=1, first_losses=[]))
     monkeypatch.setattr(campaign, "newest_step", lambda run_dir: 5)
     for run_dir, changed in ((drill.run_dir, changed_step), (drill.reference_dir, None)):
@@ -111,6 +117,6 @@ def test_one_changed_bit_in_a_step_of_the_leg_is_counted(
 
 
 def _record(step: int, loss: float) -> dict[str, object]:
-    """Return the fields of a training record that are compared."""
+    """Return a record of a training step with the fields that are compared, whose losses and norm are all `loss`."""
     losses = {"loss": loss, "mlm_loss": loss, "rtd_loss": loss, "grad_norm": loss}
     return {"kind": "train", "step": step, **losses, "receipt": f"{step:016x}"}

@@ -294,7 +294,8 @@ def test_a_run_that_has_not_begun_is_shown_with_the_reason(
         (run / name).unlink()
     write(run / "slurm" / "jobs.jsonl", [event("submit", 90, **record) for record in records])
     queue(monkeypatch)
-    assert "not begun (" in shown(run)[0] and words in shown(run)[0]
+    assert "not begun (" in shown(run)[0]
+    assert words in shown(run)[0]
 
 
 def test_one_step_that_waited_for_storage_does_not_set_the_remaining_time(run: Path):

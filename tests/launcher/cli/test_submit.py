@@ -157,7 +157,8 @@ def test_the_start_and_the_save_that_a_run_has_measured_count_for_its_time_limit
 def test_a_setup_file_that_is_missing_is_refused(tiny_config: MakeConfig, fake_sbatch: Path):
     command = ["submit", "--config", str(tiny_config("run")), "--nodes", "1", "--gpus-per-node", "1"]
     result = CliRunner().invoke(app, [*command, "--setup", "none.sh"])
-    assert isinstance(result.exception, UserError) and "--setup none.sh" in str(result.exception)
+    assert isinstance(result.exception, UserError)
+    assert "--setup none.sh" in str(result.exception)
     assert not fake_sbatch.exists()
 
 

@@ -56,11 +56,12 @@ def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path
 def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patience_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The first link of a chain would cancel all others for S3 that refuses connections for a minute."""
+    """Otherwise S3 that refuses connections for a minute would make the first job of a chain cancel all others."""
     num_failures = 2
     write_new = LocalStore.write_new
 
     def away_twice(self: LocalStore, key: str, data: bytes) -> bool:
+        """Raise StoreAway as often as `num_failures` is set to, and create the object after that."""
         nonlocal num_failures
         num_failures -= 1
         if num_failures >= 0:
@@ -75,7 +76,8 @@ def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patien
     findings = check_storage(config, "n1", Patience(60.0, note=lines.append))
     target = next(finding for finding in findings if "checkpoint target" in finding.what)
     assert target.severity == "ok"
-    assert "waiting up to 60 s for storage" in lines[0] and "cannot be reached" in lines[0]
+    assert "waiting up to 60 s for storage" in lines[0]
+    assert "cannot be reached" in lines[0]
     missing_corpus = next(finding for finding in findings if "corpus.json" in finding.what)
     assert missing_corpus.severity == "user error"  # at once: no wait brings it back
 

@@ -1,4 +1,4 @@
-"""The packages of a run on each node's own disk: packed once, unpacked whole or not at all."""
+"""Check that the packages of a run are packed once, and unpacked on a node's own disk completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.slurm.environment_archive import (
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
-    """The archive of an environment with one package, whose version is 3."""
+    """Path of the archive of an environment with one package, `staged_package`, whose VERSION is 3."""
     package = tmp_path / "site-packages" / "staged_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("VERSION = 3\n")
@@ -32,7 +32,13 @@ def archive(tmp_path: Path) -> Path:
 
 
 def stage(archive: Path, node_disk: Path, program: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the lines of the batch script on a simulated node; print PYTHONPATH, or run a Python program with it."""
+    """Run the staging lines of the batch script as on a node, and return the ended process with its output.
+
+    Args:
+        archive: path of the archive.
+        node_disk: folder that simulates the node's own disk; it is created if it is missing.
+        program: Python program to run with the resulting PYTHONPATH; "" prints PYTHONPATH.
+    """
     node_disk.mkdir(exist_ok=True)
     action = f"{sys.executable} -c '{program}'" if program else 'echo "$PYTHONPATH"'
     environment = {"PATH": os.environ["PATH"], "SLURM_TMPDIR": str(node_disk)}
@@ -45,7 +51,8 @@ def test_the_ranks_of_a_node_import_from_its_own_disk(archive: Path, tmp_path: P
     program = "import staged_package as s; print(s.VERSION, s.__file__)"
     done = stage(archive, node_disk, program)
     version, file = done.stdout.strip().split(" ", 1)
-    assert version == "3" and file.startswith(str(node_disk)), done.stderr
+    assert version == "3", done.stderr
+    assert file.startswith(str(node_disk)), done.stderr
     archive.unlink()  # The second start on the node does not read it.
     assert stage(archive, node_disk, program).stdout == done.stdout
 
@@ -59,7 +66,8 @@ def test_without_a_whole_copy_the_shared_packages_are_used(
     else:
         archive.write_bytes(content)
     done = stage(archive, tmp_path / "node")
-    assert done.returncode == 0 and done.stdout.strip() == ""
+    assert done.returncode == 0
+    assert done.stdout.strip() == ""
     (folder,) = (tmp_path / "node").iterdir()
     assert list(folder.iterdir()) == []
     assert folder.stat().st_mode & 0o077 == 0

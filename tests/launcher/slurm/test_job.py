@@ -234,7 +234,7 @@ def test_a_job_whose_config_names_another_run_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """Slurm starts a job in /tmp where its working folder is missing, and a relative run_dir is another one there."""
+    """Slurm starts a job in /tmp if its working folder is missing, where a relative run_dir is another folder."""
     config = tiny_config("run")
     config.write_text(config.read_text().replace(str(tmp_path / "run"), "run"))
     monkeypatch.chdir(tmp_path)
@@ -261,6 +261,7 @@ def test_bookkeeping_waits_for_a_run_folder_that_is_away_and_ends_with_75_when_i
     num_failures = 2
 
     def away(run_dir: Path, event: str, **details: Any) -> None:
+        """Raise StoreAway as often as `num_failures` is set to, and append the line after that."""
         nonlocal num_failures
         num_failures -= 1
         if num_failures >= 0:

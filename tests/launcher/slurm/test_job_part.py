@@ -1,4 +1,4 @@
-"""The part of the batch script that runs once per job, with fake commands of Slurm: outages, refusals, exit codes."""
+"""Check the part of the batch script that runs once per job, with fake Slurm commands that fail or refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support.small_disks import can_mount, small_disk
 from launcher.slurm.batch_script import SubmitRequest, batch_script
 
 JOB = "7"
-# Each fake appends its name and arguments to $CALLS; the file $FAILS/NAME holds how often it is still to fail, or a
-# word if it always fails. The file $FAILS/nodes holds what sinfo prints.
+# Each fake command appends its name and arguments to $CALLS. The file $FAILS/NAME holds how often the command NAME
+# will still fail, or "always". The file $FAILS/nodes holds what sinfo prints.
 FAKE = """#!/bin/bash
 name=$(basename "$0")
 echo "$name $*" >>"$CALLS"
@@ -37,8 +37,8 @@ sinfo*) cat "$FAILS/nodes" ;;
     [ ! -e "$FAILS/preempted" ] || echo 7 ;;
 esac
 """
-# Stands in for the interpreter: `begin` and `end` print and end as the test wants, a line of $VERDICT for each `end`,
-# the last one for all further ones.
+# Replaces the Python interpreter. `job begin` exits with $BEGIN_CODE, and `job end` with $END_CODE. The n-th `job end`
+# prints line n of $VERDICT, or the last line if there are fewer.
 PYTHON = """#!/bin/bash
 echo "python ${*:2}" >>"$CALLS"
 case "$*" in
@@ -52,21 +52,27 @@ esac
 
 @dataclasses.dataclass
 class FakeSlurm:
-    """Folder with fake commands, and the script of a run whose folder is `run`."""
+    """Fake Slurm: a folder with fake commands, and the methods that run a batch script with them."""
 
-    folder: Path
+    folder: Path  # bin/: the commands; fails/: which of them fail; run/: the run folder; calls: the calls so far
 
     @property
     def run(self) -> Path:
-        """Folder of the run."""
+        """The run folder."""
         return self.folder / "run"
 
     def fail(self, command: str, times: int | Literal["always"] = 1) -> None:
-        """Let a command fail so many times, or until its file is deleted."""
+        """Make the next calls of a command fail, or switch another fault on.
+
+        Args:
+            command: name of a command of Slurm; or "controller" (away), "slow" (srun takes 5 s), "no-standby" (no
+                standby job waits) or "preempted" (this job waits in the queue, too).
+            times: how many calls fail; "always" lasts until the test deletes the file fails/COMMAND.
+        """
         (self.folder / "fails" / command).write_text(str(times))
 
     def calls(self, word: str = "") -> list[str]:
-        """Return the calls of the fakes that contain a word, in order."""
+        """Return the command lines of all calls that contain `word`, oldest first, without `scontrol ping`."""
         file = self.folder / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if word in line and not line.endswith(" ping")]
@@ -81,8 +87,18 @@ class FakeSlurm:
         num_nodes: int = 1,
         spares: int = 0,
         **limits: int,
-    ):
-        """Start the script of a job on the nodes n1, n2 and so on; `limits` replace its times in seconds."""
+    ) -> subprocess.Popen[bytes]:
+        """Start the batch script of a job on the nodes n1, n2 and so on, and return its process.
+
+        Args:
+            verdict: what `job end` prints, one line for each start of the ranks.
+            chain: number of jobs of the chain; 0: no chain.
+            begin_code: exit code of `job begin`.
+            end_code: exit code of `job end`.
+            num_nodes: nodes on which the ranks run.
+            spares: spare nodes of the job.
+            **limits: `patience_s`, `retry_s` or `least_job_s` of the script, in seconds.
+        """
         request = SubmitRequest(
             run_dir=str(self.run),
             script_file=str(self.folder / "script.sh"),
@@ -119,17 +135,17 @@ class FakeSlurm:
         return subprocess.Popen(["bash", request.script_file], env=environment, stdout=subprocess.DEVNULL)
 
     def finish(self, verdict: str, chain: int = 0, **options: int) -> int:
-        """Run the script of a job to its end and return its exit code."""
+        """Run the batch script of a job until it ends, and return its exit code; takes the arguments of `start`."""
         return self.start(verdict, chain, **options).wait(60)
 
     def log(self) -> str:
-        """Return the log of the job."""
+        """Return the content of the job's log."""
         return (self.run / "slurm" / f"job-{JOB}.log").read_text()
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> FakeSlurm:
-    """Fake commands of Slurm, and a python that is none."""
+    """A folder with fake commands of Slurm and a fake Python interpreter; none of them fails yet."""
     for name in ("bin", "fails", "run"):
         (tmp_path / name).mkdir()
     for name in ("sbatch", "scontrol", "scancel", "sinfo", "squeue", "srun"):
@@ -166,7 +182,7 @@ def test_a_stop_on_purpose_is_no_failure_in_the_accounting_and_everything_else_i
 
 @pytest.mark.parametrize(("verdict", "is_requeued"), [(STOPPED, True), (CRASHED, True), ("stop|78||error", False)])
 def test_a_requeue_that_is_refused_at_first_is_repeated(slurm: FakeSlurm, verdict: str, is_requeued: bool):
-    slurm.fail("srun")  # srun's exit code counts for nothing
+    slurm.fail("srun")  # The script does not use srun's exit code.
     process = slurm.start(verdict)
     slurm.fail("scontrol", times=2)  # `show hostnames`, and one requeue
     process.wait(60)
@@ -214,7 +230,7 @@ def test_a_finished_run_cancels_the_jobs_that_wait(slurm: FakeSlurm, chain: int)
 def test_a_cancelled_job_cancels_its_standby_job_but_neither_itself_nor_a_chain(
     slurm: FakeSlurm, chain: int, cancelled: list[str]
 ):
-    """A preempted job receives the same signal and waits in the queue itself."""
+    """A preempted job receives the same signal as a cancelled one, and waits in the queue again."""
     slurm.fail("slow")
     slurm.fail("preempted")
     process = slurm.start("leave|75||the job was cancelled", chain)
@@ -270,7 +286,8 @@ def test_a_run_folder_that_is_read_only_when_a_job_begins_is_waited_for(slurm: F
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         process = slurm.start(STOPPED, chain=3)
         time.sleep(2)
-        assert process.poll() is None and not slurm.calls()
+        assert process.poll() is None
+        assert not slurm.calls()
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         assert process.wait(60) == 0
         assert [call.split()[0] for call in slurm.calls("launcher.slurm.job")] == ["python", "python"]
@@ -286,7 +303,7 @@ def test_a_run_folder_that_stays_read_only_costs_no_link(slurm: FakeSlurm):
 
 
 def steps(slurm: FakeSlurm) -> list[str]:
-    """Return the nodes of each step that the script has started, separated by commas."""
+    """Return, for each srun that has started ranks, the names of its nodes, separated by commas; oldest first."""
     calls = [call for call in slurm.calls("srun") if call.endswith(" node")]
     return [call.partition("--nodelist=")[2].split()[0] for call in calls]
 

@@ -1,4 +1,4 @@
-"""A sweep is one run for each combination of values, each in a folder of its own."""
+"""Check that a sweep is one run for each combination of values, each with a run folder of its own."""
 
 from __future__ import annotations
 

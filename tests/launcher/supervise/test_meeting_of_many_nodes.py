@@ -1,4 +1,4 @@
-"""The meeting of 128 nodes: how many files they open, and that a dead node 0 does not cut off the others."""
+"""Check how 128 nodes agree on starts of the ranks: how many files they open, and what they do without node 0."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from launcher.supervise.meeting.summary import SUMMARY_NAME
 from launcher.supervise.rendezvous import Rendezvous
 
 NODES = 128
-OPENED: Counter[str] | None = None  # names of the files that are opened, while they are counted
+OPENED: Counter[str] | None = None  # file name -> how often it was opened; None: nothing is counted
 
 
 def count_open(event: str, arguments: tuple[Any, ...]) -> None:
-    """Count an open file, as an audit hook; a hook cannot be removed, so it does nothing after the count."""
+    """Count a file that is opened, if a test counts; called by Python as an audit hook.
+
+    An audit hook cannot be removed, so it goes on to be called in other tests and does nothing there.
+    """
     if event == "open" and OPENED is not None:
         OPENED[Path(str(arguments[0])).name] += 1
 
@@ -29,13 +32,13 @@ sys.addaudithook(count_open)
 
 @pytest.fixture(autouse=True)
 def _without_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the hundreds of files of a test stay in the kernel's memory: nothing depends on the disk."""
+    """Replace `os.fsync` by nothing, because a test writes hundreds of files and depends on none after a crash."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The number of times that each file is opened during the test, by its name."""
+    """Name of a file -> how often files of this name were opened during the test."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(sys.modules[__name__], "OPENED", counts)
     return counts
@@ -47,13 +50,13 @@ def never() -> bool:
 
 
 def look(node: Rendezvous) -> str:
-    """Return the news of a node, as if a second had passed since its last look."""
+    """Return the result of `Rendezvous.news` of a node, as if a second had passed since the last call."""
     node._next_look = 0.0
     return node.news()
 
 
 def restarted_nodes(run_dir: Path) -> list[Rendezvous]:
-    """Return the nodes of a run whose ranks have crashed twice on every node and run again."""
+    """Return the 128 nodes of a run whose ranks have crashed twice on every node and were started a third time."""
     nodes = [Rendezvous(run_dir, number, 7000, "7-0") for number in range(NODES)]
     for _ in range(2):
         ports = {node.start(never, 5) for node in nodes}
@@ -61,7 +64,8 @@ def restarted_nodes(run_dir: Path) -> list[Rendezvous]:
         for node in nodes:
             node.end(1, final=False)
     ports = {node.start(never, 5) for node in nodes}
-    assert len(ports) == 1 and None not in ports
+    assert len(ports) == 1
+    assert None not in ports
     return nodes
 
 

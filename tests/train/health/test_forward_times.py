@@ -1,4 +1,4 @@
-"""The forward times of 1,024 ranks reach the host by one collective and one copy."""
+"""Check that the forward times of 1,024 ranks reach the host with one collective and one copy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ NUM_RANKS = 1024
 
 
 def test_the_host_reads_the_times_of_all_ranks_once_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collective of 1,024 ranks is replaced by one that gives rank r the time r plus that of this rank."""
+    """The collective is replaced by a function that returns, for rank r, the time of this rank plus r seconds."""
     calls = []
 
     def gather_into(output: torch.Tensor, own_time: torch.Tensor) -> None:
+        """Fill `output` with the times of 1,024 ranks, without other processes."""
         calls.append(own_time.shape)
         output.copy_(torch.arange(NUM_RANKS) + own_time)
 

@@ -1,4 +1,4 @@
-"""A run folder that takes no bytes explains silent ranks, and their silence counts anew when it is back."""
+"""Check that a run folder that cannot be written explains silent ranks, and that silence counts anew afterwards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ FLOOR_S = 2.0
 
 
 class FakeClock:
-    """Clock that the test sets."""
+    """Clock whose time, in seconds, a test sets."""
 
     def __init__(self) -> None:
+        """Create the clock at 100 s."""
         self.now = 100.0
 
     def __call__(self) -> float:
+        """Return the time."""
         return self.now
 
 
@@ -33,6 +35,7 @@ def test_a_folder_that_hangs_explains_silence_until_the_patience_ends() -> None:
     clock = FakeClock()
 
     def probe() -> str:
+        """Find the folder writable, but only after the test has set `answers`."""
         answers.wait(60)
         return ""
 
@@ -48,8 +51,9 @@ def test_a_folder_that_hangs_explains_silence_until_the_patience_ends() -> None:
     assert watch.explains_silence()
     assert watch.back_since == 160.0
     assert not watch.is_away
-    assert not watch.explains_silence()  # The folder answers and has answered before: the ranks are at fault.
-    assert len(log) == 2 and "no answer; waiting up to 50 s" in log[0]
+    assert not watch.explains_silence()  # The folder answers, and did at the last call: the ranks are at fault.
+    assert len(log) == 2
+    assert "no answer; waiting up to 50 s" in log[0]
 
 
 def test_a_read_only_folder_explains_silence_and_its_reason_is_logged_once() -> None:
@@ -57,7 +61,8 @@ def test_a_read_only_folder_explains_silence_and_its_reason_is_logged_once() -> 
     log: list[str] = []
     watch = FolderWatch(lambda: answers.pop(0), patience_s=50.0, log=log.append)
     assert [watch.explains_silence() for _ in range(4)] == [True, True, True, False]
-    assert len(log) == 2 and "read-only file system" in log[0]
+    assert len(log) == 2
+    assert "read-only file system" in log[0]
 
 
 def test_a_supervisor_that_did_not_run_begins_to_count_anew() -> None:
@@ -70,7 +75,8 @@ def test_a_supervisor_that_did_not_run_begins_to_count_anew() -> None:
     clock.now = 156.0
     watch.round_begins()
     assert watch.back_since == 156.0
-    assert len(log) == 1 and "did not run for 50 s" in log[0]
+    assert len(log) == 1
+    assert "did not run for 50 s" in log[0]
 
 
 def test_a_folder_that_takes_bytes_has_no_problem(tmp_path: Path) -> None:

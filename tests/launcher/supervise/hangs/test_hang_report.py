@@ -1,4 +1,4 @@
-"""A hang is described by all nodes in one folder of the run: why, the stacks of every rank, NCCL's records."""
+"""Check the report of a hang: all nodes write why, the stacks of their ranks, and NCCL's records into one folder."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_nccl_s_records_are_requested_through_the_pipes_and_copied(tmp_path: Pat
     environment = nccl_environment(state, {})
     pipe = Path(environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe")
     os.mkfifo(pipe)
-    os.mkfifo(state / "nccl-pipe-4.pipe")  # of a rank that has ended: nobody reads it
+    os.mkfifo(state / "nccl-pipe-4.pipe")  # The pipe of a rank that has ended: nothing reads it.
 
     def rank() -> None:
-        """Do what torch does when something is written into the pipe of rank 3."""
+        """Write the record of rank 3 when something is written into its pipe, as torch does."""
         with pipe.open("rb") as requests:
             assert requests.read(1)
         Path(environment["TORCH_FR_DUMP_TEMP_FILE"] + "3").write_bytes(b"record")
@@ -80,5 +80,6 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     log: list[str] = []
     report = HangReport(tmp_path / "hangs" / "start-000001", node=0, num_nodes=1, log=log.append)
     report.begin()
-    assert len(log) == 1 and "not complete" in log[0]
+    assert len(log) == 1
+    assert "not complete" in log[0]
     assert not report.was_begun
