@@ -100,7 +100,7 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
     finish = GradientSums._finish_exchange
 
     def finish_and_note(self: GradientSums) -> None:
-        begun.append(self._num_exchanging)
+        begun.append(self._num_started)
         finish(self)
 
     GradientSums._finish_exchange = finish_and_note  # type: ignore[method-assign]
