@@ -428,9 +428,9 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer's files.
+    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer.
 
-    These are tokenizer.json and tokenizer_config.json, and for WordPiece vocab.txt.
+    The files of the tokenizer are tokenizer.json, tokenizer_config.json and, only for WordPiece, vocab.txt.
 
     Args:
         tensors: weights under Hugging Face's names.
