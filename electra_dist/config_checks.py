@@ -19,9 +19,10 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 def check_new_run(config: Config) -> None:
     """Raise UserError for settings that are valid but almost certainly a mistake in a new run.
 
-    They are: a warm-up of either tower that is longer than the run, also together with the decay of a trapezoid; an
-    entry of `data.phases` that begins after the end of the run; and `engine.offload_optimizer` at ZeRO stage 0, where
-    DeepSpeed ignores it. Call it for new runs only: a run that has begun with these settings may go on.
+    These are: a warm-up of either tower that is longer than the run; with `optimizer.shape: trapezoid`, a warm-up and
+    a decay that are together longer than the run; an entry of `data.phases` that begins after the end of the run; and
+    `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call this function for new runs only: a run
+    that has begun with such settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.
