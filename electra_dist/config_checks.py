@@ -28,7 +28,7 @@ def check_new_run(config: Config) -> None:
         config: the resolved config of a run that has not begun yet.
 
     Raises:
-        UserError: names the keys, their values and the next step.
+        UserError: the config has one of these settings.
     """
     num_steps = config.train.num_steps
     warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
@@ -63,8 +63,9 @@ def check_new_run(config: Config) -> None:
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Return the keys of a config that differ from their defaults, but that a run with this config does not use.
 
-    They are keys that only other objectives or other generators use, and keys of the evaluation if `data.heldout` is
-    not set. A key with its default value is never returned, even if the config file has it.
+    These are keys that are used only with another objective, generator, architecture or `optimizer.shape`, and keys of
+    the evaluation if `data.heldout` is not set. A key with its default value is never returned, even if the config
+    file has it.
 
     Args:
         config: the resolved config of a run.

@@ -86,7 +86,7 @@ def _visible_gpus(root: Path) -> dict[str, str]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Parse the kernel's notation for a list of cores, such as "0-3,8"; an empty set if the string is malformed."""
+    """Return the core numbers in a list of the kernel's notation, such as "0-3,8"; an empty set if it is malformed."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         return set()
     cores: set[int] = set()

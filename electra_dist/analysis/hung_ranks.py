@@ -132,7 +132,8 @@ def hung(
         read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
             It is called at most once, and only if a rank exceeds its own limit. The default returns none, so the
             exception above does not apply.
-        not_before: no silence is counted from an earlier time, because until then no heartbeat could be written.
+        not_before: Unix time in seconds until which no heartbeat could be written; no silence is counted from an
+            earlier time.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
@@ -160,6 +161,9 @@ def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) 
         now: Unix time in seconds.
         limits: the longest silence that each phase allows.
         not_before: Unix time in seconds; no silence is counted from an earlier time.
+
+    Returns:
+        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
     """
     return _silence_among_others(beat, (), now, limits, not_before)
 
@@ -178,6 +182,9 @@ def _silence_among_others(
         now: Unix time in seconds.
         limits: the longest silence that each phase allows.
         not_before: Unix time in seconds; no silence is counted from an earlier time.
+
+    Returns:
+        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
     """
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]

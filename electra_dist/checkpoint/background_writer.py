@@ -68,7 +68,7 @@ class CheckpointWriter:
         patience: Patience | None = None,
         clears_staging: bool = True,
     ) -> None:
-        """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
+        """Create the writer; with `clears_staging`, also delete the files that earlier starts left in `staging`.
 
         Args:
             targets: the stores that every checkpoint is written to.
@@ -175,7 +175,7 @@ class CheckpointWriter:
             thread.join(_WAIT_SLICE_S)
 
     def _raise_error(self) -> None:
-        """Raise the error that the writing or the deleting thread has stored, if there is one; clear it first."""
+        """Raise the error that the writing or the deleting thread has stored, if there is one, and forget it."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -254,14 +254,15 @@ class CheckpointWriter:
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target.
 
-        Targets that are full or away do not hold up the others: they are tried again until the patience ends.
+        A rank that leads a group of ranks also merges the entries of its group. Targets that are full or do not
+        respond do not hold up the others: they are tried again until the patience ends.
 
         Args:
             state: the part of the checkpoint that is not tensors, such as its step.
             tensors: this rank's part of the state, in host memory.
 
         Raises:
-            StorageLost: a target stayed away too long; the others have the checkpoint.
+            StorageLost: a target was full or did not respond for too long; the others have the checkpoint.
         """
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
@@ -276,7 +277,7 @@ class CheckpointWriter:
         save.delete_staged()
 
     def _must_give_up(self) -> bool:
-        """Return whether the run ends, so that nothing must be waited for any more."""
+        """Return whether the run is ending, so that a save must not wait for other ranks or targets any more."""
         return self._patience.is_abandoned
 
     def _start_deletion(self, attempt: int) -> None:

@@ -218,7 +218,7 @@ class Manifest(_Frozen):
         the manifest are compared; the tensor files are not read.
 
         Raises:
-            TornCheckpoint: names the first file or parameter for which this does not hold.
+            TornCheckpoint: a parameter, a moment or a file is not covered exactly once.
         """
         if self.runs is not None:
             self._check_runs(self.runs)

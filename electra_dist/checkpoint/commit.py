@@ -266,8 +266,8 @@ def commit(
         target: the store; every rank has written its tensor file to it, or is about to.
         state: run state of the checkpoint; its step, attempt and world size decide which files are expected.
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
-        is_repeated: whether this process has tried to commit this checkpoint on this target before. A manifest of this
-            start of the run is then its own, and what is left to do is done.
+        is_repeated: whether this process has tried to commit this checkpoint on this target before. If the manifest
+            exists then, this process has created it, and only the entries are deleted.
         give_up: called while entries are missing; if it returns True, TimeoutError is raised.
 
     Raises:

@@ -291,7 +291,7 @@ def with_tensors(
     """
 
     def complete(file: FileEntry) -> tuple[FileEntry, str]:
-        """Return the entry of one file with its tensors, and ""; or the entry as it was, and the header's fault."""
+        """Return the completed entry of one file and "", or its unchanged entry and the fault of its header."""
         if not file.is_listed_in_header:
             return file, ""
         key = f"{folder}/{file.name}"

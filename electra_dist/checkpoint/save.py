@@ -108,7 +108,8 @@ class Save:
                 TimeoutError.
 
         Returns:
-            As for `store`.
+            None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
+                is returned and not raised, so that the caller can wait and call again. All other errors are raised.
         """
         return self._for_each(lambda copy: self._commit(copy, give_up))
 
@@ -146,7 +147,11 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Store the file and its entry in one target, unless they are there."""
+        """Store this rank's file and its manifest entry in one target, unless they are there.
+
+        The first call that succeeds writes the file: into the target if that is a local folder, otherwise into the
+        staging folder. Every other target receives a copy of the written file.
+        """
         if copy.is_stored:
             return
         path_in_target = copy.target.local_path(self._key)  # None for a target on S3

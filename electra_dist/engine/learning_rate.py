@@ -22,7 +22,7 @@ def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> floa
     Args:
         step: optimizer steps done, from 0.
         num_steps: optimizer steps of the whole run.
-        optimizer: gives the peak, the shape and the lengths of warm-up and decay.
+        optimizer: section `optimizer` of the config, which sets `lr`, the shape and the lengths of warm-up and decay.
     """
     warmup_factor = 1.0
     if optimizer.warmup_steps:
@@ -44,7 +44,7 @@ def peak_learning_rate(num_steps: int, optimizer: OptimizerConfig) -> tuple[int,
 
     Args:
         num_steps: optimizer steps of the whole run.
-        optimizer: gives the peak, the shape and the lengths of warm-up and decay.
+        optimizer: section `optimizer` of the config, which sets `lr`, the shape and the lengths of warm-up and decay.
     """
     turning_point = num_steps / (1.0 + optimizer.decay_power)
     if optimizer.shape == "trapezoid":

@@ -435,7 +435,7 @@ def _write(
     Args:
         tensors: weights under Hugging Face's names.
         config: content of config.json.
-        vocab_file: the corpus's vocab.txt.
+        vocab_file: the corpus's vocab.txt, whose content may be a tokenizer.json.
         lowercase: whether the tokenizer lower-cases.
         max_positions: longest row in tokens, for the tokenizer's settings.
         out_dir: created if missing; each file is replaced atomically.

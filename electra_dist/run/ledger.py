@@ -145,7 +145,7 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what identifies one start of the ranks in jobs.jsonl, so that the records of its two ends can be matched.
+    """Return what identifies one start of the ranks in jobs.jsonl, so that its "begin" and "end" can be matched.
 
     A job id alone is not enough: the ranks of one job start again when Slurm requeues the job, and when a spare node
     replaces a node of it.

@@ -77,7 +77,7 @@ class _CountedOperators(TorchDispatchMode):
     """Dispatch mode that counts every torch operator in an `OperatorCounter`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Store the counter."""
+        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 
@@ -94,7 +94,7 @@ class _CountedMethods(TorchFunctionMode):
     """Function mode that counts the calls of tensor methods that return values to Python, such as `item`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Store the counter."""
+        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 

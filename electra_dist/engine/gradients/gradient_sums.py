@@ -208,8 +208,8 @@ class GradientSums:
         """Add the gradients of incomplete buckets and, with overlap in the last micro-batch, finish the exchange.
 
         A bucket is incomplete if the backward pass has left a parameter of it without a gradient. DeepSpeed calls this
-        method in place of its `backward_epilogue`, which is called at the end. Collective with overlap in the last
-        micro-batch.
+        method in place of its own `backward_epilogue`, which this method calls at its end. Collective with overlap in
+        the last micro-batch.
 
         Args:
             options: arguments for DeepSpeed's `backward_epilogue`.

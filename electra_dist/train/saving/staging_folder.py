@@ -107,7 +107,8 @@ def take_over(folder: Path) -> None:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the process that uses a staging folder has certainly ended.
 
-    False if the folder has no readable record of a process, or if this process cannot see the other one.
+    False if the folder has no readable record of a process, or if the process is in another container of this machine,
+    so that it cannot be seen.
     """
     with contextlib.suppress(OSError, DamagedJson):
         owner = validate_json(_OWNER, parse_json_object((folder / _OWNER_FILE).read_bytes()))
