@@ -58,14 +58,15 @@ def entries_of_file(state: RunState, file: FileEntry) -> Entries:
     """
     if not has_runs(state):
         return Entries(files=(file,))
-    starts: dict[str, int] = {}
-    sizes = dict.fromkeys(state.shapes, 0)
+    starts: dict[str, int] = {}  # first element of the rank's part of each parameter, if the part is not empty
+    sizes = dict.fromkeys(state.shapes, 0)  # elements of the part
     for tensor in file.tensors:
         if tensor.kind == "master":  # The moments are divided in the same way.
             starts[tensor.name] = min(tensor.start, starts.get(tensor.name, tensor.start))
             sizes[tensor.name] += tensor.numel
     parts = {name: Parts(starts.get(name), ((1, size),)) for name, size in sizes.items()}
-    return Entries(files=(file.model_copy(update={"tensors": ()}),), parts=parts)
+    file_without_tensors = file.model_copy(update={"tensors": ()})
+    return Entries(files=(file_without_tensors,), parts=parts)
 
 
 def merge(groups: Sequence[Entries]) -> Entries:

@@ -59,12 +59,12 @@ def classifier_head(
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
-    pooling = {}
+    config: dict[str, Any] = {"classifier_dropout": dropout}
     linear_layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if isinstance(layers[0], ModernFeatures):
         architecture = "ModernBertForSequenceClassification"
         output_name = "classifier"
-        pooling = {"classifier_pooling": "cls"}
+        config["classifier_pooling"] = "cls"
         weights = _modern_weights(layers)
     elif len(linear_layers) == _NUM_LINEAR_LAYERS_OF_DENSE_HEAD:
         dense_layer, out_layer = linear_layers
@@ -76,10 +76,10 @@ def classifier_head(
         }
     else:
         weights = _linear_as_two_layers(linear_layers[0])
-    config: dict[str, Any] = {"classifier_dropout": dropout, **pooling}
     if labels:
         config |= {"problem_type": "single_label_classification", **label_names(labels)}
     else:
+        # The model was trained on labels scaled to [0, 1]; its output layer is scaled back to the units of the labels.
         low, high = span
         weights[f"{output_name}.weight"] *= high - low
         weights[f"{output_name}.bias"] = weights[f"{output_name}.bias"] * (high - low) + low
