@@ -96,9 +96,10 @@ def take_over(folder: Path) -> None:
     Raises:
         StoreAway: the disk is full, read-only or does not respond.
     """
-    folders_of_node = [path for path in folder.parent.glob("*") if path.name.startswith(_node_prefix())]
-    for other_folder in folders_of_node:
-        if other_folder != folder and _is_abandoned(other_folder):
+    for other_folder in list(folder.parent.glob("*")):
+        # The prefix "gpu-" of the node gpu also begins "gpu-1-DIGEST" of the node gpu-1, whose name is longer.
+        is_of_node = other_folder.name.startswith(_node_prefix()) and len(other_folder.name) == len(folder.name)
+        if is_of_node and other_folder != folder and _is_abandoned(other_folder):
             shutil.rmtree(other_folder, ignore_errors=True)
     with replacing(folder / _OWNER_FILE) as out:
         out.write(json.dumps(dataclasses.asdict(this_process())).encode() + b"\n")
