@@ -268,14 +268,14 @@ class Config(Section):
         return identity
 
     def _optimizer_identity(self) -> dict[str, Any]:
-        """Return the part of the identity that the section `optimizer` gives.
+        """Return the keys of the section `optimizer` that are part of the identity of a run, with their values.
 
-        It has no `implementation`, `generator` only if that is set, with the keys that are set there, and the keys of
-        a trapezoid only for that shape.
+        `implementation` is never one of them. `shape` and `decay_steps` are left out with `shape: polynomial`. If
+        `generator` is set, it is included with the keys that it sets; otherwise it is left out.
         """
         excluded = {"implementation", "generator"}
         if self.optimizer.shape == "polynomial":
-            excluded |= {"shape", "decay_steps"}  # runs of versions without these keys have the same identity
+            excluded |= {"shape", "decay_steps"}  # so that runs of versions without these keys keep their identity
         section = self.optimizer.model_dump(mode="json", exclude=excluded)
         if self.optimizer.generator is not None:
             section["generator"] = self.optimizer.generator.model_dump(mode="json", exclude_none=True)

@@ -19,15 +19,16 @@ _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 def check_new_run(config: Config) -> None:
     """Raise UserError for settings that are valid but almost certainly a mistake in a new run.
 
-    They are: a warm-up of either tower that is longer than the run, also together with the decay of a trapezoid; an
-    entry of `data.phases` that begins after the end of the run; and `engine.offload_optimizer` at ZeRO stage 0, where
-    DeepSpeed ignores it. Call it for new runs only: a run that has begun with these settings may go on.
+    These are: a warm-up of either tower that is longer than the run; with `optimizer.shape: trapezoid`, a warm-up and
+    a decay that are together longer than the run; an entry of `data.phases` that begins after the end of the run; and
+    `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call this function for new runs only: a run
+    that has begun with such settings may go on.
 
     Args:
         config: the resolved config of a run that has not begun yet.
 
     Raises:
-        UserError: names the keys, their values and the next step.
+        UserError: the config has one of these settings.
     """
     num_steps = config.train.num_steps
     warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
@@ -62,8 +63,9 @@ def check_new_run(config: Config) -> None:
 def keys_without_effect(config: Config) -> dict[str, str]:
     """Return the keys of a config that differ from their defaults, but that a run with this config does not use.
 
-    They are keys that only other objectives or other generators use, and keys of the evaluation if `data.heldout` is
-    not set. A key with its default value is never returned, even if the config file has it.
+    These are keys that are used only with another objective, generator, architecture or `optimizer.shape`, and keys of
+    the evaluation if `data.heldout` is not set. A key with its default value is never returned, even if the config
+    file has it.
 
     Args:
         config: the resolved config of a run.

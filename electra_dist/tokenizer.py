@@ -1,4 +1,4 @@
-"""Read vocabularies, WordPiece's or those of a tokenizer.json, and encode text as token ids.
+"""Read vocabularies, either a vocab.txt of WordPiece or a tokenizer.json, and encode text as token ids.
 
 Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text holds. The characters `[SEP]` in a
 text become the word-pieces of `[`, `sep` and `]`, because BERT's pre-tokenizer cuts at brackets and the encoder knows
@@ -8,7 +8,7 @@ How: the encoder is Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer,
 characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. BERT ends a word at every
 space and encodes each word independently of the others. The ids of a line are therefore the ids of its space-separated
 words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded before, and the
-library encodes new ones only. Text of other tokenizers is encoded by the library as a whole (`tokenizer_json.py`).
+library encodes new ones only. With a tokenizer.json the library encodes whole lines (`tokenizer_json.py`).
 
 Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
 most 100 MB.
@@ -29,7 +29,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json; it may hold the text of a tokenizer.json.
+VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json, also if its content is a tokenizer.json.
 MAX_WORD_CHARS = 100
 _MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
 
@@ -58,23 +58,24 @@ def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
 
 
 class Vocabulary:
-    """Tokens and their ids, and the special tokens among them.
+    """Vocabulary of a tokenizer: its tokens with their ids, and its five special tokens.
 
-    Of WordPiece they are the lines of a vocab.txt, where the line number, counted from 0, is the token's id. Any other
-    tokenizer is the content of a tokenizer.json of Hugging Face's tokenizers.
+    A vocabulary of WordPiece is a vocab.txt with one token per line; the line number, counted from 0, is the token's
+    id. The vocabulary of any other tokenizer is a tokenizer.json in the format of Hugging Face's tokenizers.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Check and index the text of a vocab.txt or of a tokenizer.json.
+        """Check and index the content of a vocab.txt or of a tokenizer.json.
 
         Args:
-            text: One token per line, or the JSON object.
+            text: One token per line, or the JSON object of a tokenizer.json.
             name: Path or URL of the file, for error messages.
 
         Raises:
-            UserError: A special token is missing, or a token occurs twice.
+            UserError: A special token is missing, or a token occurs twice; or the content is a tokenizer.json that
+                cannot be loaded, or whose special tokens can be reached from text.
         """
-        self.tokenizer_json: TokenizerJson | None = None  # of WordPiece None
+        self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
         if is_tokenizer_json(text):
             self.tokenizer_json = TokenizerJson(text, name)
             self.tokens = self.tokenizer_json.tokens
@@ -152,17 +153,21 @@ class Vocabulary:
 
     @property
     def text(self) -> str:
-        """Return the text of the file, one token per line or JSON, as it is stored in the folder of a corpus."""
+        """Return the content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json."""
         return self._text
 
     @property
     def kind(self) -> str:
-        """Return the value of `corpus.tokenizer` that the vocabulary is for: "wordpiece", or "bpe" for JSON."""
+        """Return the value of `corpus.tokenizer` for this vocabulary: "wordpiece", or "bpe" for a tokenizer.json."""
         return "wordpiece" if self.tokenizer_json is None else "bpe"
 
     @cached_property
     def shown_tokens(self) -> list[str]:
-        """Return the tokens as people read them, by id: one that continues a word begins with ##, as in WordPiece."""
+        """Return the tokens in a form for people to read, in the order of their ids.
+
+        For any kind of vocabulary, a token that continues a word begins with ##, as in WordPiece. The bytes of
+        byte-level BPE are shown as the characters that they encode.
+        """
         return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
     @property
@@ -172,7 +177,10 @@ class Vocabulary:
 
     @property
     def special(self) -> dict[str, int]:
-        """Return the ids of the five special tokens, by their names in BERT: {"[PAD]": 0, ...}."""
+        """Return the ids of the five special tokens; the keys are their names in BERT: {"[PAD]": 0, ...}.
+
+        With a tokenizer.json the tokens themselves may have other names, such as <pad>.
+        """
         if self.tokenizer_json is not None:
             return dict(self.tokenizer_json.special)
         return {token: self._ids[token] for token in SPECIAL_TOKENS}
@@ -263,12 +271,19 @@ class WordPieceTokenizer:
 
 
 class JsonTokenizer:
-    """Encoder of text lines to the ids of a tokenizer.json, without special tokens."""
+    """Encoder of text to the token ids of a tokenizer.json, with the interface of `WordPieceTokenizer`.
 
-    lowercase = False  # the file itself decides about the case
+    It never adds special tokens.
+    """
+
+    lowercase = False  # any lower-casing is part of the tokenizer.json
 
     def __init__(self, tokenizer_json: TokenizerJson) -> None:
-        """Take the encoder of a vocabulary."""
+        """Store the tokenizer, which does the encoding.
+
+        Args:
+            tokenizer_json: From `Vocabulary.tokenizer_json`.
+        """
         self._tokenizer = tokenizer_json
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
@@ -284,11 +299,12 @@ TextTokenizer = WordPieceTokenizer | JsonTokenizer
 
 
 def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
-    """Return a new encoder of text for a vocabulary.
+    """Create the tokenizer for a vocabulary: a `JsonTokenizer` for a tokenizer.json, else a `WordPieceTokenizer`.
 
     Args:
-        vocabulary: Tokens and their ids.
-        lowercase: Whether WordPiece lower-cases text and strips its accents; a tokenizer.json decides that itself.
+        vocabulary: The vocabulary, which decides the kind.
+        lowercase: Whether WordPiece lower-cases text and strips its accents; not used with a tokenizer.json, which
+            contains its own rules.
     """
     if vocabulary.tokenizer_json is not None:
         return JsonTokenizer(vocabulary.tokenizer_json)

@@ -1,12 +1,13 @@
 """Read a tokenizer.json of Hugging Face's tokenizers, such as ModernBERT's byte-level BPE, and encode text with it.
 
-Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text holds: special tokens in a text are
-encoded like any other text. A file whose special tokens can be reached from text is refused.
+Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the text contains, because the name of a
+special token in a text is encoded like any other text. A file for which this does not hold is refused.
 
-How: the five special tokens are found by their role. [CLS] and [SEP] are those that the file's post-processor puts
-around a text; the others, and these without a post-processor, are found by the names that tokenizers in use give them.
+How: in this project the five special tokens have the names that BERT gives them; in the file they may have others.
+[CLS] and [SEP] are the tokens that the file's post-processor puts before and after a text. If it has no post-processor
+that does so, they are found by the names that they have in common tokenizers, like the other three.
 
-Limits: normalisation and lower-casing are those of the file. Padding and truncation in it are switched off.
+Limits: normalisation and lower-casing are those of the file. Its settings for padding and truncation are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tokenizers
 
 from electra_dist.errors import UserError
 
-# Role of a special token, by its name in BERT -> its names in other tokenizers.
+# Role of a special token, which is its name in BERT -> its names in common tokenizers, the preferred one first.
 _NAMES = {
     "[PAD]": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
     "[UNK]": ("[UNK]", "<unk>", "<|unk|>"),
@@ -27,12 +28,15 @@ _NAMES = {
     "[SEP]": ("[SEP]", "<sep>", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>"),
     "[MASK]": ("[MASK]", "<mask>", "<|mask|>"),
 }
-_WORD_START = "\u0120"  # how byte-level tokens write the space before a word
-_CONTINUATION = "##"  # how WordPiece marks a token that continues a word
+_WORD_START = "\u0120"  # character that stands for the space before a word in byte-level tokens
+_CONTINUATION = "##"  # prefix of a token that continues a word in WordPiece
 
 
 def is_tokenizer_json(text: str) -> bool:
-    """Return whether a text is a JSON object with a model, as every tokenizer.json is, and not a list of tokens."""
+    """Return whether the content of a vocabulary file is a tokenizer.json, and not a vocab.txt with a token per line.
+
+    A tokenizer.json is a JSON object with the key "model".
+    """
     if not text.lstrip().startswith("{"):
         return False
     try:
@@ -43,17 +47,24 @@ def is_tokenizer_json(text: str) -> bool:
 
 
 class TokenizerJson:
-    """Tokens, special ids and encoder of a tokenizer.json."""
+    """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
+
+    Attributes:
+        ids: Token -> id, with added and special tokens.
+        tokens: The tokens in the order of their ids.
+        special: Name of each special token in BERT, such as "[CLS]" -> id of the token in this role.
+    """
 
     def __init__(self, text: str, name: str) -> None:
         """Load and check a tokenizer.
 
         Args:
-            text: content of the file.
-            name: path or URL of the file, for messages.
+            text: content of the tokenizer.json.
+            name: path or URL of the file, for error messages.
 
         Raises:
-            UserError: the file cannot be loaded, a special token is missing, or text can be encoded as one.
+            UserError: the file cannot be loaded, no token has the role of one of the special tokens, or the name of a
+                special token in a text is encoded as a special token.
         """
         try:
             encoder = tokenizers.Tokenizer.from_str(text)
@@ -61,7 +72,7 @@ class TokenizerJson:
             raise UserError(f"{name}: cannot be loaded as a tokenizer.json ({error}); copy the file again") from None
         encoder.no_padding()
         encoder.no_truncation()
-        encoder.encode_special_tokens = True  # special tokens in a text are text
+        encoder.encode_special_tokens = True  # encodes the names of special tokens in a text like other text
         self._encoder = encoder
         self.ids: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
         self.tokens = _tokens_by_id(self.ids)
@@ -74,9 +85,9 @@ class TokenizerJson:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
+        """Return the token ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
 
-        The space before a word is not counted to the word, although byte-level tokens contain it.
+        Byte-level tokens contain the space before a word. The range leaves it out, unless the token is only space.
         """
         encoding = self._encoder.encode(text, add_special_tokens=False)
         offsets = []
@@ -88,23 +99,33 @@ class TokenizerJson:
         return encoding.ids, offsets
 
     def shown_tokens(self) -> list[str]:
-        """Return the tokens for people to read, by id: a token that continues a word begins with ## as in WordPiece.
+        """Return the tokens in a form for people to read, in the order of their ids.
 
-        Bytes of byte-level tokens become characters; those that are no whole character become U+FFFD.
+        Byte-level tokens are decoded to characters, and get the prefix ## if they continue a word, as in WordPiece.
+        Bytes that are no whole character become U+FFFD. Special tokens are returned as they are, and so are all tokens
+        of a tokenizer that is not byte-level.
         """
-        if not any(token.startswith(_WORD_START) for token in self.tokens):
+        is_byte_level = any(token.startswith(_WORD_START) for token in self.tokens)
+        if not is_byte_level:
             return self.tokens
         special_ids = set(self.special.values())
         byte_of = _byte_of_character()
-        return [
-            token if token_id in special_ids else _shown(token, byte_of) for token_id, token in enumerate(self.tokens)
-        ]
+        shown = []
+        for token_id, token in enumerate(self.tokens):
+            shown.append(token if token_id in special_ids else _decoded(token, byte_of))
+        return shown
 
     def for_hugging_face(self) -> str:
-        """Return the content of a tokenizer.json that puts [CLS] and [SEP] around texts and pairs of texts."""
+        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes.
+
+        If the post-processor of the original file adds no tokens, it is replaced by one that puts the tokens of these
+        roles around texts and pairs of texts, as in the rows of a corpus.
+        """
         content = json.loads(self._encoder.to_str())
-        if content.get("post_processor") is None or content["post_processor"]["type"] == "ByteLevel":
-            cls, sep = self.tokens[self.special["[CLS]"]], self.tokens[self.special["[SEP]"]]
+        adds_no_tokens = content.get("post_processor") is None or content["post_processor"]["type"] == "ByteLevel"
+        if adds_no_tokens:
+            cls = self.tokens[self.special["[CLS]"]]
+            sep = self.tokens[self.special["[SEP]"]]
             self._encoder.post_processor = tokenizers.processors.TemplateProcessing(
                 single=f"{cls} $A {sep}",
                 pair=f"{cls} $A {sep} $B {sep}",
@@ -113,7 +134,11 @@ class TokenizerJson:
         return self._encoder.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
-        """Raise UserError if the text of a special token is encoded as a special token other than [UNK]."""
+        """Raise UserError if the name of a special token in a text is encoded as a special token other than [UNK].
+
+        Args:
+            name: path or URL of the file, for the error message.
+        """
         reserved = {token_id: token for token, token_id in self.special.items() if token != "[UNK]"}
         for token_id, role in reserved.items():
             text = self.tokens[token_id]
@@ -126,7 +151,7 @@ class TokenizerJson:
 
 
 def _tokens_by_id(ids: dict[str, int]) -> list[str]:
-    """Return the tokens in the order of their ids; an id without a token gets one that no text has."""
+    """Return the tokens in the order of their ids; an id without a token gets the placeholder "<no token ID>"."""
     tokens = [f"<no token {token_id}>" for token_id in range(max(ids.values(), default=-1) + 1)]
     for token, token_id in ids.items():
         tokens[token_id] = token
@@ -134,12 +159,18 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Return the ids of the five special tokens by their names in BERT.
+    """Find the tokens that have the roles of BERT's five special tokens.
+
+    A role is assigned by the names in `_NAMES`. The tokens that the file itself names have precedence: `unk_token` of
+    its model, and the tokens that its post-processor puts around a text.
 
     Args:
-        ids: id of each token.
+        ids: token -> id.
         content: the parsed tokenizer.json.
-        name: path or URL of the file, for messages.
+        name: path or URL of the file, for the error message.
+
+    Returns:
+        Role, such as "[CLS]" -> id of the token that has it.
 
     Raises:
         UserError: no token has one of the roles.
@@ -165,10 +196,13 @@ def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dic
 
 
 def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
-    """Return the tokens that a post-processor puts before and after a text, by the roles [CLS] and [SEP].
+    """Return the tokens that a post-processor puts before a text, in the role [CLS], and after it, in the role [SEP].
 
     Args:
-        post_processor: entry of a tokenizer.json; None and kinds that put no tokens there give {}.
+        post_processor: entry `post_processor` of a tokenizer.json; may be None.
+
+    Returns:
+        {"[CLS]": token, "[SEP]": token}; {} if the post-processor does not put tokens at both ends.
     """
     if post_processor is None:
         return {}
@@ -187,18 +221,29 @@ def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
     return {}
 
 
-def _shown(token: str, byte_of: dict[str, int]) -> str:
-    """Return a byte-level token as WordPiece would write it, by the byte that each of its characters stands for."""
-    is_word_start = token.startswith(_WORD_START)
-    known = all(character in byte_of for character in token)
-    text = bytes(byte_of[character] for character in token).decode(errors="replace") if known else token
-    return text.removeprefix(" ") if is_word_start else _CONTINUATION + text
+def _decoded(token: str, byte_of: dict[str, int]) -> str:
+    """Decode a byte-level token to readable characters, in the notation of WordPiece.
+
+    A token that begins a word loses its space; any other token gets the prefix ##.
+
+    Args:
+        token: the token, in which each character stands for one byte.
+        byte_of: character -> byte, from `_byte_of_character`.
+    """
+    text = token
+    is_byte_level = all(character in byte_of for character in token)  # False for some added tokens
+    if is_byte_level:
+        text = bytes(byte_of[character] for character in token).decode(errors="replace")
+    if token.startswith(_WORD_START):
+        return text.removeprefix(" ")
+    return _CONTINUATION + text
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of byte-level tokens stands for (GPT-2's table, which all of them use).
+    """Return GPT-2's table, which all byte-level tokenizers use: character in a token -> byte that it stands for.
 
-    Printable bytes of Latin-1 are their own characters; the others, in ascending order, are those from U+0100 on.
+    A byte that is a printable character of Latin-1 is written as this character. The other bytes, in ascending order,
+    are written as the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in printable}

@@ -30,7 +30,7 @@ class HangLimits:
     step_floor_s: float = 30.0  # ... but at least this, because a step may wait for a shard
     checkpoint_s: float = 600.0
     eval_s: float = 600.0
-    storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, from its beginning and not from the last beat
+    storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
 
     def of(self, beat: Beat) -> float:
         """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done.
@@ -100,7 +100,7 @@ class Hung:
 
     @property
     def is_too_long(self) -> bool:
-        """Return whether the silence exceeds its limit."""
+        """Return whether the rank has been silent for longer than its limit allows, `quiet_s` > `limit_s`."""
         return self.quiet_s > self.limit_s
 
 
@@ -117,10 +117,9 @@ def hung(
     """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
 
     A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
-    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for a rank that has done no
-    more steps than itself: one that waits for data or for storage, that still saves or evaluates, or that has just
-    come back from any of these. The silence of the waiting rank is then counted from the newest heartbeat of the ranks
-    that it may wait for, and the longest of their limits and its own applies.
+    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for other ranks that have done
+    no more steps than it has, for example because they still save a checkpoint or wait for storage. Its silence is
+    then counted from the newest heartbeat of these ranks, and the longest of their limits and its own limit applies.
 
     The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
 
@@ -133,7 +132,8 @@ def hung(
         read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
             It is called at most once, and only if a rank exceeds its own limit. The default returns none, so the
             exception above does not apply.
-        not_before: no silence is counted from an earlier time, because until then no heartbeat could be written.
+        not_before: Unix time in seconds until which no heartbeat could be written; no silence is counted from an
+            earlier time.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
@@ -154,26 +154,42 @@ def hung(
 
 
 def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) -> Hung:
-    """Return how long a rank has been silent, and the limit of its own phase; the arguments are those of `hung`."""
+    """Return how long a rank has sent no heartbeat, with the limit of its own phase; other ranks are not considered.
+
+    Args:
+        beat: the newest heartbeat of the rank.
+        now: Unix time in seconds.
+        limits: the longest silence that each phase allows.
+        not_before: Unix time in seconds; no silence is counted from an earlier time.
+
+    Returns:
+        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
+    """
     return _silence_among_others(beat, (), now, limits, not_before)
 
 
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return how long a rank and the ranks that it may wait for have been silent, and the longest of their limits.
+    """Return how long a rank and all ranks that it may wait for have been silent, with the longest of their limits.
+
+    The silence is counted from the newest heartbeat of any of these ranks.
 
     Args:
         beat: the newest heartbeat of the rank.
-        all_beats: newest heartbeats of the ranks of all nodes; those of another attempt (start of the run) do not
-            count.
+        all_beats: newest heartbeats of the ranks of all nodes; those of another attempt (start of the run) are
+            ignored.
         now: Unix time in seconds.
         limits: the longest silence that each phase allows.
-        not_before: no silence is counted from an earlier time.
+        not_before: Unix time in seconds; no silence is counted from an earlier time.
+
+    Returns:
+        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
     """
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
-    silent_since = max(_silent_since(other) for other in (beat, *waited_for))
-    limit_s = max(limits.of(other) for other in (beat, *waited_for))
+    considered = [beat, *waited_for]
+    silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
+    limit_s = max(limits.of(considered_beat) for considered_beat in considered)
     return Hung(
         rank=beat.rank,
         host=beat.host,
@@ -185,18 +201,24 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may wait in a collective for another one, judged from the newest heartbeats of both.
+    """Return whether a rank may be waiting in a collective for another rank.
 
-    A rank with more steps done has taken part in all collectives that the waiting rank has reached. A rank that waits
-    for storage counts in any case, because it may send its heartbeats late.
+    It cannot wait for a rank that is done, or that has done more steps, because that rank has already taken part in
+    all collectives that the waiting rank has reached. A rank in phase "storage" counts in any case, because its
+    heartbeats may come late.
+
+    Args:
+        beat: newest heartbeat of the rank that may be waiting.
+        other: newest heartbeat of the other rank.
     """
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 
 
 def _silent_since(beat: Beat) -> float:
-    """Return since when a rank counts as silent: its newest heartbeat, or the begin of its wait for storage.
+    """Return the Unix time in seconds from which the silence of a rank is counted.
 
-    While a rank waits for storage, it sends heartbeats all the time, and its limit counts from the begin of the wait.
+    This is the time of its newest heartbeat. In phase "storage" it is the start of the phase: a rank that waits for
+    storage goes on sending heartbeats, so only the length of the wait can show that it is hung.
     """
     return beat.phase_since if beat.phase == "storage" else beat.time
 

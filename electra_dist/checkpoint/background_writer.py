@@ -3,7 +3,7 @@
 Guarantee: if any process is killed at any moment, the newest committed checkpoint in every target is complete. A
 target is a store (a folder or a bucket) that receives every checkpoint. Each rank writes the file with its part of the
 state once, then uploads that file to the other targets. `CheckpointWriter.on_commit` is called when all targets have
-the checkpoint. A second thread then deletes old checkpoints, and the next save does not wait for it.
+the checkpoint. A second thread then deletes old checkpoints; the next save may begin while it does.
 
 Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. `reserve`
 allocates it before the first save. `benchmarks/checkpoint.py` measures how long a save holds up training. At most one
@@ -68,7 +68,7 @@ class CheckpointWriter:
         patience: Patience | None = None,
         clears_staging: bool = True,
     ) -> None:
-        """Create the writer, and delete from `staging` the files that earlier starts of the run left there.
+        """Create the writer; with `clears_staging`, also delete the files that earlier starts left in `staging`.
 
         Args:
             targets: the stores that every checkpoint is written to.
@@ -80,7 +80,8 @@ class CheckpointWriter:
             rollback_steps: rank 0 also keeps the newest checkpoint that is at least this many steps older than the
                 newest one, so that a rollback always has a checkpoint to go back to.
             patience: how long a save waits for targets that are full or away; None: not at all.
-            clears_staging: whether this rank deletes what is left in `staging`; one rank of each node is enough.
+            clears_staging: whether this rank deletes the files that earlier starts left in `staging`. One rank of each
+                node does it, because the ranks of a node share the folder.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -97,7 +98,7 @@ class CheckpointWriter:
         self._buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._deletion: threading.Thread | None = None  # of old checkpoints, on rank 0
-        self._error: BaseException | None = None  # from the writing thread, until `wait` raises it
+        self._error: BaseException | None = None  # of the writing or the deleting thread, until `wait` raises it
         self._scores: list[dict[str, HeldOutScore]] = [{} for _ in targets]  # on held-out rows, for `retain`
         if clears_staging:
             self._patience.call(lambda: self._clear_staging(attempt))
@@ -153,11 +154,11 @@ class CheckpointWriter:
         return timing
 
     def wait(self) -> None:
-        """Wait until no save is in flight, then raise the error of the writing thread, if there was one.
+        """Wait until no save is in flight, then raise the error of a save or of a deletion, if there was one.
 
         The same error is not raised again by the next call. If there was no error, then on rank 0 all targets have the
-        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet. Old
-        checkpoints may still be there.
+        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet. The
+        deletion of old checkpoints may still go on; `close` waits for it.
         """
         self._join(self._thread)
         self._thread = None
@@ -174,7 +175,7 @@ class CheckpointWriter:
             thread.join(_WAIT_SLICE_S)
 
     def _raise_error(self) -> None:
-        """Raise the error of a thread that has ended, if there was one, once."""
+        """Raise the error that the writing or the deleting thread has stored, if there is one, and forget it."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -182,11 +183,15 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the newest save has ended with an error, which the next call of `wait` raises."""
+        """Whether a save or a deletion has ended with an error, which the next call of `wait` raises."""
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save and for deletions, raise their error if there was one, and free the host buffer."""
+        """Wait for the last save and the deletion of old checkpoints, then free the host buffer.
+
+        Raises:
+            Exception: whatever the save or the deletion raised in its thread. The deletion is waited for in any case.
+        """
         try:
             self.wait()
         finally:
@@ -242,21 +247,22 @@ class CheckpointWriter:
             self._store_everywhere(state, tensors)
             if self._rank == 0:
                 self.on_commit(state, timing, time.perf_counter() - begin)
-                self._begin_deletion(state.attempt)
+                self._start_deletion(state.attempt)
         except BaseException as error:  # noqa: BLE001  # the training thread raises it in wait()
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
         """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target.
 
-        Targets that are full or away do not hold up the others: they are tried again until the patience ends.
+        A rank that leads a group of ranks also merges the entries of its group. Targets that are full or do not
+        respond do not hold up the others: they are tried again until the patience ends.
 
         Args:
             state: the part of the checkpoint that is not tensors, such as its step.
             tensors: this rank's part of the state, in host memory.
 
         Raises:
-            StorageLost: a target stayed away too long; the others have the checkpoint.
+            StorageLost: a target was full or did not respond for too long; the others have the checkpoint.
         """
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
@@ -271,14 +277,14 @@ class CheckpointWriter:
         save.delete_staged()
 
     def _must_give_up(self) -> bool:
-        """Return whether the run ends, so that nothing must be waited for any more."""
+        """Return whether the run is ending, so that a save must not wait for other ranks or targets any more."""
         return self._patience.is_abandoned
 
-    def _begin_deletion(self, attempt: int) -> None:
-        """Begin to delete the checkpoints that are not kept, in a thread of its own. Rank 0 only.
+    def _start_deletion(self, attempt: int) -> None:
+        """Start a thread that deletes the checkpoints that need not be kept. Rank 0 only.
 
-        No old checkpoint is deleted before all targets have the new one. If the deletion after the save before still
-        goes on, it is waited for.
+        The writing thread calls this method after the commit, when all targets have the new checkpoint. It first waits
+        for the deletion that the previous save started.
 
         Args:
             attempt: number of this start of the run.
@@ -289,7 +295,13 @@ class CheckpointWriter:
         self._deletion.start()
 
     def _delete_old(self, attempt: int) -> None:
-        """Delete the checkpoints that are not kept, on every target; keep an error for `wait` or `close`."""
+        """Delete the checkpoints that need not be kept, on every target. Runs in the deleting thread.
+
+        An error is not raised in the thread. It is stored, and `wait` or `close` raises it in the training thread.
+
+        Args:
+            attempt: number of this start of the run.
+        """
         try:
             for target, scores in zip(self._targets, self._scores):
                 self._patience.call(

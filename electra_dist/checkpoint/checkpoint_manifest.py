@@ -10,15 +10,16 @@ How: every start of a run has a number, its "attempt". A store that receives che
     step-00000400-a0003/                checkpoint after 400 steps by start 3; no other start writes to this folder
         rank-00000.safetensors          fp32 tensors `master|NAME|START`, then `exp_avg|...`, then `exp_avg_sq|...`
         rank-00000.json                 manifest entry of that file, written after it; deleted after the commit
-        group-00000/rank-00000.json     the same in a run of more than 16 ranks
+        group-00000/rank-00000.json     the same entry in a run of more than 16 ranks; deleted once it is merged
         merged-00000.json               the entries of a group, merged by its last rank; deleted after the commit
         manifest.json                   the commit: created by rank 0, only if absent, after all entries were there
         manifest.set-aside.json         replaces manifest.json of a damaged checkpoint; kept, never loaded again
 
-A manifest of format 2 lists every tensor, with 150 bytes for each. Where that would take more than 3 MB, because every
-rank stores a part of every parameter (ZeRO stages 0 and 3), the manifest has format 3: it holds only how each
-parameter is divided between the files, and the header of each file, whose digest is in the manifest, lists the tensors
-and their digests. Both formats are read.
+A manifest of format 2 lists every tensor and takes about 150 bytes for each. That would be more than 3 MB in a large
+run at ZeRO stages 0 and 3, where every rank stores a part of every parameter. The manifest then has format 3: it holds
+only a run-length code of how each parameter is divided between the files (many_ranks/parameter_runs.py). The tensors
+and their digests are listed in the header of each file, and the digest of the header is in the manifest. Both formats
+are read.
 
 Cost: docs/cluster.md has the sizes that were measured.
 """
@@ -88,7 +89,10 @@ class FileEntry(_Frozen):
 
     @property
     def is_listed_in_header(self) -> bool:
-        """Return whether the file has tensors that only its header lists, as with a manifest of format 3."""
+        """Return whether the file has tensors that are listed only in its own header, not in this entry.
+
+        This is the case for entries of a manifest of format 3; `with_tensors` (file_reader.py) then reads the header.
+        """
         return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
@@ -158,7 +162,8 @@ class Manifest(_Frozen):
     saved_at: str  # UTC, ISO 8601; the same in all targets
     state: RunState
     files: tuple[FileEntry, ...]
-    runs: dict[str, tuple[Run, ...]] | None = None  # in format 3, how each parameter is divided between the files
+    # In format 3, the run-length code of how each parameter is divided between the files; None in format 2.
+    runs: dict[str, tuple[Run, ...]] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -206,13 +211,14 @@ class Manifest(_Frozen):
         return manifest
 
     def check_coverage(self) -> None:
-        """Verify that the manifest lists every element of every parameter, and of both its moments, exactly once.
+        """Verify that the files hold every element of every parameter, and of both its moments, exactly once.
 
-        It also verifies that header and tensors cover every byte of each tensor file exactly once; in format 3 that is
-        verified when the header is read. Only numbers in the manifest are compared; the tensor files are not read.
+        In format 2 it also verifies that header and tensors cover every byte of each tensor file exactly once. In
+        format 3 the manifest lists no tensors, and this is verified when the header of a file is read. Only numbers in
+        the manifest are compared; the tensor files are not read.
 
         Raises:
-            TornCheckpoint: names the first file or parameter for which this does not hold.
+            TornCheckpoint: a parameter, a moment or a file is not covered exactly once.
         """
         if self.runs is not None:
             self._check_runs(self.runs)
@@ -233,10 +239,14 @@ class Manifest(_Frozen):
                 _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
 
     def _check_runs(self, runs: dict[str, tuple[Run, ...]]) -> None:
-        """Verify that the files hold every element of every parameter exactly once, by a manifest of format 3.
+        """Verify that the part sizes in a manifest of format 3 divide every parameter completely between the files.
+
+        Args:
+            runs: the field `runs` of this manifest: for each parameter, the run-length code of its part sizes.
 
         Raises:
-            TornCheckpoint: names the first parameter for which this does not hold.
+            TornCheckpoint: `runs` lacks a parameter or has an unknown one, the part sizes of a parameter do not add up
+                to its number of elements, or their number is not that of the files.
         """
         if set(runs) != set(self.state.shapes):
             names = sorted(set(runs) ^ set(self.state.shapes))[:3]

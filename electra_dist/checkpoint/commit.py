@@ -259,20 +259,21 @@ def commit(
     """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
 
     The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank has
-    stored with `submit`, are deleted. In a large run the leaders of groups of ranks have merged them before.
+    stored with `submit`, are deleted. In a run with more than 16 ranks, `merge_group` merges the entries of each group
+    of ranks into one object; this function then waits for the merged objects, and deletes these.
 
     Args:
         target: the store; every rank has written its tensor file to it, or is about to.
         state: run state of the checkpoint; its step, attempt and world size decide which files are expected.
         saved_at: time of the save in UTC, ISO 8601; the same for all targets.
-        is_repeated: whether this process has tried to commit this checkpoint on this target before. A manifest of this
-            start of the run is then its own, and what is left to do is done.
-        give_up: asked while the entries are waited for; True raises TimeoutError.
+        is_repeated: whether this process has tried to commit this checkpoint on this target before. If the manifest
+            exists then, this process has created it, and only the entries are deleted.
+        give_up: called while entries are missing; if it returns True, TimeoutError is raised.
 
     Raises:
         Fenced: a newer start of the run exists, or another process has created this manifest. If the newer start began
             during the commit, the checkpoint exists although the error is raised.
-        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S` seconds.
+        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S` seconds, or `give_up` returned True.
         StoreError: an entry cannot be read.
         TornCheckpoint: the entries do not cover every parameter exactly once.
     """

@@ -5,7 +5,8 @@ Guarantee: callers receive exactly the bytes that the manifest describes. A file
 or a tensor that does not match its digest is read again, with pauses, and counts as damaged only if two readings agree
 (`store/retry.py`); so a bit that was flipped on the way from the store does not count as damage of the checkpoint.
 
-Where the manifest does not list the tensors of a file, the file's header does, which is read and verified first.
+A manifest of format 3 does not list the tensors of a file. They are listed in the header of the file, which is read
+and verified before its tensors.
 
 Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
 requests at a time, so a rank holds at most 256 MB. SHA-256 does 1.5 GB/s on a core.
@@ -103,29 +104,39 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
     Returns:
         One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
     """
-    _, header_faults = _read_header(store, key, file)
+    _, header_fault = _read_header(store, key, file)
     try:
         size = store.size(key)
     except StoreMissing:
         return [missing(file.name)]
-    if size == file.size_bytes:
-        return header_faults
-    return [f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes", *header_faults]
+    faults = []
+    if size != file.size_bytes:
+        faults.append(f"{file.name} has {size:,} instead of {file.size_bytes:,} bytes")
+    if header_fault:
+        faults.append(header_fault)
+    return faults
 
 
-def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, list[str]]:
-    """Make one reading of a tensor file's header; return it, and one line if it is missing or not that of the entry.
+def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, str]:
+    """Read the header of a tensor file once, and compare it with the digest in the file's manifest entry.
 
-    The line for a missing file is `missing(file.name)`.
+    Args:
+        store: the store to read from.
+        key: key of the file in the store.
+        file: manifest entry of the file, with the length and the digest of its header.
+
+    Returns:
+        The header (b"" if there is no such file), and one line that describes the fault; "" if the header is good. The
+            line for a missing file is `missing(file.name)`.
     """
     try:
         header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
     except StoreMissing:
-        return b"", [missing(file.name)]
+        return b"", missing(file.name)
     header_sha256 = hashlib.sha256(header).hexdigest()
     if header_sha256 != file.header_sha256:
-        return header, [f"the header of {file.name} does not match its digest (found {header_sha256[:12]})"]
-    return header, []
+        return header, f"the header of {file.name} does not match its digest (found {header_sha256[:12]})"
+    return header, ""
 
 
 def read_tensors(
@@ -218,8 +229,8 @@ def fill(
     rereading = Rereading(store.reread_pauses_s)
     needed_requests: list[Request] = []
     needed_files = manifest.files if manifest.runs is None else _files_of(manifest.files, manifest.runs, fragments)
-    listed_files, header_faults = with_tensors(store, folder, needed_files, rereading)
-    for file in listed_files:
+    complete_entries, header_faults = with_tensors(store, folder, needed_files, rereading)
+    for file in complete_entries:
         needed_requests.extend(requests(file, destinations.need))
 
     def check_file(file: FileEntry) -> list[str]:
@@ -239,61 +250,64 @@ def fill(
 def _files_of(
     files: Sequence[FileEntry], runs: Mapping[str, Sequence[Run]], fragments: Sequence[Fragment]
 ) -> list[FileEntry]:
-    """Return the files that hold any element of the fragments, by a manifest that holds runs.
+    """Return the files of a checkpoint with a manifest of format 3 that hold any element of the given fragments.
 
     Args:
-        files: all files of the checkpoint.
-        runs: how each parameter is divided between the files.
-        fragments: ranges of parameters.
+        files: manifest entries of all files of the checkpoint.
+        runs: `Manifest.runs`: for each parameter, the run-length code of how it is divided between the files.
+        fragments: the ranges of parameters that a load fills.
+
+    Returns:
+        The entries of these files, in the order of the manifest.
     """
-    numbers: set[int] = set()
+    file_numbers: set[int] = set()
     for fragment in fragments:
         end = fragment.start + fragment.numel
-        numbers.update(FilesOfElements(runs[fragment.name]).overlapping(fragment.start, end))
-    return [files[number] for number in sorted(numbers)]
+        file_numbers.update(FilesOfElements(runs[fragment.name]).overlapping(fragment.start, end))
+    return [files[number] for number in sorted(file_numbers)]
 
 
 def with_tensors(
     store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
 ) -> tuple[list[FileEntry], list[str]]:
-    """Return the entries of files with their tensors, which are read from the headers where the manifest has none.
+    """Complete manifest entries of files with the tensors that the files hold; read the files' headers if necessary.
+
+    An entry from a manifest of format 2 lists the tensors already, and is returned as it is. For an entry of format 3
+    the header of the file is read, verified and parsed. Headers are read up to 16 at a time.
 
     Args:
         store: the store to read from.
         folder: the checkpoint's folder in the store.
         files: manifest entries of the files.
-        rereading: the readings of this checkpoint.
+        rereading: decides whether a header that does not match its digest is read again, or counts as damaged.
 
     Returns:
-        The entries of the files whose header is good; and one line for each other file.
+        The completed entries, without those of files whose header is missing or damaged, and one line for each of
+            these faults.
 
     Raises:
         StoreError: the store cannot be read, or returns other bytes at each reading.
+        TornCheckpoint: the tensors that a header lists do not cover its file.
     """
-    listed_files: list[FileEntry] = []
-    faults: list[str] = []
 
-    def read(file: FileEntry) -> tuple[FileEntry, list[str]]:
-        """Return the entry of one file, and the faults of its header."""
+    def complete(file: FileEntry) -> tuple[FileEntry, str]:
+        """Return the completed entry of one file and "", or its unchanged entry and the fault of its header."""
         if not file.is_listed_in_header:
-            return file, []
-        headers: list[bytes] = []
+            return file, ""
         key = f"{folder}/{file.name}"
+        header, fault = rereading.read(f"{store.url}/{key}", lambda: _read_header(store, key, file))
+        if fault:
+            return file, fault
+        return parse_header(file, header), ""
 
-        def read_header() -> list[str]:
-            """Make one reading of the header, and return its faults."""
-            header, header_faults = _read_header(store, key, file)
-            headers[:] = [header]
-            return header_faults
-
-        header_faults = _repeat_while_faulty(read_header, f"{store.url}/{key}", rereading)
-        return (file, header_faults) if header_faults else (parse_header(file, headers[0]), [])
-
-    for file, header_faults in in_parallel(read, files):
-        faults += header_faults
-        if not header_faults:
-            listed_files.append(file)
-    return listed_files, faults
+    complete_entries: list[FileEntry] = []
+    faults: list[str] = []
+    for entry, fault in in_parallel(complete, files):
+        if fault:
+            faults.append(fault)
+        else:
+            complete_entries.append(entry)
+    return complete_entries, faults
 
 
 class _Destinations:
@@ -399,11 +413,11 @@ def verify_file(
         return faults
     if file.is_listed_in_header:
         if faults:
-            return faults  # Without its header, nothing is known of the tensors.
-        listed_files, header_faults = with_tensors(store, folder, [file], rereading)
+            return faults  # Only an intact header shows where the tensors are.
+        complete_entries, header_faults = with_tensors(store, folder, [file], rereading)
         if header_faults:
             return header_faults
-        file = listed_files[0]
+        file = complete_entries[0]
     with ThreadPoolExecutor(THREADS) as pool:
         for request_faults in pool.map(verify_request, requests(file)):
             faults.extend(request_faults)

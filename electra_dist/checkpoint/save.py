@@ -1,8 +1,8 @@
 """Store one checkpoint in several targets, each at its own pace: what is done stays done when a target is tried again.
 
-Guarantee: every stage can be repeated after a failure. A file is written once and uploaded from there, to all targets
-at the same time; an entry is submitted after its file is complete, and a manifest that this process has created is
-recognised.
+Guarantee: every stage can be repeated after a failure. A file is written once on this node, and then copied to all
+other targets at the same time. An entry is submitted after its file is complete. If a commit is repeated, a manifest
+that this process has created is recognised as its own.
 
 Limits: a target that goes away after it has received the only written copy of this rank's file holds up the others.
 """
@@ -31,11 +31,11 @@ _HEADER_BYTES = 1 << 20  # allowed for the header of a tensor file, and for the 
 
 @dataclass(kw_only=True)
 class _Copy:
-    """How far the copy of a checkpoint in one target is."""
+    """Progress of the copy of one checkpoint in one target; each stage of a save sets its flag when it is done."""
 
     target: Store
     is_stored: bool = False  # this rank's file and its entry are there
-    is_merged: bool = False  # if this rank leads a group of ranks: the entries of the group are merged
+    is_merged: bool = False  # the entries of the group of ranks are merged; set only if this rank leads a group
     was_tried: bool = False  # a commit was begun
     is_committed: bool = False
 
@@ -68,25 +68,32 @@ class Save:
         self._written: tuple[Path, FileEntry] | None = None  # the file that was written, and its manifest entry
 
     def store(self) -> Exception | None:
-        """Store this rank's file and then its entry (size and digests) in every target that lacks them.
+        """Store this rank's tensor file and then its manifest entry in every target that lacks them.
 
         Returns:
-            The first failure that is worth a wait; None if all targets have both. Other errors are raised.
+            None if all targets have both. Otherwise the first error that may pass, such as a full disk or a store that
+                does not respond: it is returned and not raised, so that the caller can wait and call again. All other
+                errors are raised.
         """
         failures: list[Exception | None] = []
-        while self._written is None and len(failures) < len(self._copies):
-            # The first target that accepts the file gets it before the others, which receive copies of it.
-            failures.append(self._failure(self._store, self._copies[len(failures)]))
+        for copy in self._copies:
+            if self._written is not None:
+                break  # The remaining targets receive copies of the written file, several at a time.
+            failures.append(self._failure(self._store, copy))
         return self._for_each(self._store, failures)
 
     def merge(self, give_up: Callable[[], bool]) -> Exception | None:
-        """Merge the entries of the group that this rank leads, in every target that lacks it; do nothing otherwise.
+        """Merge the entries of the group of ranks that this rank leads, in every target where this is not done yet.
+
+        Nothing is done if this rank leads no group. A target that lacks this rank's own file is left out.
 
         Args:
-            give_up: asked while the entries of other ranks are waited for; True ends the wait with an error.
+            give_up: called while entries of the group's ranks are missing; if it returns True, the wait ends with
+                TimeoutError.
 
         Returns:
-            As for `store`.
+            None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
+                is returned and not raised, so that the caller can wait and call again. All other errors are raised.
         """
         group = led_group(self._rank, self._state.world_size)
         if group is None:
@@ -97,10 +104,12 @@ class Save:
         """Commit the checkpoint on every target that has this rank's file and no manifest. Rank 0 only.
 
         Args:
-            give_up: asked while the files of other ranks are waited for; True ends the wait with an error.
+            give_up: called while entries of other ranks are missing; if it returns True, the wait ends with
+                TimeoutError.
 
         Returns:
-            As for `store`.
+            None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
+                is returned and not raised, so that the caller can wait and call again. All other errors are raised.
         """
         return self._for_each(lambda copy: self._commit(copy, give_up))
 
@@ -110,18 +119,25 @@ class Save:
             self._staging.delete(self._key)
 
     def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
-        """Run a stage for several copies at a time, and return the first failure that is worth a wait.
+        """Run a stage of the save for the copy in every target, up to 16 at a time.
 
         Args:
-            stage: called once for each copy.
-            failures: results of the first copies, for which the stage was run already.
+            stage: called once for each copy that is left.
+            failures: results of `_failure` for the first copies, which the caller has handled already.
+
+        Returns:
+            The first error that may pass, in the order of the copies; None if the stage succeeded for all. All other
+                errors are raised.
         """
         remaining_copies = self._copies[len(failures) :]
         results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
         return next((failure for failure in results if failure is not None), None)
 
     def _failure(self, stage: Callable[[_Copy], None], copy: _Copy) -> Exception | None:
-        """Run a stage for one copy; return its error if that is worth a wait, and None if it succeeds."""
+        """Run a stage of the save for one copy; return its error if it may pass, or None if the stage succeeds.
+
+        An error that a wait cannot remove is raised.
+        """
         try:
             stage(copy)
         except Exception as error:
@@ -131,15 +147,19 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Store the file and its entry in one target, unless they are there."""
+        """Store this rank's file and its manifest entry in one target, unless they are there.
+
+        The first call that succeeds writes the file: into the target if that is a local folder, otherwise into the
+        staging folder. Every other target receives a copy of the written file.
+        """
         if copy.is_stored:
             return
         path_in_target = copy.target.local_path(self._key)  # None for a target on S3
         if self._written is None:
             path = path_in_target or self._staging.local_path(self._key)
             _check_space(path, self._tensors)
-            is_listed = has_runs(self._state)
-            self._written = (path, write_tensor_file(path, self._tensors, digests_in_header=is_listed))
+            entry = write_tensor_file(path, self._tensors, digests_in_header=has_runs(self._state))
+            self._written = (path, entry)
         written_path, entry = self._written
         if written_path != path_in_target:
             copy.target.upload(written_path, self._key)
@@ -147,7 +167,15 @@ class Save:
         copy.is_stored = True
 
     def _merge(self, copy: _Copy, group: int, give_up: Callable[[], bool]) -> None:
-        """Merge the entries of this rank's group in one target, if this rank's file is there."""
+        """Merge the entries of a group of ranks in one target.
+
+        Nothing is done if they are merged already, or if this rank's own file is not in the target yet.
+
+        Args:
+            copy: the copy of the checkpoint in this target.
+            group: number of the group, which this rank leads.
+            give_up: called while entries of the group are missing; if it returns True, TimeoutError is raised.
+        """
         if copy.is_merged or not copy.is_stored:
             return
         world_size = self._state.world_size

@@ -8,9 +8,9 @@ A tensor of more than `PIECE` elements is stored in pieces, each with its own di
 the whole range that it covers. With pieces, a rank that needs a part of a tensor reads and hashes little more than
 that part.
 
-Where the manifest does not list the tensors, the header of the file holds their digests: as one text of 64 characters
-for each tensor, in their order, under the key `sha256` of the header's `__metadata__`. The header is written a second
-time when the digests are known.
+If the manifest does not list the tensors (format 3), the header of the file also holds their digests, under the key
+`sha256` of its `__metadata__`: one string with the 64 hexadecimal digits of each tensor, in the order of the tensors.
+The header is first written with zeros in place of the digests, and overwritten when they are known.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Kind, TensorE
 from electra_dist.store.atomic_files import make_folder, sync_folder, writable
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB
-_LENGTH_BYTES = 8  # before the JSON of a header
-_NO_DIGEST = "0" * 64  # takes the place of a digest that is not known yet
+_LENGTH_BYTES = 8  # of the number that precedes the JSON of a header
+_NO_DIGEST = "0" * 64  # placeholder for a digest that is not known yet
 _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the processor's cache
 
 
@@ -81,7 +81,10 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
     Args:
         path: the file; its folder is created if missing.
         tensors: fp32 values on the CPU, in the order in which they are written.
-        digests_in_header: whether the header holds the digests of the tensors, so that the manifest need not.
+        digests_in_header: whether the header also holds the digest of each tensor, as a manifest of format 3 requires.
+
+    Returns:
+        The entry, with all tensors of the file, also if their digests are in the header.
 
     Raises:
         StoreError: the disk is full or refuses the write.
@@ -125,29 +128,32 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
 
 
 def parse_header(file: FileEntry, header: bytes) -> FileEntry:
-    """Return the entry of a file with the tensors that its header lists, and their digests.
+    """Complete the manifest entry of a tensor file with the tensors, and their digests, that the file's header lists.
 
     Args:
-        file: entry without tensors.
-        header: the header, which has been compared with its digest in the entry.
+        file: entry without tensors, from a manifest of format 3; it is not changed.
+        header: all bytes of the header, whose digest the caller has compared with that in the entry.
+
+    Returns:
+        A copy of the entry with all tensors in the order of the file.
 
     Raises:
-        TornCheckpoint: the tensors do not cover the file.
+        TornCheckpoint: the header and the tensors do not cover every byte of the file exactly once.
     """
     table = json.loads(header[_LENGTH_BYTES:])
     digests = table.pop("__metadata__")["sha256"]
     entries = []
-    for number, (name, described) in enumerate(table.items()):
+    for number, (name, description) in enumerate(table.items()):
         kind, parameter, start = name.split("|")
-        begin, _ = described["data_offsets"]
+        first_byte, _ = description["data_offsets"]  # counted from the end of the header
         sha256 = digests[number * len(_NO_DIGEST) : (number + 1) * len(_NO_DIGEST)]
         entries.append(
             TensorEntry(
                 kind=cast(Kind, kind),
                 name=parameter,
                 start=int(start),
-                numel=described["shape"][0],
-                offset=file.header_bytes + begin,
+                numel=description["shape"][0],
+                offset=file.header_bytes + first_byte,
                 sha256=sha256,
             )
         )
@@ -175,7 +181,7 @@ def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
 
     Args:
         pieces: the tensors in the order of the file.
-        digests: their SHA-256, hexadecimal, which the header is to hold; empty for none.
+        digests: the SHA-256 of each piece in hexadecimal, to be stored in the header; empty to store no digests.
     """
     table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}
     offset = 0  # of a tensor's data, counted from the end of the header

@@ -111,15 +111,19 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Return `optimizer.decay_steps` of a run, the same share of all steps as in a config; None where it is not set.
+    """Scale `optimizer.decay_steps` of a config to a run with another number of steps, so that the share stays equal.
 
     Args:
-        config: config of the objective, whose number of steps is another one.
+        config: the config of an objective, before its number of steps is replaced.
         num_steps: optimizer steps of the run.
+
+    Returns:
+        Steps of the decay in the run, at least 1; None if the config does not set `optimizer.decay_steps`.
     """
     if config.optimizer.decay_steps is None:
         return None
-    return max(1, round(config.optimizer.decay_steps / config.train.num_steps * num_steps))
+    decay_share = config.optimizer.decay_steps / config.train.num_steps
+    return max(1, round(decay_share * num_steps))
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:

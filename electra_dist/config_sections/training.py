@@ -188,10 +188,10 @@ class TrainConfig(Section):
         return value
 
     def micro_batches(self, num_ranks: int) -> int:
-        """Return the number of micro-batches of a rank in each step: global_batch / (micro_batch * num_ranks).
+        """Return how many micro-batches each rank processes per step: global_batch / (micro_batch * num_ranks).
 
-        It is 0 if that is not a whole number; a start with this number of ranks takes another micro-batch then
-        (`fitting_micro_batch`).
+        It is 0 if the quotient is not a whole number. Training on this number of ranks then needs the smaller
+        micro-batch that `fitting_micro_batch` returns.
 
         Args:
             num_ranks: Number of ranks of the run, at least 1.
@@ -202,23 +202,28 @@ class TrainConfig(Section):
         return self.global_batch // rows_per_pass
 
     def fitting_micro_batch(self, num_ranks: int) -> int:
-        """Return the micro-batch of a start: the largest number up to `micro_batch` that divides the rows of a rank.
+        """Return the micro-batch, in rows, that training on a given number of ranks uses.
 
-        It is 0 if the ranks cannot share global_batch evenly; this number of ranks then cannot run the config.
+        It is the largest number up to `micro_batch` that divides the rows that each rank processes per optimizer step,
+        global_batch / num_ranks.
 
         Args:
             num_ranks: Number of ranks of the run, at least 1.
+
+        Returns:
+            The micro-batch; 0 if global_batch is not a multiple of `num_ranks`, so that this number of ranks cannot
+                train with the config.
         """
-        rows_per_rank, rest = divmod(self.global_batch, num_ranks)
-        if rest or not rows_per_rank:
+        rows_per_rank, remaining_rows = divmod(self.global_batch, num_ranks)
+        if remaining_rows:
             return 0
         sizes = range(1, min(self.micro_batch, rows_per_rank) + 1)
         return max(size for size in sizes if rows_per_rank % size == 0)
 
     def possible_ranks(self) -> list[int]:
-        """Return the numbers of ranks that this config can run on with its own micro-batch, ascending.
+        """Return the numbers of ranks, ascending, on which this config can train without a smaller micro-batch.
 
-        They are those for which global_batch is a multiple of micro_batch * ranks.
+        These are the numbers of ranks for which global_batch is a multiple of micro_batch * ranks.
         """
         most_ranks = self.global_batch // self.micro_batch
         return [num_ranks for num_ranks in range(1, most_ranks + 1) if self.micro_batches(num_ranks)]
@@ -294,8 +299,8 @@ class GeneratorOptimizerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW as the paper used it (or LAMB or Muon), and the learning-rate schedule.
 
-    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * remaining ** decay_power, where
-    remaining is 1 - t / num_steps or, with shape trapezoid, min(1, (num_steps - t) / decay_steps).
+    After t of num_steps steps the learning rate is lr * min(1, t / warmup_steps) * remaining ** decay_power. With
+    shape polynomial, remaining is 1 - t / num_steps; with shape trapezoid, min(1, (num_steps - t) / decay_steps).
     """
 
     name: Literal["adamw", "lamb", "muon"] = Field(
@@ -361,7 +366,9 @@ class OptimizerConfig(Section):
     )
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
-        """Return the number of steps of the decay with `shape: trapezoid`: `decay_steps`, or a tenth of the run.
+        """Return over how many steps the learning rate decays at the end of a run with `shape: trapezoid`.
+
+        It is `decay_steps` or, if that is not set, a tenth of the steps of the run, rounded down, but at least 1.
 
         Args:
             num_steps: optimizer steps of the whole run.
@@ -427,10 +434,10 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
-        """Raise ValueError if an option is on that the ZeRO stage or another option excludes.
+        """Raise ValueError if an option is on that does not work with the ZeRO stage or with another option.
 
-        early_generator and compile need whole parameters on each rank, which stage 3 splits between the ranks.
-        overlap_communication exists at stage 1 only, without offload_optimizer.
+        early_generator and compile need whole parameters on each rank, but stage 3 splits them between the ranks.
+        overlap_communication works at stage 1 only, and not with offload_optimizer.
         """
         if self.overlap_communication and self.zero_stage != 1:
             raise ValueError(

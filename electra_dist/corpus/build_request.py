@@ -142,7 +142,7 @@ def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
 
     Args:
         vocabulary: the vocabulary of the ids in the rows.
-        lowercase: whether WordPiece lower-cased the text and stripped it of accents.
+        lowercase: whether WordPiece lower-cased the text and stripped its accents; not used for another tokenizer.
     """
     is_lowercased = lowercase and vocabulary.kind == "wordpiece"
     return TokenizerEntry(

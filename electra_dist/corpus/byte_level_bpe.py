@@ -1,10 +1,10 @@
 """Train a byte-level BPE tokenizer reproducibly, and choose between it and WordPiece.
 
-Guarantee: the same texts give the same tokenizer.json. Every text can be encoded without [UNK], because the 256 bytes
-are tokens, and case, accents and spaces are kept.
+Guarantee: the same texts give the same tokenizer.json. Every text can be encoded without [UNK], because all 256 bytes
+are tokens. Case, accents and spaces are kept.
 
-How: Hugging Face's `BpeTrainer` on the lines of the texts, cut into words as for GPT-2. Its ids follow from counts and
-from the order of the special tokens and bytes, not from a hash map.
+How: Hugging Face's `BpeTrainer` is trained on the lines of the texts, which are cut into words as for GPT-2. The ids
+of the tokens depend on the counts in the texts and on the order of the special tokens and bytes, not on a hash map.
 
 Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.2.
 """
@@ -27,13 +27,17 @@ _NUM_BYTES = 256
 def train_kind(
     kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
 ) -> Vocabulary:
-    """Train a vocabulary of the kind that `corpus.tokenizer` names.
+    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names.
 
     Args:
         kind: "wordpiece" or "bpe".
-        texts: function that returns an iterable over all texts, beginning with the first one at each call.
-        vocab_size: number of tokens wanted; a small text may yield fewer.
-        lowercase: whether WordPiece lower-cases the text and strips its accents.
+        texts: function that returns an iterable over all texts, from the first one at each call; WordPiece may call it
+            several times.
+        vocab_size: number of tokens wanted; few or short texts may yield fewer.
+        lowercase: whether WordPiece lower-cases the texts and strips their accents; not used for "bpe".
+
+    Returns:
+        The vocabulary: the lines of a vocab.txt for "wordpiece", or a tokenizer.json for "bpe".
 
     Raises:
         UserError: the texts are empty, or `vocab_size` is too small.
@@ -44,11 +48,16 @@ def train_kind(
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens: special tokens, the 256 bytes, then merges.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens.
+
+    Its ids are, in this order, the five special tokens, the 256 bytes and the merges.
 
     Args:
         texts: the texts, read once.
-        vocab_size: number of tokens wanted; a small text may yield fewer.
+        vocab_size: number of tokens wanted; few or short texts may yield fewer.
+
+    Returns:
+        The vocabulary, whose text is a tokenizer.json that Hugging Face's libraries can load.
 
     Raises:
         UserError: the texts are empty, or `vocab_size` has no room for the special tokens and the bytes.
@@ -81,8 +90,8 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     tokenizer.train_from_iterator(lines(), trainer)
     if not num_lines:
         raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
-    ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    ids_of_template = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ids_of_template
     )
     return Vocabulary(tokenizer.to_str(pretty=False) + "\n", "trained vocabulary")

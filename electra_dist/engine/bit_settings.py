@@ -56,15 +56,18 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return why a start draws other dropout than the one before it, as a part of a sentence; "" if it does not.
+    """Return why this start of the run draws other dropout masks than the previous start; "" if the masks are equal.
 
-    On a GPU dropout of attention is drawn by torch's kernels, for each micro-batch and in an order that depends on the
-    backend of attention. All other draws depend on the row alone, and so does every draw on a CPU.
+    On a GPU torch's kernels draw the dropout of attention. Their masks depend on the size of the micro-batch and on
+    the backend of attention. All other dropout masks, and all masks on a CPU, depend on the training row alone.
 
     Args:
-        changed: names of the settings that have changed, as `changes` returns them.
+        changed: names of the settings that have changed since the previous start, from `changes`.
         attention_dropout: `model.attention_dropout`.
         device_type: "cuda" or "cpu".
+
+    Returns:
+        A clause for a log line, which names the settings that cause the difference; "" if there is none.
     """
     causes = [name for name in ("train.micro_batch", "attention") if name in changed]
     if device_type != "cuda" or attention_dropout == 0 or not causes:

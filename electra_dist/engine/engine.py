@@ -90,8 +90,8 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         if not engine.offload_optimizer:
-            # The engine reads the norm and refuses an update that is not finite; DeepSpeed's check would read every
-            # gradient once more, and let the host wait. Only stage 2 reads the key.
+            # The engine reads the norm and refuses an update that is not finite. DeepSpeed's check would read every
+            # gradient again and make the host wait for the device. Only stage 2 reads the key.
             config["bf16"]["check_grad_overflow"] = False
         if device_type == "cuda" or engine.overlap_communication:
             config["communication_data_type"] = "fp32"
@@ -111,19 +111,20 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
 
 
 def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Raise if the rows of the global batch cannot be divided evenly between the ranks.
+    """Raise unless every rank can process the same number of rows of the global batch in each step.
 
     Args:
         train: gives the global batch, in rows.
         world_size: number of ranks of the run.
 
     Raises:
-        UserError: `global_batch` is not a multiple of `world_size`; lists the numbers of ranks that are possible.
+        UserError: `global_batch` is not a multiple of `world_size`.
     """
-    if train.fitting_micro_batch(world_size) > 0:
+    can_share_evenly = train.fitting_micro_batch(world_size) > 0
+    if can_share_evenly:
         return
-    numbers = range(1, train.global_batch + 1)
-    possible_ranks = [str(ranks) for ranks in numbers if train.global_batch % ranks == 0]
+    rank_counts = range(1, train.global_batch + 1)
+    possible_ranks = [str(num_ranks) for num_ranks in rank_counts if train.global_batch % num_ranks == 0]
     if len(possible_ranks) > _MOST_RANKS_SHOWN:
         possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
     raise UserError(
@@ -195,7 +196,7 @@ class Engine:
         self._accept: Callable[[], bool] = lambda: True  # of the current step; decides whether to update
         self._applied: bool | None = None  # whether the current step updates; None until it is decided
         self._norm = math.nan  # of the gradients of the current step
-        self._numbers = StepNumbers()  # that the host reads with the norm of the current step
+        self._numbers = StepNumbers()  # of the current step; the host reads them together with the norm
         self.zero_stage = engine.zero_stage
         clip_norm = optimizer_config.clip_norm
         self._tower_clipping: TowerClipping | None = None  # None: DeepSpeed clips by one norm
@@ -332,8 +333,9 @@ class Engine:
                 return the same value on all ranks. It is not called if the gradients are not finite.
             generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if
                 it has no learning rate of its own.
-            numbers: other numbers of the step, which the host reads together with the norm, before it calls `accept`;
-                None if there are none.
+            numbers: other numbers of the step, such as its losses, which are copied to the host together with the
+                norm before `accept` is called, so that the host waits for the device only once; None if there are
+                none.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
@@ -386,10 +388,10 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which DeepSpeed's step computes the norm without a wait of the host, where it can.
+        """Return a context manager in which DeepSpeed's step computes the norm without the host waiting for it.
 
-        In fp16 DeepSpeed decides by the norm whether the scaled gradients have overflowed. With offloading it computes
-        on the host. At stage 3 its step is left as it is.
+        In three cases it changes nothing: in fp16, because DeepSpeed reads the norm to detect an overflow of the
+        scaled gradients; with offloading, because the norm is computed on the host; and at ZeRO stages 0 and 3.
         """
         is_offloading = getattr(self.optimizer, "cpu_offload", False)
         if self.zero_stage not in (1, 2) or self.loss_scale is not None or is_offloading:

@@ -28,7 +28,7 @@ import psutil
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import replacing
 
-PREFLIGHT_LIMIT_S = 600.0  # how long the checks of a node may take, before its ranks come to the meeting
+PREFLIGHT_LIMIT_S = 600.0  # how long preflight may check a node before its ranks join the process group
 _MOST_TRIALS = 64  # ports that rank 0 tries, from the launcher's one on
 _PATIENCE_S = 120.0  # how long a rank waits for the file of rank 0; then it uses the launcher's port
 _POLL_S = 0.02

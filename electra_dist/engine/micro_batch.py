@@ -97,17 +97,22 @@ def with_micro_batch(
 
 
 def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Return a config whose micro-batch divides the rows of a rank, and one line for the log if it had to be changed.
+    """Reduce the micro-batch of a config, if necessary, so that it divides the rows that each rank has in a step.
 
-    The global batch stays as it is, so every step has the same rows on any number of ranks. If the ranks cannot share
-    the global batch, the config is returned unchanged, and `check_world_size` refuses it.
+    Each rank processes global_batch / world_size rows per optimizer step, in micro-batches of equal size. The global
+    batch stays as it is, so every step has the same rows on any number of ranks. If the global batch is not a multiple
+    of the number of ranks, the config is returned unchanged, and `check_world_size` raises for it.
 
     Args:
-        config: the resolved config.
+        config: the resolved config; it is not changed.
         world_size: number of ranks of the run.
+
+    Returns:
+        The config with the largest micro-batch that fits, and the lines for the log: one if the micro-batch was
+            changed, none otherwise.
     """
     train = config.train
-    size = train.fitting_micro_batch(world_size)
+    size = train.fitting_micro_batch(world_size)  # 0 if no micro-batch fits
     if size in (0, train.micro_batch):
         return config, []
     rows_per_rank = train.global_batch // world_size

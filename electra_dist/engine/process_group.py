@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S, agreed_port
 
-# The ranks of a node whose checks take longest come last; after them, imports and a collective get ten minutes.
+# All ranks wait for the node whose preflight takes longest; imports and the first collective then get ten minutes.
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)
 
 # What a process without a launcher gets: a group of a single rank on this machine.

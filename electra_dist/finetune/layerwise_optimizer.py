@@ -34,7 +34,7 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
     The head has the setting `lr`. With L layers and the factor d = `layer_decay`, layer i (0 is the lowest) has lr * d
     ** (L + 1 - i), and the embeddings have lr * d ** (L + 2). The top layer thus has lr * d ** 2: the reference counts
     a pooler, which does not exist, below the head. If `lr_decay_quirk` is false, all these exponents are lower by 1.
-    The LayerNorm after the last layer, which the architecture `modern` has, has the rate of the top layer.
+    In the architecture `modern`, the LayerNorm after the last layer has the learning rate of the top layer.
 
     Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
 

@@ -2,8 +2,8 @@
 
 Classification and regression: the state of [CLS], dropout, Dense(H -> N). With `head: dense`, Dense(H -> H), GELU and
 dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to [0,
-1]. In models of the architecture `modern`, these heads and those for tags and (linear) spans read features of the
-states, as in Hugging Face's ModernBERT classes: LayerNorm(GELU(Dense(H -> H))).
+1]. In models of the architecture `modern`, these heads and those for tags and (linear) spans do not read the states
+themselves, but LayerNorm(GELU(Dense(H -> H))) of the states, as in Hugging Face's ModernBERT classes.
 
 The head of google-research/electra for SQuAD has three outputs (`squad/linear_span_head.py` has a simpler one):
 - Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
@@ -95,14 +95,15 @@ class Classifier(TaskModel):
             settings: `head` selects one linear layer ("reference") or two with a GELU ("dense"); `head_dropout` is the
                 dropout before each of them.
             seed: seed of the head's initial weights.
-            features: layers below the head, by `new_features`; they are used, not copied.
+            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
+                becomes part of this model, without a copy. None for the architecture `bert`.
         """
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
         if settings.head == "dense":
             layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(settings.head_dropout)]
-        head = nn.Sequential(*layers, nn.Linear(width, num_outputs))
-        init_head(head, seed)
-        super().__init__(backbone, on_features(features, head))
+        new_layers = nn.Sequential(*layers, nn.Linear(width, num_outputs))
+        init_head(new_layers, seed)
+        super().__init__(backbone, on_features(features, new_layers))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of each row, fp32 [B, N], or the predicted numbers, fp32 [B, 1], for a regression.
@@ -324,22 +325,27 @@ class SpanModel(AnswerModel):
 
 
 def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
-    """Return the layers that the heads of the architecture `modern` have below their output; None for `bert`.
+    """Create the first layers (Dense, GELU, LayerNorm) of a task head for a model of the architecture `modern`.
 
-    They begin with the weights of the pretraining head, as in Hugging Face's ModernBERT classes, which read these
-    weights from the folder. A model without such a head, or with one of another width, gets new ones.
+    Their initial weights are those of the encoder's pretraining head, as in Hugging Face's ModernBERT classes, which
+    load them from the folder of the pretrained model. If the encoder has no such head, or one of another width, the
+    weights are new.
 
     Args:
-        encoder: the model that is fine-tuned.
+        encoder: the pretrained model that is fine-tuned.
         seed: seed of new weights.
+
+    Returns:
+        The layers on the host; None for the architecture `bert`, whose task heads have no such layers.
     """
     if encoder.model.architecture != "modern":
         return None
     features = ModernFeatures(encoder.model, encoder.tower.hidden_size)
-    pretrained = {name: weight for name, weight in encoder.head_state().items() if name in features.state_dict()}
-    has_layers = pretrained.keys() == features.state_dict().keys()
-    if has_layers and pretrained["dense.weight"].shape == features.dense.weight.shape:
-        features.load_state_dict(pretrained)
+    names = features.state_dict().keys()
+    pretrained_weights = {name: weight for name, weight in encoder.head_state().items() if name in names}
+    has_all_weights = pretrained_weights.keys() == names
+    if has_all_weights and pretrained_weights["dense.weight"].shape == features.dense.weight.shape:
+        features.load_state_dict(pretrained_weights)
     else:
         init_head(features, seed)
         nn.init.ones_(features.layer_norm.weight)
@@ -347,11 +353,14 @@ def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
 
 
 def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
-    """Return a head that reads the features of the states, or, without features, the states themselves.
+    """Put the layers that `new_features` has returned in front of the layers of a task head.
 
     Args:
-        features: result of `new_features`.
-        head: layers from features or states to the outputs; of a Sequential the layers are taken.
+        features: result of `new_features`; None if the head reads the encoder's states directly.
+        head: the layers that compute the outputs of the task.
+
+    Returns:
+        One Sequential of `features` and `head`, flat if `head` is a Sequential itself; without `features`, `head`.
     """
     if features is None:
         return head

@@ -305,7 +305,11 @@ class TextTask(Task):
         return classifier_head(model.head, self.labels, self.label_span, settings.head_dropout)
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
-        """Return a line if Hugging Face's format has no such head: one for many labels, or with two dense layers."""
+        """Return why the trained head cannot be saved in Hugging Face's format, for an error message; "" if it can.
+
+        It cannot if a linear head of an ELECTRA model has too many labels (`has_too_many_labels`), or if `head: dense`
+        is set for a model of the architecture `modern`, whose Hugging Face class has no second dense layer.
+        """
         if encoder.model.architecture == "modern":
             if settings.head == "reference":
                 return ""

@@ -30,9 +30,9 @@ _BATCH = 128  # sentences per forward
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the encoder's pretraining head predicts tokens; otherwise it detects replaced tokens.
+    """Return whether the encoder's pretraining head predicts tokens; False if it detects replaced tokens.
 
-    Only a head that predicts tokens has one bias per token.
+    The two kinds of heads differ in their weights: only a head that predicts tokens has a `bias`, one value per token.
     """
     return "bias" in encoder.head_state()
 

@@ -1,14 +1,15 @@
-"""Predicts the time of a step on N nodes: compute, launches, the bytes sent and the links' bandwidth, and the update.
+"""Predict the time of a step on N nodes from compute, kernel launches, bytes sent, bandwidth and the update.
 
 Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test
 compares it with the collectives of real steps; `benchmarks/scaling.py` compares the step time with times measured at
 limited bandwidth.
 
-How: a step is compute, communication and the update, one after another. With `engine.overlap_communication` the
-exchange of gradients is hidden behind the backward pass of the last micro-batch. `step_parts.py` predicts what a
-micro-batch takes at least, however few rows it has, and the update. Collectives are rings, which are as fast as their
-slowest link. On one node that is the link between GPUs. On several nodes it may be the network: only one edge of the
-ring leaves each node, and it is assumed to use the bandwidth of all network links of the node together.
+How: a step consists of compute, communication and the update, one after another. With `engine.overlap_communication`
+the exchange of gradients is hidden behind the backward pass of the last micro-batch, as far as that is long enough.
+`step_parts.py` predicts the time of the update, and the least time of a micro-batch, in which the host can launch its
+operators. Collectives are rings, which are as fast as their slowest link. On one node that is the link between GPUs.
+On several nodes it may be the network: only one edge of the ring leaves each node, and it is assumed to use the
+bandwidth of all network links of the node together.
 
 Limits: latency, stragglers, checkpoints, evaluations and data stalls are not counted, so that a real step can take
 longer; where the assumed launches, bandwidths or throughput are too pessimistic, it takes less. The result is no bound
@@ -55,11 +56,11 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    An element is sent in 2 bytes in bf16 and in 4 in fp32; on GPUs gradients take 4 bytes in bf16, too. In fp16
-    gradients take 4 bytes and parameters 2. Stage 0 always sends 4, because its 16 bits are autocast with fp32
-    gradients. Over W ranks, each rank sends n (W - 1) / W in a ring reduce-scatter or all-gather of n bytes, and twice
-    that in an all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step
-    DeepSpeed runs
+    Each element takes 4 bytes in fp32. In bf16 parameters take 2 bytes, and gradients 2 or, with `exchanges_fp32`, 4.
+    In fp16 parameters take 2 bytes and gradients 4. At stage 0 gradients always take 4, because 16-bit precision is
+    autocast with fp32 gradients there. In a ring reduce-scatter or all-gather of n bytes over W ranks, each rank sends
+    n (W - 1) / W bytes, and in an all-reduce twice as many (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms", JPDC 2009). In one step DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
@@ -77,7 +78,7 @@ def bytes_on_wire(
         ranks: number of ranks; 1 sends nothing.
         micro_batches: forward passes of a rank in a step.
         persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
-        exchanges_fp32: whether gradients of bf16 parameters are sent in fp32, as `engine.py` does on GPUs.
+        exchanges_fp32: whether gradients of bf16 parameters are sent in fp32, as `engine.py` configures it on GPUs.
     """
     parameter_size = 4 if dtype == "fp32" else 2
     gradient_size = 2 if dtype == "bf16" and stage > 0 and not exchanges_fp32 else 4
@@ -116,7 +117,7 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
 def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
     """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`.
 
-    Nothing of the one is hidden behind the other.
+    No communication is hidden behind the compute.
     """
     return compute_s + wire_bytes / bytes_per_s
 
@@ -159,15 +160,15 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Prediction for a run on one number of nodes: bytes sent, seconds of a step's parts, tokens per second, days."""
+    """Prediction for a run on a given number of nodes: bytes sent, time of each part of a step, speed and duration."""
 
     nodes: int
     ranks: int
     micro_batches: int  # per rank and step
     wire_bytes: float  # sent per rank and step
-    compute_s: float  # per step; at least the time in which the host starts the operators
-    communication_s: float  # per step, without what is hidden behind the backward pass
-    update_s: float  # per step: sums of gradients, norm, update, and the wait of the device for the host
+    compute_s: float  # per step; at least the time that the host needs to launch the operators
+    communication_s: float  # per step, without the part that is hidden behind the backward pass
+    update_s: float  # per step: adding up gradients, norm, update, and the device's wait for the host
     tokens_per_s: float  # of all GPUs
     days: float  # of the whole run
     gpu_hours: float  # of the whole run
@@ -175,12 +176,12 @@ class Scaled:
 
     @property
     def step_s(self) -> float:
-        """Seconds of an optimizer step: compute, then the communication that is not hidden, then the update."""
+        """Return the seconds of one optimizer step: compute, communication that is not hidden, and the update."""
         return self.compute_s + self.communication_s + self.update_s
 
     @property
     def efficiency(self) -> float:
-        """Share of the step's time that is compute, from 0 to 1."""
+        """Return the share of the step's time that is compute, from 0 to 1."""
         return self.compute_s / self.step_s
 
 
@@ -240,9 +241,9 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
     """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second.
 
-    Communication is over a ring of all GPUs, at the assumed share of the speed of its slowest link. On one node
-    that is the link between its GPUs; on several nodes it is that link or the network (`cluster.fabric_bytes_per_s`),
-    whichever is slower.
+    Collectives use a ring of all GPUs, which reaches `step_parts.BANDWIDTH_SHARE` of the bandwidth of its slowest
+    link. On one node that is the link between its GPUs; on several nodes it is that link or the network
+    (`cluster.fabric_bytes_per_s`), whichever is slower.
 
     Raises:
         UserError: the bandwidth of the links between GPUs of type `cluster.gpu` is not known.
@@ -272,10 +273,11 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
     compute_s = micro_batches * micro_batch_s
     communication_s = wire_bytes / bytes_per_s
     if config.engine.overlap_communication:
-        # At ZeRO stage 1 one pass around the ring is that of the bf16 parameters, which comes after the update.
+        # Only the exchange of gradients can be hidden. The all-gather of the bf16 parameters follows the update.
         parameter_bytes = _ring_pass_bytes(budget.parameters.total, 2, ranks)
         gradient_s = (wire_bytes - parameter_bytes) / bytes_per_s
-        communication_s -= min(gradient_s, step_parts.BACKWARD_SHARE * micro_batch_s)
+        last_backward_s = step_parts.BACKWARD_SHARE * micro_batch_s
+        communication_s -= min(gradient_s, last_backward_s)
     update_s = step_parts.update_seconds(
         budget.parameters.total, config.engine.zero_stage, micro_batches, ranks, gpu_model
     )

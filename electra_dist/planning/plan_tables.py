@@ -209,8 +209,9 @@ def _phase_rows(config: Config) -> list[list[str]]:
 def _describe_learning_rate(config: Config) -> str:
     """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
 
-    The peak of `shape: polynomial` is below `optimizer.lr`, because the decay begins at step 0. A generator with a
-    learning rate of its own has its peak in a second part.
+    With `shape: polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0. With `shape:
+    trapezoid` the length of the decay is added. If the generator has a learning rate of its own, a second part
+    describes it.
     """
     num_steps = config.train.num_steps
     parts = []

@@ -1,22 +1,23 @@
-"""Predicts the parts of a step of one GPU that are not products of matrices: launches, update, waits of the host.
+"""Predict the times in a step of one GPU that are not matrix products: kernel launches, update, waits for the host.
 
 Guarantee: all functions are pure.
 
-How: the host starts the operators of a micro-batch one after another, so a micro-batch takes at least the time of
-these launches, however few rows it has. The update is bound by the memory of the GPU: bytes read and written, divided
-by the bandwidth. After the host has read the norm, the device is idle until the first operators of the update arrive.
+How: the host launches the operators of a micro-batch one after another, so a micro-batch takes at least as long as
+these launches, however few rows it has. The update is limited by the memory bandwidth of the GPU: its time is the
+number of bytes read and written, divided by the bandwidth. After the host has read the norm, the device is idle until
+the first operators of the update arrive.
 
-Limits: the time of a launch and the share of a bandwidth that is reached are assumptions, which `ASSUMPTIONS` states;
-they were not measured on a GPU. ZeRO stages 2 and 3 are counted as stage 1, and a compiled model as an eager one.
+Limits: the time of a launch and the share of a bandwidth that is reached are assumptions, listed in `ASSUMPTIONS`;
+they were not measured on a GPU. ZeRO stages 2 and 3 are treated like stage 1, and a compiled model like an eager one.
 """
 
 from __future__ import annotations
 
 from electra_dist.config import Config
 
-LAUNCH_S = 10e-6  # of the host, for one operator; assumed
-BANDWIDTH_SHARE = 0.8  # of the nominal bandwidth of a link or a memory that is reached; assumed
-BACKWARD_SHARE = 2 / 3  # of a micro-batch's time: a backward pass has twice the products of a forward pass
+LAUNCH_S = 10e-6  # time in which the host launches one operator; assumed
+BANDWIDTH_SHARE = 0.8  # share of the nominal bandwidth of a link or a memory that is reached; assumed
+BACKWARD_SHARE = 2 / 3  # share of a micro-batch's time: a backward pass has twice the products of a forward pass
 
 # tests/rehearsal/recorded.json: 2,883 operators of a micro-batch of ELECTRA-Large, which has 48 layers in both towers.
 _OPERATORS_PER_LAYER = 60
@@ -37,18 +38,24 @@ ASSUMPTIONS = (
 
 
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
-    """Return the seconds of one micro-batch: the time of its tokens or the time of its launches, the longer of them.
+    """Return the seconds of one micro-batch, forward and backward: its compute or its launches, whichever is longer.
 
     Args:
         config: gives the rows of a micro-batch, their length and the layers of both towers.
-        gpu_tokens_per_s: what one GPU trains if it never waits for the host.
+        gpu_tokens_per_s: tokens per second that one GPU trains if it never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))
 
 
 def launch_seconds(config: Config) -> float:
-    """Return the seconds in which the host starts the operators of one micro-batch, forward and backward."""
+    """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
+
+    They are proportional to the number of layers. The generator's layers count only if the objective runs a generator.
+
+    Args:
+        config: gives the layers of both towers and the objective.
+    """
     model = config.model
     num_layers = model.discriminator.num_layers
     if config.objective.name != "mlm" and config.objective.generator in ("trained", "frozen"):
@@ -57,14 +64,20 @@ def launch_seconds(config: Config) -> float:
 
 
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
-    """Return the seconds of a step outside the model and the collectives: sums of gradients, norm, update, wait.
+    """Return the seconds of a step that are spent neither in the model nor in collectives.
+
+    They consist of memory traffic (adding up gradients in every micro-batch, the norm, the update), and of the wait of
+    the device for the host, which launches the update only after it has read the norm.
 
     Args:
-        num_parameters: trained parameters.
-        stage: ZeRO stage; from stage 1 on each rank updates its share only.
-        micro_batches: forward passes of a rank in a step.
+        num_parameters: number of trained parameters.
+        stage: ZeRO stage; from stage 1 on each rank updates only its share of the parameters.
+        micro_batches: number of micro-batches of a rank in a step.
         ranks: number of ranks.
-        gpu: name of the GPU, in capital letters, of those with a known memory bandwidth.
+        gpu: a key of `_MEMORY_BYTES_PER_S`, such as "H100".
+
+    Raises:
+        KeyError: the memory bandwidth of the GPU is not known.
     """
     num_updated = num_parameters / ranks if stage > 0 else num_parameters
     gradient_bytes = num_parameters * (_BYTES_OF_A_SUM * micro_batches + _BYTES_OF_AN_EXCHANGE)

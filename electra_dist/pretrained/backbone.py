@@ -52,8 +52,8 @@ class Backbone(nn.Module):
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
         """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
 
-        The first one is the (projected) embeddings, the last one what `forward` returns: with the architecture
-        `modern`, it is normalised. Evaluation mode only.
+        The first tensor contains the (projected) embeddings. The last one is what `forward` returns; with the
+        architecture `modern` this is after the final LayerNorm. Evaluation mode only.
 
         Args:
             ids_BS: int64 token ids, [B, S].

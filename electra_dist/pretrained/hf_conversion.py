@@ -428,14 +428,14 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer's files.
+    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer.
 
-    These are tokenizer.json and tokenizer_config.json, and for WordPiece vocab.txt.
+    The files of the tokenizer are tokenizer.json, tokenizer_config.json and, only for WordPiece, vocab.txt.
 
     Args:
         tensors: weights under Hugging Face's names.
         config: content of config.json.
-        vocab_file: the corpus's vocab.txt.
+        vocab_file: the corpus's vocab.txt, whose content may be a tokenizer.json.
         lowercase: whether the tokenizer lower-cases.
         max_positions: longest row in tokens, for the tokenizer's settings.
         out_dir: created if missing; each file is replaced atomically.
@@ -453,22 +453,20 @@ def _write(
         tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
     _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
     tokenizer_config: dict[str, Any] = {
-        "tokenizer_class": "BertTokenizer",
-        "do_lower_case": lowercase,
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_positions,
     }
-    if vocabulary.tokenizer_json is not None:
-        tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        del tokenizer_config["do_lower_case"]
+    if vocabulary.tokenizer_json is None:
+        tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}
     if config["model_type"] == hf_modernbert.MODEL_TYPE:
         # ModernBERT has no token types, and its models refuse them as inputs.
         tokenizer_config |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
         }
-    for name in _SPECIAL_TOKENS:
-        token_id = vocabulary.special[f"[{name.upper()}]"]
-        tokenizer_config[f"{name}_token"] = vocabulary.tokens[token_id]  # "mask_token": "[MASK]"
+    for role in _SPECIAL_TOKENS:
+        token_id = vocabulary.special[f"[{role.upper()}]"]
+        tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
     # Last, so that a folder with weights is complete.
     _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))

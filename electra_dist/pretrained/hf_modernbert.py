@@ -26,6 +26,7 @@ MODEL_TYPE = "modernbert"
 DETECTION_LABELS = {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}  # of a discriminator's config.json
 OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of the output bias of a head that predicts tokens
 _TABLE = "embeddings.word.weight"  # the token table
+# Names of parameters in this project -> in Hugging Face's classes, without the prefixes of tower and layer.
 _LAYER = {
     "attention_norm": "attn_norm",
     "attention.qkv": "attn.Wqkv",
@@ -192,17 +193,21 @@ def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def model_section(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of section `model` for the config.json of a ModernBERT; both towers get its shape.
+    """Convert the config.json of a ModernBERT to the fields of the config section `model` of this project.
 
-    Newer versions of transformers write the bases of the rotary positions into `rope_parameters`.
+    A config.json describes one encoder, so both towers of the result get its shape. Older and newer versions of
+    transformers are supported, which differ in the keys of the rotary positions.
 
     Args:
-        where: path of the file, for messages.
+        where: path of the file, for error messages.
         settings: content of config.json.
 
+    Returns:
+        Name of the field -> value, as `ModelConfig.model_validate` expects it.
+
     Raises:
-        KeyError: a size is missing.
-        UserError: a setting makes another function of the model than this project's.
+        KeyError: config.json lacks a size of the model.
+        UserError: a setting makes the model compute something that this project does not support.
     """
     shape = comparable_settings(where, settings)
     tower = {
@@ -227,24 +232,28 @@ def model_section(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_of_a_task(settings: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a ModernBERT whose head classifies whole texts.
+    """Return whether a config.json is that of a ModernBERT that was fine-tuned to classify whole texts.
 
-    Such a head with one output, a regression, has the weights' names of a discriminator's.
+    The head of such a model must not be read as a pretraining head: with one output, as for a regression, its
+    parameters have the same names and shapes as those of a discriminator's head.
 
     Args:
-        settings: content of config.json.
+        settings: content of config.json, whose key `architectures` is read.
     """
     return "ModernBertForSequenceClassification" in (settings.get("architectures") or [])
 
 
 def _rotary_base(settings: Mapping[str, Any], key: str, layer_type: str, default: float) -> float:
-    """Return the base of the rotary wavelengths that a config.json has for one type of layer.
+    """Return the base (theta) of the rotary position embeddings that a config.json sets for one type of layer.
+
+    Newer versions of transformers write one entry per type of layer into `rope_parameters`; older ones write one key
+    per type at the top level. `rope_parameters` has precedence.
 
     Args:
         settings: content of config.json.
-        key: key of the base in files of older versions of transformers.
-        layer_type: key of the type of layer in `rope_parameters`, which newer versions write.
-        default: value where the file has neither.
+        key: key at the top level, such as "global_rope_theta".
+        layer_type: key in `rope_parameters`, such as "full_attention".
+        default: result if the file has neither key.
     """
     by_layer_type = settings.get("rope_parameters") or {}
     if layer_type in by_layer_type:

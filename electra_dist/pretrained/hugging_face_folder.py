@@ -63,10 +63,18 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
 
 
 def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of section `model` for the config.json of an ELECTRA model.
+    """Convert the config.json of an ELECTRA model to the fields of the config section `model` of this project.
+
+    A config.json describes one encoder, so both towers of the result get its shape.
+
+    Args:
+        settings: content of config.json.
+
+    Returns:
+        Name of the field -> value, as `ModelConfig.model_validate` expects it.
 
     Raises:
-        KeyError: a size is missing.
+        KeyError: config.json lacks a size of the model.
     """
     tower = {
         "hidden_size": settings["hidden_size"],
@@ -114,7 +122,8 @@ def read_hugging_face_vocabulary(folder: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
     tokenizer.json is preferred, because Hugging Face's own tokenizer follows it. Otherwise vocab.txt is read, and
-    tokenizer_config.json for lower-casing, whose default is True. A tokenizer with merges (BPE) is read as it is.
+    tokenizer_config.json for lower-casing, whose default is True. If tokenizer.json has merges (BPE), the file itself
+    is the vocabulary, and the result for lower-casing is False, because the file decides about that.
 
     The files of an export are verified against the digests in its pretraining.json. A model of another program names
     none; then the ids in tokenizer.json must be 0, 1, 2, ..., and vocab.txt, if there is one, must have the same

@@ -44,7 +44,8 @@ from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
 
 TowerName = Literal["discriminator", "generator"]
-_LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")  # beginning of the name of a layer's weight
+# Beginning of the names of a layer's weights in Hugging Face's ELECTRA and ModernBERT, with the number of the layer.
+_LAYER = re.compile(r"(?:electra\.encoder\.layer|model\.layers)\.(\d+)\.")
 _RANDOM = "random:"  # prefix of a model specification that names a config instead of weights
 
 
@@ -341,23 +342,26 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:
-    """Return the tower in a Hugging Face folder; its weights decide whether it is a generator or a discriminator.
+    """Load the encoder in a Hugging Face folder as a generator or as a discriminator, depending on its weights.
 
-    A model with a head that predicts tokens counts as a generator. An export of this
-    project says in pretraining.json how the tower was trained; without that file, a tower that predicts tokens counts
-    as one that was trained on text with [MASK].
+    A model with a head that predicts tokens counts as a generator, every other model as a discriminator. An export of
+    this project contains pretraining.json, which records how the tower was trained; without that file, the tower
+    counts as one that was trained on text with [MASK]. The head of a model that was fine-tuned to classify texts is
+    not loaded.
 
     Raises:
-        UserError: the folder is no model of ELECTRA or ModernBERT, or a weight or the vocabulary is missing.
+        UserError: the folder holds neither an ELECTRA model nor a ModernBERT, or a weight or the vocabulary is
+            missing.
     """
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
-    is_token_model = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
-    tower: TowerName = "generator" if is_token_model else "discriminator"
+    predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
+    tower: TowerName = "generator" if predicts_tokens else "discriminator"
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
     _check_vocabulary(str(folder), vocabulary, model)
-    num_layers = len({match[1] for match in map(_LAYER.match, weights) if match})
+    layer_matches = [_LAYER.match(name) for name in weights]
+    num_layers = len({match[1] for match in layer_matches if match is not None})
     if num_layers < model.discriminator.num_layers:
         raise UserError(
             f"{folder}: the weights lack layers, because there are {num_layers} and config.json has "

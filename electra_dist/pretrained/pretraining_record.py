@@ -41,12 +41,12 @@ class PretrainingRecord(BaseModel):
 def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
     """Write FOLDER/pretraining.json, indented JSON; an existing file is replaced atomically.
 
-    It also records the digests of the tokenizer's files in the folder.
+    The digests of the tokenizer's files that are in the folder are added to the record, so write those files first.
 
     Raises:
         StoreError: the folder cannot be written.
     """
-    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]  # one without WordPiece has no vocab.txt
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]  # vocab.txt exists for WordPiece only
     digests = {name: file_sha256(folder / name) for name in names}
     record = record.model_copy(update={"tokenizer_sha256": digests})
     text = json.dumps(record.model_dump(mode="json"), indent=2) + "\n"

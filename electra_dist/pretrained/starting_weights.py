@@ -100,12 +100,13 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 
 
 def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
-    """Raise if a folder of weights has a vocab.txt with other tokens than the corpus; accept one without that file.
+    """Raise if the vocabulary in a folder of weights has other tokens than the corpus.
 
-    If the corpus has a tokenizer.json, that of a folder without vocab.txt is compared.
+    The vocabulary of the folder is its vocab.txt. If there is none and the vocabulary of the corpus is a
+    tokenizer.json, the folder's tokenizer.json is compared. A folder without such a file is accepted.
 
     Args:
-        key: config key that names the folder, for the message.
+        key: config key that names the folder, for the error message.
         folder: a run folder or a Hugging Face folder.
         vocabulary: vocabulary of `data.corpus`.
 

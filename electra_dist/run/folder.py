@@ -53,7 +53,7 @@ MLFLOW_FILE = "mlflow.db"
 WANDB_DIR = "wandb"
 LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
-HANGS_DIR = "hangs"  # in it, a folder for each start that hung, with the stacks of the ranks of all nodes
+HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
 _OLD_S = 3600.0  # age from which a temporary file is no longer being written
 # Created by a person.

@@ -145,11 +145,16 @@ def newest_checkpoint(ledger: Sequence[Record]) -> int:
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what identifies one start of the ranks: Slurm's job id, the number of requeues and of replacements.
+    """Return what identifies one start of the ranks in jobs.jsonl, so that its "begin" and "end" can be matched.
 
-    The same job id occurs several times if Slurm has requeued the job, or if spare nodes have replaced others in it.
+    A job id alone is not enough: the ranks of one job start again when Slurm requeues the job, and when a spare node
+    replaces a node of it.
 
     Args:
-        record: a line of jobs.jsonl about a begin or an end.
+        record: a line of jobs.jsonl with the event "begin" or "end".
+
+    Returns:
+        Slurm's job id, the number of requeues, and the number of replacements of nodes; 0 replacements in a record of
+            a version without spare nodes.
     """
     return record["job"], record["restart"], record.get("replacements", 0)

@@ -78,7 +78,7 @@ class _JobSubmit(_Record):
 
 
 class _JobBegin(_JobSubmit):
-    """Begin of a Slurm job, a line of slurm/jobs.jsonl."""
+    """Start of a Slurm job's ranks, a line of slurm/jobs.jsonl."""
 
     job: str
     restart: Count
@@ -91,7 +91,7 @@ class _JobBegin(_JobSubmit):
 
 
 class _JobEnd(_JobSubmit):
-    """End of a Slurm job, a line of slurm/jobs.jsonl."""
+    """End of a Slurm job's ranks, a line of slurm/jobs.jsonl."""
 
     job: str
     restart: Count

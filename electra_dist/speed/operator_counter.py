@@ -1,12 +1,13 @@
-"""Counts the torch operators that the host starts, and how often the host reads a value from the device.
+"""Count the torch operators that the host launches, and how often the host reads a value from the device.
 
-Guarantee: what is counted does not depend on the load of the machine or on its speed.
+Guarantee: the counts depend neither on the load of the machine nor on its speed.
 
-How: a dispatch mode of torch counts each operator of the forward pass, the backward pass and the update, views and
-allocations among them. A function mode counts the calls that read a tensor's value, for which the host of a GPU waits.
+How: a dispatch mode of torch counts each operator of the forward pass, the backward pass and the update, including
+views and allocations. A function mode counts the calls that read the value of a tensor; on a GPU the host waits for
+the device in each of them.
 
-Limits: on a CPU every tensor counts as one of the device. Reads by C++ code are counted for the operators of
-`_READING_OPERATORS` only.
+Limits: on a CPU every tensor counts as a tensor on the device. Reads by C++ code are counted only for the operators in
+`_READING_OPERATORS`.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ _READING_OPERATORS = {"nonzero", "equal", "is_nonzero", "masked_select"}
 
 
 class OperatorCounter:
-    """Context in which every torch operator and every read of a value by the host is counted.
+    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block.
 
     Attributes:
-        operators: Calls of each operator, by its name such as "aten.add_.Tensor".
-        host_reads: Reads of each kind, by the name of the method or the operator.
+        operators: Name of each operator, such as "aten.add_.Tensor" -> number of its calls.
+        host_reads: Name of each method or operator that reads values, such as "item" -> number of its calls.
     """
 
     def __init__(self) -> None:
-        """Start at 0."""
+        """Create a counter with all counts at 0."""
         self.operators: Counter[str] = Counter()
         self.host_reads: Counter[str] = Counter()
         self._modes = (_CountedOperators(self), _CountedMethods(self))
 
     @property
     def num_operators(self) -> int:
-        """Return the number of operators that were started."""
+        """Return the number of calls of all operators."""
         return self.operators.total()
 
     @property
     def num_host_reads(self) -> int:
-        """Return how often the host read a value from the device."""
+        """Return how often the host read a tensor's value from the device."""
         return self.host_reads.total()
 
     def __enter__(self) -> OperatorCounter:
-        """Begin to count."""
+        """Start to count, and return this counter."""
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -67,21 +68,21 @@ class OperatorCounter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop counting; an exception is passed on."""
+        """Stop counting; an exception in the block is not suppressed."""
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
 
 
 class _CountedOperators(TorchDispatchMode):
-    """Dispatch mode that counts operators in a counter."""
+    """Dispatch mode that counts every torch operator in an `OperatorCounter`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Store the counter."""
+        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count an operator and run it."""
+        """Count a call of the operator `func`, and make the call; torch calls this method for every operator."""
         self._counter.operators[str(func)] += 1
         name = func.overloadpacket.__name__
         if name in _READING_OPERATORS:
@@ -90,15 +91,18 @@ class _CountedOperators(TorchDispatchMode):
 
 
 class _CountedMethods(TorchFunctionMode):
-    """Function mode that counts the methods of tensors that return a value to Python."""
+    """Function mode that counts the calls of tensor methods that return values to Python, such as `item`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Store the counter."""
+        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a read and run it."""
+        """Call the function `func`, and count the call if it reads values of a tensor.
+
+        Torch calls this method for every torch function and tensor method.
+        """
         name = getattr(func, "__name__", "")
         if name in _READING_METHODS:
             self._counter.host_reads[name] += 1

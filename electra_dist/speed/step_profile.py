@@ -64,8 +64,8 @@ class StepProfile:
     tokens_per_s: float  # positions of rows, pads included
     wait_share: float  # of the step: waiting for rows
     padding_share: float  # pads as a fraction of the positions
-    operators_per_micro_batch: int  # that the host starts, forward and backward
-    host_reads: int  # of values on the device, in a step; on a CPU also those in CPU code of the model
+    operators_per_micro_batch: int  # operators that the host launches, forward and backward
+    host_reads: int  # per step, reads of values on the device; on a CPU also those in CPU code of the model
     device_ms: float | None  # time that the GPU is busy; None on a CPU
     attention_backend: str
     attention_reason: str
@@ -224,7 +224,7 @@ class _StepRunner:
         return statistics.median(times), wait_s
 
     def count_operators(self) -> OperatorCounter:
-        """Run one step and return the counts of the torch operators that the host started, and of its reads."""
+        """Run one step, and return a counter with its torch operators and the host's reads from the device."""
         with OperatorCounter() as counter:
             self.run_step()
         return counter

@@ -350,12 +350,14 @@ def kind_of_error(error: BaseException) -> FailureKind:
     """Return the kind of any error that an operation of a store, or of a file of the run, has raised.
 
     Errors of the operating system and those into which stores convert them (`StoreAway`, `StoreExhausted`, other kinds
-    of `StoreError`) are known. Any other error, such as one of the program itself, is permanent.
+    of `StoreError`) are known. A `UserError` that was raised from an error of the operating system, such as that of a
+    config file on a disk that does not respond, has the kind of that error. Any other error, such as one of the
+    program itself, is permanent.
     """
     if isinstance(error, StoreAway):
         return FailureKind.AWAY
     if isinstance(error, UserError):
-        # The config is read by a lower layer, which keeps the error of the operating system as the cause.
+        # The config is read by a lower layer, which raises UserError with the operating system's error as its cause.
         cause = error.__cause__
         return kind_of_os_error(cause) if isinstance(cause, OSError) else FailureKind.USER
     if isinstance(error, OSError):

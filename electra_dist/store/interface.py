@@ -22,7 +22,7 @@ from electra_dist.errors import StoreError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-REQUEST_THREADS = 16  # requests at a time
+REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 
 
 class Store(ABC):
@@ -138,9 +138,16 @@ class Store(ABC):
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete objects as `delete` does, several with one request where the store can.
+        """Delete several objects; a key without an object is no error.
 
-        If it raises, some of the objects are deleted, and the call can be repeated.
+        A store that can delete several objects with one request does so. If an error is raised, some of the objects
+        may be deleted already, and the call can be repeated.
+
+        Args:
+            keys: keys of the objects; may be empty.
+
+        Raises:
+            StoreError: an object cannot be deleted.
         """
         for key in keys:
             self.delete(key)
@@ -163,10 +170,20 @@ class Store(ABC):
 
 
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Send several requests at a time: call a function for every item in threads, and return the results in order.
+    """Call a function for every item, up to `REQUEST_THREADS` calls at a time, to send several requests to a store.
 
-    At most `REQUEST_THREADS` calls are under way. A single item is passed in this thread. The first error, in the
-    order of the items, is raised after all calls have ended.
+    The calls are made in threads of their own; for a single item the call is made in the caller's thread.
+
+    Args:
+        function: called once for each item; it must be thread-safe.
+        items: the items.
+
+    Returns:
+        The results in the order of the items.
+
+    Raises:
+        Exception: the error of the first item, in their order, for which `function` raised one. It is raised when all
+            calls that had started have ended; the others are not made.
     """
     if len(items) < 2:
         return [function(item) for item in items]

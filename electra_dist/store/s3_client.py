@@ -110,9 +110,12 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Add the header Content-MD5, which older services demand of a request that deletes several objects.
+    """Add the header Content-MD5 to a request that deletes several objects, because older S3 services demand it there.
 
-    boto3 calls this before it signs such a request.
+    boto3 calls this function before it signs such a request.
+
+    Args:
+        params: the request; its "headers" are changed, and its "body" is read.
     """
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()

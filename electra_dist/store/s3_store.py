@@ -94,7 +94,7 @@ class S3Store(Store):
         self.reread_pauses_s = policy.reread_pauses_s
         self._policy = policy
         self._account = RetryAccount(policy)
-        self._deletes_several = True  # Whether the service has the request that deletes several objects.
+        self._deletes_several = True  # False once the service has refused a request that deletes several objects.
         self._answered = False  # Whether the service has answered any request of this store.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
@@ -233,22 +233,29 @@ class S3Store(Store):
         self._call(key, "delete_object", self._object(key))
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete objects with one request for each thousand; a key without an object is no error.
+        """Delete several objects, up to a thousand with one request (DeleteObjects); a key without one is no error.
 
-        A key that the service's answer does not list as deleted is deleted by a request of its own, and so are all
-        keys if the service does not have the request for several.
-        """
-        for begin in range(0, len(keys), _MOST_DELETED):
-            batch = keys[begin : begin + _MOST_DELETED]
-            deleted = self._delete_batch(batch) if len(batch) > 1 and self._deletes_several else set()
-            remaining = [key for key in batch if key not in deleted]
-            in_parallel(self.delete, remaining)
-
-    def _delete_batch(self, keys: Sequence[str]) -> set[str]:
-        """Send one request that deletes several objects; return the keys that are deleted, none if it was refused.
+        A key that the service's answer does not list as deleted gets a request of its own. If the service refuses
+        DeleteObjects, every key gets a request of its own, also in later calls.
 
         Raises:
-            StoreAway: The service is away, or all retries failed.
+            StoreError: an object cannot be deleted.
+        """
+        for start in range(0, len(keys), _MOST_DELETED):
+            batch = keys[start : start + _MOST_DELETED]
+            deleted_keys: set[str] = set()
+            if len(batch) > 1 and self._deletes_several:
+                deleted_keys = self._delete_batch(batch)
+            remaining_keys = [key for key in batch if key not in deleted_keys]
+            in_parallel(self.delete, remaining_keys)
+
+    def _delete_batch(self, keys: Sequence[str]) -> set[str]:
+        """Delete up to a thousand objects with one request, and return the keys that the answer lists as deleted.
+
+        If the service refuses the request, the result is empty, and `_deletes_several` becomes False.
+
+        Raises:
+            StoreAway: The service does not respond, or all retries failed.
         """
         full_keys = {self._object(key)["Key"]: key for key in keys}
         arguments = {"Bucket": self._bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}

@@ -43,7 +43,10 @@ def node_cache_folder(config: Config) -> CacheFolder:
 
 
 def has_several_nodes() -> bool:
-    """Return whether the launcher has started ranks on other nodes, too, by its environment variables."""
+    """Return whether the run has ranks on other nodes, too, judged from the launcher's environment variables.
+
+    They are WORLD_SIZE and the number of ranks on this node. Without a launcher the result is False.
+    """
     return int(os.environ.get("WORLD_SIZE", "1")) > ranks_on_this_node()
 
 
@@ -93,7 +96,10 @@ def _shares_shards(config: Config) -> bool:
 
 
 def is_first_on_node() -> bool:
-    """Return whether this rank is the first one of its node, which serves the node's cache and clears its folders."""
+    """Return whether this rank is the first one of its node (LOCAL_RANK 0).
+
+    This rank serves the node's shard cache to other nodes, and deletes old files in the node's folders.
+    """
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

@@ -160,7 +160,7 @@ def _run(
         predict_rows: as in `run`.
         from_scratch: as in `run`.
         patience: how long storage that is full or away is waited for.
-        notes: lines for the log on how the config was adapted.
+        notes: lines for the log that describe how the config was adapted to this number of ranks.
 
     Returns:
         An exit code of `electra_dist/errors.py`, equal on all ranks.

@@ -222,7 +222,7 @@ class TrainStep:
         scaler = self._engine.loss_scale
         loss_scale = None if scaler is None else scaler.cur_scale
         learning_rate, generator_learning_rate = learning_rates
-        # The engine reads them with the norm of the reduced gradients, so that the host waits for the device once.
+        # The engine copies these numbers to the host together with the norm, so that the host waits only once.
         numbers = StepNumbers([sum_K, totals])
         grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate, numbers=numbers)
         sums_on_host, [num_rows, digest, *flags] = numbers.values()

@@ -136,7 +136,7 @@ def run(precision: str, stage: int, num_layers: int, *, overlaps: bool = False) 
 
     def finish_and_note(self: GradientSums) -> None:
         """Record how many buckets are being exchanged at the end of a backward pass, and finish their exchange."""
-        begun.append(self._num_exchanging)
+        begun.append(self._num_started)
         finish(self)
 
     GradientSums._finish_exchange = finish_and_note  # type: ignore[method-assign]

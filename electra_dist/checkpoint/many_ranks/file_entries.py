@@ -1,7 +1,8 @@
-"""Pass the manifest entries of all ranks' files to rank 0 through the store.
+"""Pass the manifest entries of all ranks' tensor files to rank 0 through the store.
 
-Each rank stores the entry of its file as an object. In a large run the leader of each group of ranks (rank_groups.py)
-merges the entries of its group into one object, and rank 0 reads these, several at a time.
+Each rank stores the entry of its tensor file as an object. In a run with more than 16 ranks, the leader of each group
+of ranks (rank_groups.py) merges the entries of its group into one object. Rank 0 then reads the merged objects, up to
+16 at a time, instead of one object per rank.
 """
 
 from __future__ import annotations
@@ -21,51 +22,61 @@ from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import parse_json
 from electra_dist.store.retry import Rereading
 
-_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+_POLL_S = 0.02  # first pause between two listings; it doubles with each
+_LONGEST_POLL_S = 1.0
 
 
 class Entries(BaseModel):
-    """Manifest entries of the files of consecutive ranks.
+    """Manifest entries of the tensor files of consecutive ranks, as ranks store them for rank 0.
 
-    If the manifest is to hold runs (parameter_runs.py), the entries list no tensors, and `parts` has the parts of each
-    parameter in these files.
+    For a manifest of format 2 the entries list all tensors. For format 3 they list none: `parts` then describes with a
+    run-length code (parameter_runs.py) how each parameter is divided between these files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    files: tuple[FileEntry, ...]
-    parts: dict[str, Parts] | None = None  # by parameter
+    files: tuple[FileEntry, ...]  # in the order of the ranks
+    parts: dict[str, Parts] | None = None  # by name of the parameter; None for a manifest of format 2
 
 
 def has_runs(state: RunState) -> bool:
-    """Return whether the manifest of a checkpoint holds runs, and the header of each file its own list of tensors."""
+    """Return whether the manifest of a checkpoint has format 3, where only the header of a file lists its tensors.
+
+    The manifest then holds a run-length code of how each parameter is divided between the files (parameter_runs.py).
+    """
     return is_too_long_a_list(state.zero_stage, len(state.shapes), state.world_size)
 
 
 def entries_of_file(state: RunState, file: FileEntry) -> Entries:
-    """Return the entries of one rank's file.
+    """Return the object that a rank stores for rank 0: the entry of its tensor file, in the form the manifest needs.
+
+    For a manifest of format 3 the list of tensors is replaced by the range of each parameter that the file holds.
 
     Args:
-        state: run state of the checkpoint.
-        file: entry of the file, with all tensors.
+        state: run state of the checkpoint, which decides the format of the manifest.
+        file: entry of the rank's tensor file, with all its tensors. The tensors of a parameter follow one another.
     """
     if not has_runs(state):
         return Entries(files=(file,))
-    starts: dict[str, int] = {}
-    sizes = dict.fromkeys(state.shapes, 0)
+    starts: dict[str, int] = {}  # first element of the rank's part of each parameter, if the part is not empty
+    sizes = dict.fromkeys(state.shapes, 0)  # elements of the part
     for tensor in file.tensors:
         if tensor.kind == "master":  # The moments are divided in the same way.
             starts[tensor.name] = min(tensor.start, starts.get(tensor.name, tensor.start))
             sizes[tensor.name] += tensor.numel
     parts = {name: Parts(starts.get(name), ((1, size),)) for name, size in sizes.items()}
-    return Entries(files=(file.model_copy(update={"tensors": ()}),), parts=parts)
+    file_without_tensors = file.model_copy(update={"tensors": ()})
+    return Entries(files=(file_without_tensors,), parts=parts)
 
 
 def merge(groups: Sequence[Entries]) -> Entries:
-    """Return the entries of several groups of ranks, which follow one another, as those of a single group.
+    """Merge the entries of several groups of ranks into the entries of all their ranks.
+
+    Args:
+        groups: entries of consecutive ranks, in the order of the ranks; all for the same format of the manifest.
 
     Raises:
-        TornCheckpoint: the parts of a parameter do not follow one another.
+        TornCheckpoint: the elements of a parameter in one group do not begin where those of the group before it end.
     """
     files = tuple(file for group in groups for file in group.files)
     parts_of_groups = [group.parts for group in groups if group.parts is not None]
@@ -76,16 +87,20 @@ def merge(groups: Sequence[Entries]) -> Entries:
 
 
 def submit(target: Store, folder: str, rank: int, state: RunState, file: FileEntry) -> None:
-    """Store the manifest entry of a rank's tensor file as an object, which is deleted after the commit.
+    """Store the manifest entry of a rank's tensor file as an object, from which rank 0 builds the manifest.
 
-    Every rank calls it after its tensor file is complete in the target.
+    Every rank calls this function after its tensor file is complete in the target. The object is temporary: the leader
+    of the rank's group deletes it after merging it, or, without groups of ranks, rank 0 deletes it after the commit.
 
     Args:
         target: the store that holds the tensor file.
         folder: the checkpoint's folder in the store.
-        rank: number of the calling process.
-        state: run state of the checkpoint.
-        file: the name, the size and all digests of the tensor file.
+        rank: number of the calling process in the run.
+        state: run state of the checkpoint, which decides the key and the form of the object.
+        file: manifest entry of the tensor file, with all its tensors.
+
+    Raises:
+        StoreError: the object cannot be written.
     """
     _write(target, entry_key(folder, rank, state.world_size), entries_of_file(state, file))
 
@@ -93,9 +108,10 @@ def submit(target: Store, folder: str, rank: int, state: RunState, file: FileEnt
 def merge_group(
     target: Store, folder: str, group: int, world_size: int, timeout_s: float, give_up: Callable[[], bool]
 ) -> None:
-    """Merge the entries of a group of ranks into one object, and delete them. Only the leader of the group calls it.
+    """Wait for the entries of a group's ranks, merge them into one object, and delete the single entries.
 
-    It can be repeated after a failure.
+    Only the leader of the group calls this function. It can be called again after a failure: if the merged object
+    exists already, only the single entries are deleted.
 
     Args:
         target: the store; every rank of the group has submitted its entry, or is about to.
@@ -103,12 +119,12 @@ def merge_group(
         group: number of the group.
         world_size: number of ranks of the run.
         timeout_s: how long to wait for the entries, in seconds.
-        give_up: asked while the entries are waited for; True raises TimeoutError.
+        give_up: called after each listing that lacks an entry; if it returns True, TimeoutError is raised.
 
     Raises:
-        TimeoutError: a rank stored no entry in time.
-        StoreError: an entry cannot be read.
-        TornCheckpoint: the parts of a parameter do not follow one another.
+        TimeoutError: a rank stored no entry within `timeout_s`, or `give_up` returned True.
+        StoreError: an entry cannot be read, or the merged object cannot be written.
+        TornCheckpoint: the elements of a parameter in one file do not begin where those of the file before it end.
     """
     keys = keys_of_group(folder, group, world_size)
     if not target.exists(merged_key(folder, group)):
@@ -120,18 +136,21 @@ def merge_group(
 def wait_for(
     target: Store, folder: str, prefix: str, keys: Sequence[str], timeout_s: float, give_up: Callable[[], bool]
 ) -> None:
-    """List a part of a checkpoint's folder again and again until all `keys` are there; the pause grows to 1 s.
+    """Wait until a store holds all the objects `keys`, by listing the keys that begin with `prefix` repeatedly.
+
+    The pause between two listings doubles from 0.02 to 1 second.
 
     Args:
         target: the store.
-        folder: the checkpoint's folder, for the message.
-        prefix: what all keys begin with.
-        keys: the objects to wait for.
+        folder: the checkpoint's folder in the store, which the error message contains.
+        prefix: common beginning of all `keys`.
+        keys: keys of the objects to wait for.
         timeout_s: how long to wait, in seconds.
-        give_up: asked after each listing; True raises TimeoutError.
+        give_up: called after each listing that lacks a key; if it returns True, TimeoutError is raised.
 
     Raises:
-        TimeoutError: a key is missing after `timeout_s`, or `give_up` returns True; the message names the first one.
+        TimeoutError: a key is still missing after `timeout_s`, or when `give_up` returns True.
+        StoreError: the store cannot be listed.
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _POLL_S
@@ -150,34 +169,43 @@ def wait_for(
 
 
 def read_entries(target: Store, keys: Sequence[str]) -> Entries:
-    """Read entries, several at a time, verify the digest of each, and merge them.
+    """Read objects of entries, up to 16 at a time, verify the digest of each object, and merge the entries.
+
+    Args:
+        target: the store.
+        keys: keys of the objects, in the order of the ranks.
 
     Raises:
-        StoreError: an entry cannot be read.
-        TornCheckpoint: the parts of a parameter do not follow one another.
+        StoreError: an object cannot be read, or does not match its digest.
+        TornCheckpoint: the elements of a parameter in one object do not begin where those of the object before it end.
     """
     return merge(in_parallel(lambda key: _read(target, key), keys))
 
 
 def _write(target: Store, key: str, entries: Entries) -> None:
-    """Store entries: the SHA-256 of the JSON on the first line, by which a reader notices a damaged read; the JSON."""
+    """Write entries to an object: on the first line the SHA-256 of the rest (hexadecimal), then the entries as JSON.
+
+    The digest lets `_read` detect bytes that were changed on the way.
+    """
     data = entries.model_dump_json().encode()
     digest = hashlib.sha256(data).hexdigest().encode()
     target.write(key, digest + b"\n" + data)
 
 
 def _read(target: Store, key: str) -> Entries:
-    """Read an object of entries and verify its digest; if that does not match, the object is read again.
+    """Read entries that `_write` has written, and verify their digest; after a mismatch the object is read again.
 
     Raises:
-        StoreError: no reading matched the digest, or the object cannot be read.
+        StoreError: the object does not exist or cannot be read, or no reading matches the digest.
     """
 
     def read_once() -> tuple[bytes, str]:
-        """Return the JSON of the entries, and a fault if it does not match its digest."""
+        """Return the JSON of the entries, and a fault if the JSON does not match its digest; "" if it does."""
         digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
-        found = hashlib.sha256(data).hexdigest()
-        return data, "" if found.encode() == digest else f"it does not match its digest (found {found[:12]})"
+        found_digest = hashlib.sha256(data).hexdigest()
+        if found_digest.encode() == digest:
+            return data, ""
+        return data, f"it does not match its digest (found {found_digest[:12]})"
 
     data, fault = Rereading(target.reread_pauses_s).read(f"{target.url}/{key}", read_once)
     if fault:

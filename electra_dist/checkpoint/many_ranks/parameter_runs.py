@@ -1,9 +1,10 @@
-"""Describe by a few numbers how a parameter is divided between the files of hundreds of ranks.
+"""Describe with a few numbers how a parameter is divided between the files of hundreds of ranks.
 
 At ZeRO stages 0 and 3 every rank stores a part of every parameter: 1.8 million tensors for ELECTRA-Large on 1,024
-ranks, whose list would take 270 MB. The parts of a parameter follow one another in the order of the ranks, though, and
-most have the same size. So the manifest holds them as runs: (1023, 346), (1, 10) stands for 1,023 ranks with 346
-elements each, and a last one with 10. Offsets and digests of the tensors are in the header of each file.
+ranks, and a list of them would take 270 MB. However, the parts of a parameter follow one another in the order of the
+ranks, and most have the same size. Therefore the manifest stores the sizes as a run-length code: (1023, 346), (1, 10)
+stands for 1,023 ranks with 346 elements each, followed by one rank with 10. In this module a "run" is such a pair, and
+not a training run. Offsets and digests of the tensors are in the header of each file.
 """
 
 from __future__ import annotations
@@ -15,29 +16,33 @@ from typing import NamedTuple
 
 from electra_dist.errors import TornCheckpoint
 
-Run = tuple[int, int]  # number of consecutive ranks, and the elements that each of them holds
+Run = tuple[int, int]  # run of equal sizes: number of consecutive ranks, and elements that each of them stores
 _MOST_LISTED_TENSORS = 20_000  # 3 MB of manifest
 
 
 class Parts(NamedTuple):
-    """Parts of one parameter that the files of consecutive ranks hold, without a gap between them."""
+    """The parts of one parameter that consecutive ranks store, as a run-length code of their sizes.
 
-    start: int | None  # first element of the first part that is not empty; None if all are empty
-    runs: tuple[Run, ...]
+    The parts follow one another in the order of the ranks, without a gap.
+    """
+
+    start: int | None  # first element of the first part that is not empty; None if all parts are empty
+    runs: tuple[Run, ...]  # (number of consecutive ranks, elements of each), in the order of the ranks
 
     @property
     def end(self) -> int | None:
-        """Return the element after the last part; None if all parts are empty."""
+        """Return the index after the last element of the last part; None if all parts are empty."""
         return None if self.start is None else self.start + num_elements(self.runs)
 
 
 def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) -> bool:
-    """Return whether a manifest must hold runs, because a list of all tensors would take more than about 3 MB.
+    """Return whether a manifest holds a run-length code of part sizes, because a list of all tensors is too long.
 
-    The result depends on the arguments alone, so all ranks come to the same one.
+    A list is too long if it would take more than about 3 MB. The result depends on the arguments alone, so every rank
+    gets the same one.
 
     Args:
-        zero_stage: at stages 1 and 2 a rank stores few tensors, and the list stays short.
+        zero_stage: ZeRO stage of the run. At stages 1 and 2 a rank stores few tensors, so the result is False.
         num_parameters: parameters of the model; each has a master weight and two moments.
         world_size: number of ranks.
     """
@@ -45,22 +50,29 @@ def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) ->
 
 
 def num_elements(runs: Iterable[Run]) -> int:
-    """Return the number of elements in all parts of the runs."""
+    """Return the sum of the part sizes that a run-length code stands for.
+
+    Args:
+        runs: pairs of a number of ranks and the number of elements that each of them stores.
+    """
     return sum(count * size for count, size in runs)
 
 
 def join(name: str, pieces: Sequence[Parts]) -> Parts:
-    """Return the parts of one parameter in several groups of ranks, which follow one another, as a single group.
+    """Join the run-length codes of one parameter for several groups of ranks into one code for all these ranks.
 
     Args:
-        name: the parameter, for the message.
-        pieces: the parts in each group of ranks.
+        name: name of the parameter, which the error message contains.
+        pieces: the code of each group of ranks, in the order of the ranks.
+
+    Returns:
+        The code for all ranks of the groups. Neighbouring parts of equal size are in one run, also across groups.
 
     Raises:
-        TornCheckpoint: a part does not begin where the part before it ends.
+        TornCheckpoint: the elements of one group do not begin where those of the group before it end.
     """
-    start = None
-    end = None
+    start = None  # first element of all groups
+    end = None  # element after the last one of the groups joined so far
     runs: list[Run] = []
     for piece in pieces:
         if piece.start is not None:
@@ -71,44 +83,59 @@ def join(name: str, pieces: Sequence[Parts]) -> Parts:
             end = piece.end
         for count, size in piece.runs:
             if runs and runs[-1][1] == size:
-                count += runs.pop()[0]
+                previous_count, _ = runs.pop()
+                count += previous_count
             runs.append((count, size))
     return Parts(start, tuple(runs))
 
 
 def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> None:
-    """Verify that runs divide a parameter of `numel` elements between `num_files` files.
+    """Verify that a run-length code divides a parameter of `numel` elements between `num_files` files.
 
-    The parts follow one another from element 0 on, so that each element is in exactly one of them if their sizes add
+    The parts follow one another from element 0 on. Therefore each element is in exactly one of them if their sizes add
     up to the size of the parameter.
 
+    Args:
+        name: name of the parameter, which the error message contains.
+        numel: number of elements of the parameter.
+        runs: pairs of a number of consecutive files and the number of elements in each of them.
+        num_files: number of files of the checkpoint, one per rank.
+
     Raises:
-        TornCheckpoint: they do not.
+        TornCheckpoint: a count is below 1 or a size is negative, the sizes do not add up to `numel`, or the counts do
+            not add up to `num_files`.
     """
-    is_negative = any(count < 1 or size < 0 for count, size in runs)
-    if is_negative or num_elements(runs) != numel or sum(count for count, _ in runs) != num_files:
+    has_impossible_run = any(count < 1 or size < 0 for count, size in runs)
+    num_coded_files = sum(count for count, _ in runs)
+    if has_impossible_run or num_elements(runs) != numel or num_coded_files != num_files:
         raise TornCheckpoint(f"the parts of {name} do not make up its {numel} elements in {num_files} files")
 
 
 class FilesOfElements:
-    """Lookup of the files that hold given elements of one parameter."""
+    """Lookup of the checkpoint files that hold given elements of one parameter.
+
+    Files are identified by their number, which is the rank that wrote them.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        """Compute the first element of every file.
+        """Compute which elements of the parameter each file holds.
 
         Args:
-            runs: how the parameter is divided between the files.
+            runs: pairs of a number of consecutive files and the number of elements in each of them, from file 0 on.
         """
         sizes = [size for count, size in runs for _ in range(count)]
-        self._ends = list(accumulate(sizes))
-        self._sizes = sizes
+        self._ends = list(accumulate(sizes))  # for each file, the element after its last one
+        self._sizes = sizes  # elements in each file
 
     def overlapping(self, start: int, end: int) -> list[int]:
-        """Return the numbers of the files that hold any of the elements [start, end), at least one of them."""
+        """Return the numbers of the files that hold at least one of the elements [start, end), in ascending order.
+
+        Files without any element of the parameter are left out. The elements must be within the parameter.
+        """
         first = bisect_right(self._ends, start)
         last = bisect_right(self._ends, end - 1)
         return [file for file in range(first, last + 1) if self._sizes[file]]
 
     def part(self, file: int) -> tuple[int, int]:
-        """Return the elements [start, end) that a file holds."""
+        """Return the range [start, end) of the parameter's elements that the file with number `file` holds."""
         return self._ends[file] - self._sizes[file], self._ends[file]

@@ -1,7 +1,8 @@
 """Divide the ranks of a large run into groups, so that rank 0 reads one object per group and not one per rank.
 
-A group is about the square root of the number of ranks: 32 groups of 32 ranks for 1,024. The last rank of a group, its
-leader, merges the entries of the group's files. Rank 0 is never a leader. Up to 16 ranks there are no groups.
+The size of a group is about the square root of the number of ranks: 1,024 ranks form 32 groups of 32. The last rank of
+a group is its leader. It merges the manifest entries that the ranks of the group have stored for their tensor files.
+Rank 0 is never a leader. A run with at most 16 ranks has no groups.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ _ENTRY_NAME = re.compile(r"rank-\d+\.json|merged-\d+\.json|group-\d+/.+")
 
 
 def group_size(world_size: int) -> int:
-    """Return the number of ranks in a group, the last of which may be smaller; 1 stands for no groups."""
+    """Return the number of ranks in each group of a run with `world_size` ranks; 1 means that there are no groups.
+
+    The last group may have fewer ranks.
+    """
     if world_size <= _MOST_WITHOUT_GROUPS:
         return 1
     return math.isqrt(world_size - 1) + 1  # the square root, rounded up
 
 
 def led_group(rank: int, world_size: int) -> int | None:
-    """Return the number of the group that a rank leads; None if it leads none."""
+    """Return the number of the group that a rank leads, because it is the last rank of the group.
+
+    None if the rank is not the last one of its group, or if the run has no groups.
+    """
     size = group_size(world_size)
-    is_last = rank % size == size - 1 or rank == world_size - 1
-    return rank // size if size > 1 and is_last else None
+    if size == 1:
+        return None
+    is_last_of_group = rank % size == size - 1 or rank == world_size - 1
+    return rank // size if is_last_of_group else None
 
 
 def entry_key(folder: str, rank: int, world_size: int) -> str:
-    """Return the key of the object in which a rank stores the entry of its file.
+    """Return the key of the object in which a rank stores the manifest entry of its tensor file.
 
-    It is FOLDER/rank-00003.json without groups, and FOLDER/group-00000/rank-00003.json with groups.
+    For rank 3 it is FOLDER/rank-00003.json in a run without groups of ranks, and FOLDER/group-00000/rank-00003.json in
+    a run with groups.
     """
     size = group_size(world_size)
     if size == 1:
@@ -39,24 +49,31 @@ def entry_key(folder: str, rank: int, world_size: int) -> str:
 
 
 def group_prefix(folder: str, group: int) -> str:
-    """Return what the keys of the entries of a group begin with, for example FOLDER/group-00003/."""
+    """Return the prefix of the keys under which the ranks of a group store their entries, e.g. FOLDER/group-00003/."""
     return f"{folder}/group-{group:05d}/"
 
 
 def merged_key(folder: str, group: int) -> str:
-    """Return the key of the object in which the leader of a group stores the merged entries of the group."""
+    """Return the key of the object in which the leader of a group stores the merged entries of the group.
+
+    For group 3 it is FOLDER/merged-00003.json.
+    """
     return f"{folder}/merged-{group:05d}.json"
 
 
 def keys_of_group(folder: str, group: int, world_size: int) -> list[str]:
-    """Return the keys of the entries of all ranks of a group, in the order of the ranks."""
+    """Return the keys under which the ranks of a group store their entries, in the order of the ranks."""
     size = group_size(world_size)
     ranks = range(group * size, min((group + 1) * size, world_size))
     return [entry_key(folder, rank, world_size) for rank in ranks]
 
 
 def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
-    """Return the keys that rank 0 reads for a commit, in the order of the ranks: of the entries, or of the groups."""
+    """Return the keys of the objects that rank 0 reads to commit a checkpoint, in the order of the ranks.
+
+    Without groups of ranks there is one object per rank, with the entry of its file. With groups there is one object
+    per group, with the merged entries of its ranks.
+    """
     size = group_size(world_size)
     if size == 1:
         return [entry_key(folder, rank, world_size) for rank in range(world_size)]
@@ -65,5 +82,10 @@ def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
 
 
 def is_entry(name: str) -> bool:
-    """Return whether a file of a checkpoint folder holds entries for the manifest, by its name in the folder."""
+    """Return whether the name of a file shows that it holds entries for the manifest.
+
+    Args:
+        name: path of the file, relative to the checkpoint's folder. It is that of entries if it is rank-NNNNN.json or
+            merged-NNNNN.json, or if the file is in a folder group-NNNNN.
+    """
     return _ENTRY_NAME.fullmatch(name) is not None

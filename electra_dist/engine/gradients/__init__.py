@@ -1,1 +1,1 @@
-"""What happens to the gradients of a step between the backward pass and the update, and what the host reads of it."""
+"""Add up and exchange the gradients of a step, and read the numbers of the step from the device."""

@@ -1,21 +1,21 @@
-"""Adds up, exchanges, measures and clips the gradients of a step at ZeRO stage 1 in bf16, with few operations.
+"""Add up, exchange, measure and clip the gradients of a step at ZeRO stage 1 in bf16, with few operations.
 
-DeepSpeed's BF16_Optimizer stays the optimizer. It keeps a flat fp32 sum of the gradients of each parameter group. This
-module replaces what DeepSpeed does for each parameter in Python by operations on groups of consecutive parameters,
-called buckets, and on whole partitions.
+DeepSpeed's BF16_Optimizer remains the optimizer. For each parameter group it keeps one flat fp32 tensor with the sums
+of the gradients. DeepSpeed handles each parameter by itself in Python. This module replaces that with operations on
+buckets, which consist of consecutive parameters, and on whole partitions.
 
 Guarantee: without overlap every sum, the norm and the clipped gradients are those of DeepSpeed 0.19.8, bit for bit.
-With overlap (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, for it has two terms.
-With more ranks the order of the terms depends on how a collective divides a bucket, and on a GPU the norm is computed
-by another kernel, so that the last bit may differ. Sums over micro-batches and over ranks are fp32.
+With overlap (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has two
+terms. With more ranks the order of the terms depends on how a collective divides a bucket, and on a GPU the norm is
+computed by another kernel, so that the last bit may differ. Sums over micro-batches and over ranks are fp32.
 
-How: hooks of the backward pass collect the gradients of a bucket and add them to its fp32 sums when the last of them
-exists. With overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass computes the
-gradients of the layers before it. All ranks exchange the buckets in one order: the one in which rank 0 completed them
-in its first backward pass.
+How: autograd hooks collect the gradients of a bucket during the backward pass, and add them to the bucket's fp32 sums
+when all of them exist. With overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass
+goes on with lower layers. All ranks exchange the buckets in the same order: the one in which rank 0 completed them in
+the backward pass before the first exchange.
 
 Limits: tested with DeepSpeed 0.19.8, whose attributes this module reads. The gather of the updated parameters is not
-overlapped. A backward pass that gives a parameter a gradient twice is refused with overlap.
+overlapped. With overlap, a second gradient for a parameter whose bucket is being exchanged raises an error.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 
-BUCKET_ELEMENTS = 1 << 24  # of a bucket's fp32 sums, 64 MiB; a single parameter may have more
-
-# Names in DeepSpeed's modules by which its optimizers compute the norm of the gradients and let the host look at it.
-_NORM_NAMES = ("get_global_norm_of_tensors", "clip_tensors_by_global_norm", "is_invalid_grad_norm")
-_CHECK_NAMES = ("is_invalid_grad_norm", "mask_nan_or_inf_with_val_inplace")
+BUCKET_ELEMENTS = 1 << 24  # limit of a bucket, 64 MiB of fp32 sums; a single parameter may have more
 
 
 class _Bucket:
-    """Consecutive parameters of a group whose gradients are added to the fp32 sums, and exchanged, together.
+    """Consecutive parameters of one parameter group whose gradients are added up and exchanged together.
 
     Attributes:
         index: Number of the bucket, from 0.
-        sums: The fp32 sums of all its parameters, 1-D; a view of DeepSpeed's flat tensor.
-        num_parameters: Number of its parameters.
-        gradients: Gradients of the present backward pass that are not added yet.
-        targets: For each of these gradients, its part of the sums in the shape of the parameter.
-        num_added: Parameters whose gradient of the present backward pass is added.
-        is_exchanging: Whether its all-reduce of the present step has begun.
+        sums: The fp32 sums of the gradients of all parameters in the bucket, 1-D; a view of DeepSpeed's flat tensor.
+        num_parameters: Number of parameters in the bucket.
+        gradients: Gradients of the current backward pass that are not added to the sums yet.
+        targets: For each tensor in `gradients`, the view of `sums` to add it to, in the shape of the parameter.
+        num_added: Number of gradients of the current backward pass that are added to the sums already.
+        is_exchanging: Whether the all-reduce of the sums has been started and its result is not yet in use.
     """
 
     def __init__(self, index: int, sums: torch.Tensor, num_parameters: int) -> None:
-        """Store the sums; there are no gradients yet."""
+        """Create a bucket without gradients.
+
+        Args:
+            index: number of the bucket, from 0.
+            sums: the fp32 sums of its parameters, 1-D; written to by `add_gradients`.
+            num_parameters: number of its parameters.
+        """
         self.index = index
         self.sums = sums
         self.num_parameters = num_parameters
@@ -60,7 +62,7 @@ class _Bucket:
         self.is_exchanging = False
 
     def add_gradients(self) -> None:
-        """Add the collected gradients to the sums, and release them."""
+        """Add the collected gradients to the sums with one operation, and drop the references to them."""
         if not self.gradients:
             return
         torch._foreach_add_(self.targets, self.gradients)
@@ -70,75 +72,88 @@ class _Bucket:
 
 
 class GradientSums:
-    """The fp32 sums of gradients of a BF16_Optimizer, filled by hooks of the backward pass.
+    """The fp32 sums of the gradients of a BF16_Optimizer, which are added up bucket by bucket.
 
-    It attaches itself to the optimizer, which from then on adds gradients through it.
+    The constructor replaces methods of the optimizer. From then on DeepSpeed calls this object for every gradient, so
+    the caller need not keep a reference to it.
     """
 
     def __init__(self, optimizer: Any, is_last_micro_batch: Callable[[], bool], *, overlaps: bool) -> None:
-        """Divide the parameters into buckets, and attach to the optimizer.
+        """Divide the parameters into buckets, and replace the methods with which the optimizer adds up gradients.
+
+        With `immediate_grad_update` these are `accumulate_hp_grads_and_remove_lp`, which DeepSpeed's autograd hooks
+        call for each parameter, and `backward_epilogue`. Otherwise it is `_update_hp_grad`, which DeepSpeed calls for
+        each parameter after the backward pass.
 
         Args:
             optimizer: BF16_Optimizer of deepspeed.initialize, before the first backward pass.
-            is_last_micro_batch: returns whether the present backward pass is the last one of its step.
-            overlaps: exchange buckets during the backward pass. The caller then switches DeepSpeed's exchange off, and
-                the optimizer must have been built with `immediate_grad_update`.
+            is_last_micro_batch: returns whether the current backward pass is the last one of its step.
+            overlaps: whether to exchange buckets during the backward pass. The optimizer must then have been built
+                with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
         """
         self._optimizer = optimizer
         self._is_last_micro_batch = is_last_micro_batch
         self._overlaps = overlaps
         self._buckets: list[_Bucket] = []
-        self._bucket_of: list[list[_Bucket]] = []  # by group and parameter
-        self._targets: list[list[torch.Tensor]] = []  # the sums of each parameter in its shape
+        self._bucket_of: list[list[_Bucket]] = []  # bucket of each parameter, by parameter group and parameter
+        self._targets: list[list[torch.Tensor]] = []  # view of the sums in the shape of each parameter, likewise
         for parameters, flat_sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients_flat, strict=True):
-            self._divide(parameters, flat_sums)
-        self._completed: list[int] = []  # buckets in the order in which the present backward pass completed them
-        self._order: list[int] | None = None  # in which buckets are exchanged; None until the first exchange
-        self._num_exchanging = 0
-        self._works: list[tuple[_Bucket, Any]] = []
+            self._make_buckets(parameters, flat_sums)
+        self._completed: list[int] = []  # buckets in the order in which the current backward pass completed them
+        self._exchange_order: list[int] | None = None  # buckets in the order of exchange; None before the first one
+        self._num_started = 0  # all-reduces that are started in the current step
+        self._all_reduces: list[tuple[_Bucket, Any]] = []  # these, as (bucket, handle with `wait`)
         if optimizer.immediate_grad_update:
-            optimizer.accumulate_hp_grads_and_remove_lp = self._collect
-            self._end_of_backward = optimizer.backward_epilogue
+            optimizer.accumulate_hp_grads_and_remove_lp = self._collect_gradient
+            self._deepspeed_epilogue = optimizer.backward_epilogue
             optimizer.backward_epilogue = self._end_backward
         else:
-            optimizer._update_hp_grad = self._add_one
+            optimizer._update_hp_grad = self._add_gradient
 
-    def _divide(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor) -> None:
-        """Divide the parameters of one group into buckets of at most BUCKET_ELEMENTS, but at least one parameter.
+    def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor) -> None:
+        """Divide the parameters of one parameter group into buckets, and append these to the lists of this object.
+
+        A new bucket begins where the current one would exceed BUCKET_ELEMENTS; a single parameter may be larger. Sets
+        the attribute `_hp_grad` of each parameter to its part of the sums, as DeepSpeed's own code does.
 
         Args:
-            parameters: the parameters, which lie one after another in `flat_sums`.
-            flat_sums: the group's fp32 sums, with padding at the end.
+            parameters: the parameters of the group, whose sums follow one another in `flat_sums`.
+            flat_sums: the group's fp32 sums, 1-D, with padding at the end.
         """
-        runs: list[list[torch.Tensor]] = []
+        parameters_of_buckets: list[list[torch.Tensor]] = []
+        bucket_numel = 0  # elements of the newest bucket
         for parameter in parameters:
-            is_full = not runs or sum(other.numel() for other in runs[-1]) + parameter.numel() > BUCKET_ELEMENTS
-            if is_full:
-                runs.append([])
-            runs[-1].append(parameter)
-        buckets = []
-        targets = []
-        start = 0
-        for run in runs:
-            numel = sum(parameter.numel() for parameter in run)
-            bucket = _Bucket(len(self._buckets), flat_sums[start : start + numel], len(run))
+            needs_new_bucket = not parameters_of_buckets or bucket_numel + parameter.numel() > BUCKET_ELEMENTS
+            if needs_new_bucket:
+                parameters_of_buckets.append([])
+                bucket_numel = 0
+            parameters_of_buckets[-1].append(parameter)
+            bucket_numel += parameter.numel()
+        bucket_of_parameter = []
+        target_of_parameter = []
+        start = 0  # element of `flat_sums` at which the next parameter begins
+        for bucket_parameters in parameters_of_buckets:
+            numel = sum(parameter.numel() for parameter in bucket_parameters)
+            bucket = _Bucket(len(self._buckets), flat_sums[start : start + numel], len(bucket_parameters))
             self._buckets.append(bucket)
-            for parameter in run:
+            for parameter in bucket_parameters:
                 target = flat_sums[start : start + parameter.numel()]
                 parameter._hp_grad = target  # type: ignore[attr-defined]  # as BF16_Optimizer sets it
-                targets.append(target.view(parameter.shape))
-                buckets.append(bucket)
+                target_of_parameter.append(target.view(parameter.shape))
+                bucket_of_parameter.append(bucket)
                 start += parameter.numel()
-        self._bucket_of.append(buckets)
-        self._targets.append(targets)
+        self._bucket_of.append(bucket_of_parameter)
+        self._targets.append(target_of_parameter)
 
     @torch.no_grad()
-    def _add_one(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        """Add the gradient of one parameter to its sum; takes the place of `_update_hp_grad` of DeepSpeed.
+    def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
+        """Add the gradient of one parameter to its fp32 sum; takes the place of DeepSpeed's `_update_hp_grad`.
+
+        A parameter without a gradient is ignored.
 
         Args:
             parameter: the bf16 parameter.
-            group: index of its group.
+            group: index of its parameter group.
             index: index of the parameter in the group.
             clear_lp_grads: whether to set the bf16 gradient to zero afterwards.
         """
@@ -150,16 +165,21 @@ class GradientSums:
             parameter.grad.zero_()
 
     @torch.no_grad()
-    def _collect(self, parameter: Any, group: int, index: int) -> None:
-        """Take the gradient of one parameter, and add those of its bucket if it is the last; a hook of the backward.
+    def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
+        """Take over the gradient of one parameter during the backward pass, as soon as autograd has computed it.
+
+        The gradient is held until every parameter of its bucket has one. Then all gradients of the bucket are added to
+        the fp32 sums. With overlap, in the last micro-batch of a step, the all-reduces of completed buckets are then
+        started. DeepSpeed's autograd hooks call this method in place of `accumulate_hp_grads_and_remove_lp`.
 
         Args:
-            parameter: the bf16 parameter, whose gradient is set to None.
-            group: index of its group.
+            parameter: the bf16 parameter; its attribute `grad` is set to None.
+            group: index of its parameter group.
             index: index of the parameter in the group.
 
         Raises:
-            RuntimeError: the bucket is being exchanged already.
+            RuntimeError: the all-reduce of the parameter's bucket has been started already, because the parameter gets
+                a second gradient in the same backward pass.
         """
         if parameter.grad is None:
             return
@@ -173,18 +193,26 @@ class GradientSums:
         bucket.targets.append(self._targets[group][index])
         parameter.grad = None
         self._optimizer.fp32_groups_has_gradients[group][index] = True
-        if bucket.num_added + len(bucket.gradients) < bucket.num_parameters:
+        num_gradients = bucket.num_added + len(bucket.gradients)
+        if num_gradients < bucket.num_parameters:
             return
         bucket.add_gradients()
         self._completed.append(bucket.index)
-        if self._overlaps and self._order is not None and self._is_last_micro_batch():
-            self._exchange_completed()
+        # Before the first exchange the ranks have not agreed on an order yet; `_finish_exchange` then starts all.
+        is_order_known = self._exchange_order is not None
+        if self._overlaps and is_order_known and self._is_last_micro_batch():
+            self._start_completed()
 
     @torch.no_grad()
     def _end_backward(self, **options: Any) -> None:
-        """Add what is left of the gradients and, with overlap in the last micro-batch, finish the exchange.
+        """Add the gradients of incomplete buckets and, with overlap in the last micro-batch, finish the exchange.
 
-        Takes the place of `backward_epilogue` of DeepSpeed. Collective with overlap in the last micro-batch.
+        A bucket is incomplete if the backward pass has left a parameter of it without a gradient. DeepSpeed calls this
+        method in place of its own `backward_epilogue`, which this method calls at its end. Collective with overlap in
+        the last micro-batch.
+
+        Args:
+            options: arguments for DeepSpeed's `backward_epilogue`.
         """
         for bucket in self._buckets:
             bucket.add_gradients()
@@ -192,58 +220,70 @@ class GradientSums:
         if self._overlaps and self._is_last_micro_batch():
             self._finish_exchange()
         self._completed.clear()
-        self._end_of_backward(**options)
+        self._deepspeed_epilogue(**options)
 
-    def _exchange_completed(self) -> None:
-        """Begin the all-reduces of the next buckets of the order, up to the first that is not completed yet."""
-        assert self._order is not None
-        while self._num_exchanging < len(self._order) and self._order[self._num_exchanging] in self._completed:
-            self._exchange_next()
+    def _start_completed(self) -> None:
+        """Start the all-reduces of the next buckets in the order of exchange, up to the first incomplete bucket.
 
-    def _exchange_next(self) -> None:
-        """Begin the all-reduce of the next bucket of the order; the ranks need not wait for it."""
-        assert self._order is not None
-        bucket = self._buckets[self._order[self._num_exchanging]]
+        A completed bucket that comes later in the order is not started, because all ranks must start the collectives
+        in the same order.
+        """
+        assert self._exchange_order is not None
+        for index in self._exchange_order[self._num_started :]:
+            if index not in self._completed:
+                break
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Start the all-reduce of the next bucket in the order of exchange, without waiting for it."""
+        assert self._exchange_order is not None
+        bucket = self._buckets[self._exchange_order[self._num_started]]
         bucket.is_exchanging = True
-        self._num_exchanging += 1
-        self._works.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
+        self._num_started += 1
+        self._all_reduces.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
 
     def _finish_exchange(self) -> None:
-        """Begin the all-reduces that have not begun, wait for all, and turn the sums into DeepSpeed's means.
+        """Start the all-reduces that are not started yet, wait for all, and divide the sums by the number of ranks.
 
-        On a GPU only the device waits. In the first backward pass the ranks take over rank 0's order of the buckets.
+        DeepSpeed expects these means. On a GPU the device waits for the all-reduces, and the host does not. At the
+        first call all ranks adopt rank 0's order of the buckets. Collective.
         """
-        if self._order is None:
-            late = [index for index in range(len(self._buckets)) if index not in self._completed]
-            order = [self._completed + late]
-            dist.broadcast_object_list(order)
-            self._order = order[0]
-        while self._num_exchanging < len(self._order):
-            self._exchange_next()
-        for bucket, work in self._works:
-            work.wait()
+        if self._exchange_order is None:
+            incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
+            broadcast_order = [self._completed + incomplete]
+            dist.broadcast_object_list(broadcast_order)
+            self._exchange_order = broadcast_order[0]
+        while self._num_started < len(self._exchange_order):
+            self._start_next()
+        for bucket, all_reduce in self._all_reduces:
+            all_reduce.wait()
             bucket.sums.mul_(1.0 / dist.get_world_size())
             bucket.is_exchanging = False
-        self._works.clear()
-        self._num_exchanging = 0
+        self._all_reduces.clear()
+        self._num_started = 0
 
 
 @contextlib.contextmanager
 def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
-    """Let DeepSpeed's optimizers of ZeRO stages 1 and 2 compute and clip by the norm without a wait of the host.
+    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it.
 
-    DeepSpeed's functions let the host read the norm twice, to skip a step whose gradients are not finite and to decide
-    whether to clip. Inside the block no step is skipped there: the engine decides when DeepSpeed calls the optimizer,
-    from the norm that it then reads. Clipping multiplies by a factor of 1 where DeepSpeed would not multiply.
+    A context manager for DeepSpeed's `step`. It replaces functions in two modules of DeepSpeed, and restores them at
+    the end. DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite,
+    and to decide whether to clip. Inside the block DeepSpeed skips no step. Instead the engine reads the norm when
+    DeepSpeed calls the base optimizer, and decides then. Gradients within the limit are multiplied by a factor of 1,
+    whereas DeepSpeed would leave them alone.
 
     Args:
         optimizer: the optimizer that deepspeed.initialize returned.
-        fused: compute the norms of all gradients of a BF16_Optimizer by one operation, whose rounding on a GPU is not
-            that of one operation for each gradient.
+        fused: whether to compute the norms of all gradients of a BF16_Optimizer with one operation. On a GPU its
+            rounding differs from that of one operation for each gradient.
     """
 
     def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
-        """Return the norm over all tensors: the 2-norm of their 2-norms, as DeepSpeed computes it."""
+        """Return the 2-norm over all tensors as a scalar on the device; it is the 2-norm of the tensors' 2-norms.
+
+        Takes the place of DeepSpeed's `get_global_norm_of_tensors`, with the same operations.
+        """
         if fused:
             norms = list(torch._foreach_norm(list(input_tensors)))
         else:
@@ -251,15 +291,33 @@ def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
         return torch.stack(norms).pow(2.0).sum().pow(0.5)
 
     def clip(max_norm: float, global_norm: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
-        """Clip this rank's partitions of the gradients, the only ones that it reads afterwards."""
+        """Scale this rank's partitions of the gradients to a global norm of at most `max_norm`; return the old norm.
+
+        Takes the place of DeepSpeed's `clip_tensors_by_global_norm`. Other ranks' partitions need no clipping, because
+        this rank does not read them afterwards.
+        """
         factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
         for partition in optimizer.fp32_groups_gradient_flat_partition:
             partition.mul_(factor)
         return global_norm
 
-    replacements = {
-        bf16_optimizer: dict(zip(_NORM_NAMES, (global_norm, clip, lambda norm: False), strict=True)),
-        stage_1_and_2: dict(zip(_CHECK_NAMES, (lambda norm: False, lambda *_, **__: None), strict=True)),
+    def is_never_invalid(norm: Any) -> bool:
+        """Return False, so that DeepSpeed skips no step. Takes the place of `is_invalid_grad_norm`."""
+        return False
+
+    def leave_norm(*_: Any, **__: Any) -> None:
+        """Leave a norm that is not finite as it is. Takes the place of `mask_nan_or_inf_with_val_inplace`."""
+
+    replacements: dict[Any, dict[str, Callable[..., Any]]] = {
+        bf16_optimizer: {
+            "get_global_norm_of_tensors": global_norm,
+            "clip_tensors_by_global_norm": clip,
+            "is_invalid_grad_norm": is_never_invalid,
+        },
+        stage_1_and_2: {
+            "is_invalid_grad_norm": is_never_invalid,
+            "mask_nan_or_inf_with_val_inplace": leave_norm,
+        },
     }
     originals = [(module, name, getattr(module, name)) for module, names in replacements.items() for name in names]
     for module, names in replacements.items():

@@ -1,9 +1,9 @@
-"""Numbers of a step that the host reads from the device by one copy.
+"""Read the numbers of a step, such as losses and counts, from the device with one copy.
 
 Guarantee: the host gets the exact bits of every number.
 
-Cost: one copy, for which the host waits until the device has finished all earlier work. Everything that the host needs
-of a step is in this copy, so that it waits once in a step: before the update, and not after it.
+Cost: one copy, for which the host waits until the device has finished all earlier work. The copy contains every number
+of the step that the host needs. Therefore the host waits only once in a step, and before the update, not after it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 
 class StepNumbers:
-    """Numbers of one step on the device, of which the host reads all at once.
+    """Tensors of numbers of one step on the device, which are copied to the host together.
 
-    The engine reads them together with the norm of the gradients. `values` reads them without a norm if the engine has
-    not done so.
+    The engine copies them with the norm of the gradients (`read_with`). Afterwards `values` returns them without
+    another copy. If the engine has not copied them, `values` does.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Keep tensors; nothing is read.
+        """Store the tensors; nothing is copied to the host yet.
 
         Args:
             tensors: 1-D tensors of dtype float64 or int64 on one device. They must not change until they are read.
@@ -32,29 +32,40 @@ class StepNumbers:
         self._values: list[list[Any]] | None = None
 
     def read_with(self, norm: torch.Tensor) -> float:
-        """Copy all numbers and a norm to the host, and return the norm. The host waits for the device.
+        """Copy all numbers and the norm of the gradients to the host with one copy, and return the norm.
+
+        The host waits until the device has finished its work. `values` returns the other numbers.
 
         Args:
             norm: scalar of any floating-point dtype on the device of the tensors.
         """
-        [[norm_on_host], *self._values] = _read([norm.double().reshape(1), *self._tensors])
-        return float(norm_on_host)
+        norm_on_host, *self._values = _read([norm.double().reshape(1), *self._tensors])
+        return float(norm_on_host[0])
 
     def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers; only a first call, if any, waits for the device."""
+        """Return the elements of each tensor as Python numbers, in the order of the tensors.
+
+        The host waits for the device only if neither `read_with` nor this method has been called before.
+        """
         if self._values is None:
             self._values = _read(self._tensors)
         return self._values
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the elements of 1-D tensors of 8-byte dtypes, which are copied to the host as one tensor of integers."""
+    """Copy 1-D tensors of dtype float64 or int64 to the host with one copy; return their elements as Python numbers.
+
+    The bits of all tensors are copied as one tensor of integers, and interpreted on the host by the dtype of each.
+    """
     words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
     host_words = np.array(words.tolist(), np.int64)
     values = []
-    start = 0
+    start = 0  # first word of the next tensor
     for tensor in tensors:
-        part = host_words[start : start + tensor.numel()]
+        tensor_words = host_words[start : start + tensor.numel()]
         start += tensor.numel()
-        values.append((part.view(np.float64) if tensor.is_floating_point() else part).tolist())
+        if tensor.is_floating_point():
+            values.append(tensor_words.view(np.float64).tolist())
+        else:
+            values.append(tensor_words.tolist())
     return values

@@ -6,7 +6,7 @@ its predictions in the units of the labels, although it is trained on labels tha
 How: Hugging Face's classifier is Dense(H -> H), GELU, Dense(H -> N). The paper's is Dense(H -> N) alone, z = W x + b.
 It has the form of the first one because GELU(z) - GELU(-z) = z for every z: the rows of the first Dense are W and -W,
 and the second one subtracts. The heads for tags and for spans are a single Dense in both. In models of the
-architecture `modern` each head has the layers of Hugging Face's ModernBERT classes already.
+architecture `modern` each head has the same layers as in Hugging Face's ModernBERT classes, so only names change.
 
 Limits: the identity needs two rows for each label, so a linear head with more than H / 2 labels cannot be translated.
 Hugging Face's models have no head that corresponds to google-research/electra's for SQuAD.
@@ -46,23 +46,25 @@ def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -
 def classifier_head(
     layers: nn.Sequential, labels: Sequence[str], span: tuple[float, float], dropout: float
 ) -> TaskHead:
-    """Translate the head of a `Classifier` into that of Hugging Face's class for sequence classification.
+    """Convert the head of a `Classifier` to that of ElectraForSequenceClassification or its ModernBERT counterpart.
+
+    The result is for ModernBertForSequenceClassification if the first of the layers is a `ModernFeatures`.
 
     Args:
-        layers: one linear layer, or two with a GELU between them, with dropout before each; or `ModernFeatures`,
-            dropout and one linear layer.
+        layers: the head. It has one linear layer, or two with a GELU between them, with dropout before each; or it
+            consists of `ModernFeatures`, dropout and one linear layer.
         labels: names of the labels; empty for a regression.
         span: lowest and highest label of a regression, in the units of the labels; not used for a classification.
         dropout: dropout probability before each linear layer.
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
-    pooling = {}
+    config: dict[str, Any] = {"classifier_dropout": dropout}
     linear_layers = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if isinstance(layers[0], ModernFeatures):
         architecture = "ModernBertForSequenceClassification"
         output_name = "classifier"
-        pooling = {"classifier_pooling": "cls"}
+        config["classifier_pooling"] = "cls"
         weights = _modern_weights(layers)
     elif len(linear_layers) == _NUM_LINEAR_LAYERS_OF_DENSE_HEAD:
         dense_layer, out_layer = linear_layers
@@ -74,10 +76,10 @@ def classifier_head(
         }
     else:
         weights = _linear_as_two_layers(linear_layers[0])
-    config: dict[str, Any] = {"classifier_dropout": dropout, **pooling}
     if labels:
         config |= {"problem_type": "single_label_classification", **label_names(labels)}
     else:
+        # The model was trained on labels scaled to [0, 1]; its output layer is scaled back to the units of the labels.
         low, high = span
         weights[f"{output_name}.weight"] *= high - low
         weights[f"{output_name}.bias"] = weights[f"{output_name}.bias"] * (high - low) + low
@@ -86,12 +88,14 @@ def classifier_head(
 
 
 def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
-    """Translate the head of a tagging model into that of Hugging Face's class for token classification.
+    """Convert the head of a tagging model to that of Hugging Face's class for token classification.
 
     Args:
-        head: one linear layer, or `ModernFeatures` and one linear layer.
+        head: one linear layer, which gives the head of ElectraForTokenClassification; or a Sequential of
+            `ModernFeatures` and one linear layer, which gives that of ModernBertForTokenClassification.
         tags: names of the tags, in the order of their numbers.
     """
+    # Tagging models are trained without dropout in the head, and would get Hugging Face's default otherwise.
     config = {"classifier_dropout": 0.0, **label_names(tags)}
     if isinstance(head, nn.Sequential):
         return TaskHead("ModernBertForTokenClassification", _modern_weights(head), config)
@@ -101,10 +105,12 @@ def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
 
 
 def span_head(head: nn.Module) -> TaskHead:
-    """Translate the head for start and end of an answer into that of Hugging Face's class for question answering.
+    """Convert the linear head for answers to that of ElectraForQuestionAnswering or ModernBertForQuestionAnswering.
 
     Args:
-        head: one linear layer, or `ModernFeatures` and one linear layer.
+        head: one linear layer, which gives the head of ElectraForQuestionAnswering; or a Sequential of
+            `ModernFeatures` and one linear layer, which gives that of ModernBertForQuestionAnswering. The two outputs
+            are the logits of the start and of the end of the answer.
     """
     if isinstance(head, nn.Sequential):
         config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
@@ -126,16 +132,19 @@ def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
     """Return the weights of a head of the architecture `modern` under the names of Hugging Face's ModernBERT classes.
 
     Args:
-        layers: `ModernFeatures` first, the linear layer of the outputs last.
+        layers: the layers of the head, of which the first is a `ModernFeatures` and the last the linear output layer.
+
+    Returns:
+        Name -> weight, fp32 copies on the host.
     """
     features = layers[0]
-    outputs = layers[-1]
-    assert isinstance(features, ModernFeatures) and isinstance(outputs, nn.Linear)
+    output_layer = layers[-1]
+    assert isinstance(features, ModernFeatures) and isinstance(output_layer, nn.Linear)
     return {
         "head.dense.weight": _host(features.dense.weight),
         "head.norm.weight": _host(features.layer_norm.weight),
-        "classifier.weight": _host(outputs.weight),
-        "classifier.bias": _host(outputs.bias),
+        "classifier.weight": _host(output_layer.weight),
+        "classifier.bias": _host(output_layer.bias),
     }
 
 

@@ -46,11 +46,12 @@ class LinearSpanModel(AnswerModel):
             width: hidden size of the encoder.
             settings: `beam`, the number of candidate starts and ends in `search`, is used.
             seed: seed of the head's initial weights.
-            features: layers below the head, by `new_features`; they are used, not copied.
+            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
+                becomes part of this model, without a copy. None for the architecture `bert`.
         """
-        head = nn.Linear(width, 2)
-        init_head(head, seed)
-        super().__init__(backbone, on_features(features, head))
+        output_layer = nn.Linear(width, 2)
+        init_head(output_layer, seed)
+        super().__init__(backbone, on_features(features, output_layer))
         self.beam = settings.beam
 
     def logits(

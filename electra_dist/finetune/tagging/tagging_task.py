@@ -44,18 +44,27 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
 class TaggingModel(TaskModel):
-    """Encoder with one linear layer from the state of each token to the logits of the tags."""
+    """Encoder with a head from the state of each token to the logits of the tags.
+
+    The head is one linear layer; in models of the architecture `modern` it has the layers of `ModernFeatures` before.
+    """
 
     def __init__(
         self, backbone: Backbone, width: int, num_tags: int, seed: int, features: ModernFeatures | None = None
     ) -> None:
-        """Add a new head to an encoder of hidden size `width`; `seed` determines the head's initial weights.
+        """Add a new head for tags to an encoder.
 
-        `features` are layers below the head, by `new_features`; they are used, not copied.
+        Args:
+            backbone: the encoder, which becomes part of this model without a copy.
+            width: hidden size of the encoder.
+            num_tags: number of different tags.
+            seed: seed of the initial weights of the output layer.
+            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
+                becomes part of this model, without a copy. None for the architecture `bert`.
         """
-        head = nn.Linear(width, num_tags)
-        init_head(head, seed)
-        super().__init__(backbone, on_features(features, head))
+        output_layer = nn.Linear(width, num_tags)
+        init_head(output_layer, seed)
+        super().__init__(backbone, on_features(features, output_layer))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
         """Return the logits of the tags at every token, fp32 [B, S, N].
@@ -181,7 +190,7 @@ class TaggingTask(Task):
         return TaskOutcome(metrics, failure, (self._predictions_file(predicted),))
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
-        """Return the head of a trained `TaggingModel` under Hugging Face's names."""
+        """Return the head of a trained `TaggingModel` in the form of Hugging Face's class for token classification."""
         return tag_head(model.head, self.tags)
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:

@@ -22,19 +22,25 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 class ModernFeatures(nn.Module):
-    """Layers below the output of every head of Hugging Face's ModernBERT: Dense, GELU and LayerNorm without biases.
+    """First layers of every head of Hugging Face's ModernBERT: Dense(H -> H), GELU and LayerNorm, without biases.
 
-    The heads of fine-tuned models use this module. The pretraining heads have the same layers as their own.
+    The heads of fine-tuned models consist of this module and an output layer. The pretraining heads contain layers of
+    the same kind as attributes of their own.
     """
 
     def __init__(self, model: ModelConfig, width: int) -> None:
-        """Create the layers for states that are `width` features wide; `model` gives eps."""
+        """Create the layers with torch's initial weights.
+
+        Args:
+            model: gives the eps of the LayerNorm.
+            width: H, the hidden width of the encoder.
+        """
         super().__init__()
         self.dense = Linear(width, width, bias=False)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return LayerNorm(GELU(Dense(states))), of the shape [..., H] of the states."""
+        """Return LayerNorm(GELU(Dense(hidden))), [..., H], for the encoder's states `hidden`, [..., H]."""
         return self.layer_norm(F.gelu(self.dense(hidden)))
 
 

@@ -1,1 +1,1 @@
-"""Plans of a corpus: hours, bytes and machines, from rates measured on a sample of its text."""
+"""Plan the build of a corpus: hours, bytes and machines, predicted from rates measured on a sample of its text."""

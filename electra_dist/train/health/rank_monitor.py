@@ -206,9 +206,9 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Gather a number of seconds from every rank; return them in the order of ranks. Collective.
+        """Gather a duration in seconds from every rank, and return all of them in the order of the ranks. Collective.
 
-        The host reads the times of all ranks by one copy.
+        The durations are gathered into one tensor, so that the host waits for a single copy from the device.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
         own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)

@@ -148,11 +148,12 @@ class Reporter:
             self._note_restored(restored, attempt)
         if changed:
             listed = ", ".join(f"{name} from {change}" for name, change in changed.items())
-            draws = changed_draws(changed, self._config.model.attention_dropout, self._engine.device.type)
-            also = f"{draws}, and " if draws else ""
+            dropout_clause = changed_draws(changed, self._config.model.attention_dropout, self._engine.device.type)
+            if dropout_clause:
+                dropout_clause += ", and "
             self.note(
-                f"changed since the checkpoint: {listed}; rows, masks and samples stay the same, but {also}the losses "
-                f"may differ from those of an uninterrupted run (docs/exactness.md)"
+                f"changed since the checkpoint: {listed}; rows, masks and samples stay the same, but "
+                f"{dropout_clause}the losses may differ from those of an uninterrupted run (docs/exactness.md)"
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:

@@ -63,7 +63,10 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the tokens of the vocabulary in a run folder as people read them, in the order of their ids."""
+    """Return the tokens of the vocabulary in a run folder in readable form, in the order of their ids.
+
+    In this form, a token that continues a word begins with ##, for any kind of tokenizer (`Vocabulary.shown_tokens`).
+    """
     return read_run_vocabulary(run_dir).shown_tokens
 
 

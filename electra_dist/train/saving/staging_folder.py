@@ -1,11 +1,11 @@
-"""Choose the folder in which a node keeps checkpoint files on their way to S3, and clear what dead runs left there.
+"""Choose the staging folder, where a node keeps checkpoint files on their way to S3, and delete abandoned ones.
 
-Guarantee: a run on several nodes writes these files to a disk of the node, and not through the run folder that all
-nodes share. Each run has a folder of its own on each node, which names the process that uses it. One rank of each node
-deletes the folders of this node whose process has ended; a folder whose process cannot be seen, because it runs in
-another container, is left alone.
+Guarantee: a run on several nodes writes these files to a disk of the node, and not to the run folder that all nodes
+share. Each run has a staging folder of its own on each node, with a file that names the process using it. At the start
+of a run, one rank of each node deletes the staging folders of this node whose process has ended. If it cannot see
+whether a process has ended, because that process runs in another container, the folder is left alone.
 
-Limits: what a run leaves on a node that it never uses again is deleted by the next run of the same user there.
+Limits: if a run never uses a node again, its staging folder there remains until the next run of the same user.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from electra_dist.store.json_file import DamagedJson, parse_json_object, validat
 from electra_dist.store.patience import Patience
 from electra_dist.train.node_cache import has_several_nodes, is_first_on_node, node_cache_folder
 
-_OWNER_FILE = "owner.json"
-_NAME_CHARACTERS = 16  # of the digest of the run folder, which names a run's folder
+_OWNER_FILE = "owner.json"  # in a staging folder: the process that uses it
+_NAME_CHARACTERS = 16  # of the digest of the run folder's path, which is part of the name of a staging folder
 _OWNER = TypeAdapter(ProcessIdentity)
 
 
 def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
-    """Return the folder for files on their way to S3; the first rank of a node makes it this run's.
+    """Return the staging folder, where checkpoint files are written before their upload to S3, and take it over.
 
-    With a single node it is in the run folder. With a target that is a local folder it is not used, and nothing is
-    done.
+    On a single node it is a folder in the run folder, and nothing is done. If one of the targets is a local folder,
+    checkpoint files are written there, so the staging folder is not used and nothing is done either. Otherwise it is a
+    folder on this node's disk, which the first rank of the node takes over (`take_over`). Every rank calls this
+    function once, at the start of the run.
 
     Args:
         config: the resolved config of the run.
         targets: the stores that receive every checkpoint.
-        patience: how long a disk that is full or away is waited for.
+        patience: how long to wait for a disk that is full or does not respond.
 
     Raises:
-        StorageLost: the disk stayed full or away for longer than that.
+        StorageLost: the disk was full or did not respond for longer than the patience allows.
         StoreError: this node has no temporary directory that can be used.
     """
     run_dir = Path(config.run_dir)
-    is_used = all(target.local_path(STAGING_DIR) is None for target in targets)
-    if not is_used or not has_several_nodes():
+    all_targets_on_s3 = all(target.local_path(STAGING_DIR) is None for target in targets)
+    if not all_targets_on_s3 or not has_several_nodes():
         return run_dir / STAGING_DIR
     folder = staging_folder(run_dir, node_cache_folder(config).path)
     if is_first_on_node():
@@ -61,45 +63,56 @@ def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience
 
 
 def staging_folder(run_dir: Path, node_folder: Path) -> Path:
-    """Return the folder of a run on several nodes for checkpoint files on their way to S3; nothing is created.
+    """Return the path of the staging folder that a run on several nodes uses on this node; nothing is created.
+
+    Its name consists of the node's name and a digest of the run folder's path, so runs and nodes do not share one.
 
     Args:
-        run_dir: the run folder, by which the folder is named.
-        node_folder: the folder of this node's cache.
+        run_dir: the run folder; a relative path is made absolute first.
+        node_folder: the folder of this node's cache, in which the staging folders are.
     """
     digest = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:_NAME_CHARACTERS]
     return node_folder / STAGING_DIR / f"{_node_prefix()}{digest}"
 
 
 def _node_prefix() -> str:
-    """Return what the names of this node's folders begin with; `data.cache_dir` may be a folder that nodes share."""
+    """Return the beginning of the names of this node's staging folders.
+
+    It contains the node's name, because several nodes may share the folder `data.cache_dir`.
+    """
     return f"{node_name()}-"
 
 
 def take_over(folder: Path) -> None:
-    """Write this process into a run's folder as the one that uses it, and delete folders whose process has ended.
+    """Record this process as the user of a staging folder, and delete this node's abandoned staging folders.
 
-    One rank of each node calls it, at the start of the run, for a folder that is not in the run folder. Files that an
-    earlier start of the run has left in its folder are deleted by the checkpoint writer.
+    One rank of each node calls this function at the start of the run. An abandoned folder is one of another run whose
+    process has ended. Files that an earlier start of this run has left in `folder` are not deleted by this function,
+    but by the checkpoint writer.
 
     Args:
-        folder: the result of `staging_folder`.
+        folder: the staging folder of this run, from `staging_folder`; created if missing.
 
     Raises:
         StoreAway: the disk is full, read-only or does not respond.
     """
-    of_this_node = [path for path in folder.parent.glob("*") if path.name.startswith(_node_prefix())]
-    for other in of_this_node:
-        if other != folder and _is_abandoned(other):
-            shutil.rmtree(other, ignore_errors=True)
+    for other_folder in list(folder.parent.glob("*")):
+        # The prefix "gpu-" of the node gpu also begins "gpu-1-DIGEST" of the node gpu-1, whose name is longer.
+        is_of_node = other_folder.name.startswith(_node_prefix()) and len(other_folder.name) == len(folder.name)
+        if is_of_node and other_folder != folder and _is_abandoned(other_folder):
+            shutil.rmtree(other_folder, ignore_errors=True)
     with replacing(folder / _OWNER_FILE) as out:
         out.write(json.dumps(dataclasses.asdict(this_process())).encode() + b"\n")
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that uses a folder has certainly ended; False for a folder that names none."""
+    """Return whether the process that uses a staging folder has certainly ended.
+
+    False if the folder has no readable record of a process, or if the process is in another container of this machine,
+    so that it cannot be seen.
+    """
     with contextlib.suppress(OSError, DamagedJson):
         owner = validate_json(_OWNER, parse_json_object((folder / _OWNER_FILE).read_bytes()))
-        # The name of the folder has that of this node, so a process of another boot has ended with that boot.
+        # The folder belongs to this node. A process that was started before the node's last boot cannot run any more.
         return is_running(owner) is False or not is_of_this_machine(owner)
     return False
