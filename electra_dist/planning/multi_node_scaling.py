@@ -202,13 +202,15 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
         power_of_two *= 2
     node_counts.append(cluster.nodes)
 
-    # `micro_batches` is 0 for a number of GPUs that cannot share the global batch.
-    fitting_counts = [count for count in node_counts if config.train.micro_batches(count * cluster.gpus_per_node) > 0]
+    # The micro-batch is 0 for a number of GPUs that cannot share the global batch.
+    fitting_counts = [
+        count for count in node_counts if config.train.fitting_micro_batch(count * cluster.gpus_per_node)
+    ]
     if cluster.nodes not in fitting_counts:
         raise UserError(
             f"--nodes {cluster.nodes}: {cluster.nodes * cluster.gpus_per_node} GPUs do not share "
-            f"train.global_batch {config.train.global_batch} evenly in micro-batches of {config.train.micro_batch}; "
-            "choose other values of --nodes, --gpus-per-node or train.micro_batch"
+            f"train.global_batch {config.train.global_batch} evenly; choose other values of --nodes, --gpus-per-node "
+            "or train.global_batch"
         )
 
     # A throughput that was measured takes precedence over one that is assumed.
@@ -254,9 +256,12 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
             f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
             f"set --gpu to one of {', '.join(_NODE_LINK)}"
         )
-    budget = make_budget(config)
     ranks = nodes * cluster.gpus_per_node
-    micro_batches = config.train.micro_batches(ranks)
+    # As in training, a micro-batch that does not divide the rows of a rank is made smaller.
+    train = config.train.model_copy(update={"micro_batch": config.train.fitting_micro_batch(ranks)})
+    config = config.model_copy(update={"train": train})
+    budget = make_budget(config)
+    micro_batches = train.micro_batches(ranks)
     wire_bytes = bytes_on_wire(
         budget.parameters.total,
         config.engine.zero_stage,

@@ -144,6 +144,14 @@ def test_few_rows_of_a_micro_batch_take_the_time_of_their_launches() -> None:
     assert plans[4].utilisation < plans[8].utilisation < plans[32].utilisation < 1
 
 
+def test_on_many_gpus_the_plan_has_the_smaller_micro_batch_that_training_uses() -> None:
+    """512 GPUs have 4 of 2,048 rows each; the config's micro-batch has 32."""
+    config = load_config(LARGE_CONFIG)
+    fitted = load_config(LARGE_CONFIG, ["train.micro_batch=4"])
+    assert scale(config, h200_cluster(nodes=64))[-1] == scale(fitted, h200_cluster(nodes=64))[-1]
+    assert scale(config, h200_cluster(nodes=64))[-1].micro_batches == 1
+
+
 @pytest.mark.parametrize("fabric_bytes_per_s", [50e9, 400e9])
 def test_overlap_hides_gradients_behind_two_thirds_of_the_last_micro_batch_and_no_weights(
     fabric_bytes_per_s: float,

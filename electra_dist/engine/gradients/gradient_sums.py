@@ -197,7 +197,8 @@ class GradientSums:
         if num_gradients < bucket.num_parameters:
             return
         bucket.add_gradients()
-        self._completed.append(bucket.index)
+        if bucket.index not in self._completed:  # A parameter with a second gradient completes its bucket again.
+            self._completed.append(bucket.index)
         # Before the first exchange the ranks have not agreed on an order yet; `_finish_exchange` then starts all.
         is_order_known = self._exchange_order is not None
         if self._overlaps and is_order_known and self._is_last_micro_batch():
