@@ -30,6 +30,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 
 BUCKET_ELEMENTS = 1 << 24  # limit of a bucket, 64 MiB of fp32 sums; a single parameter may have more
+_OVERLAPPED_BUCKETS = 16  # with overlap, a small model has at least about as many, so that its exchange begins early
 
 
 class _Bucket:
@@ -97,8 +98,12 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[list[_Bucket]] = []  # bucket of each parameter, by parameter group and parameter
         self._targets: list[list[torch.Tensor]] = []  # view of the sums in the shape of each parameter, likewise
+        most_elements = BUCKET_ELEMENTS
+        if overlaps:
+            num_elements = sum(flat_sums.numel() for flat_sums in optimizer.fp32_groups_gradients_flat)
+            most_elements = min(most_elements, num_elements // _OVERLAPPED_BUCKETS)
         for parameters, flat_sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients_flat, strict=True):
-            self._make_buckets(parameters, flat_sums)
+            self._make_buckets(parameters, flat_sums, most_elements)
         self._completed: list[int] = []  # buckets in the order in which the current backward pass completed them
         self._exchange_order: list[int] | None = None  # buckets in the order of exchange; None before the first one
         self._num_started = 0  # all-reduces that are started in the current step
@@ -110,20 +115,21 @@ class GradientSums:
         else:
             optimizer._update_hp_grad = self._add_gradient
 
-    def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor) -> None:
+    def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor, most_elements: int) -> None:
         """Divide the parameters of one parameter group into buckets, and append these to the lists of this object.
 
-        A new bucket begins where the current one would exceed BUCKET_ELEMENTS; a single parameter may be larger. Sets
+        A new bucket begins where the current one would exceed `most_elements`; a single parameter may be larger. Sets
         the attribute `_hp_grad` of each parameter to its part of the sums, as DeepSpeed's own code does.
 
         Args:
             parameters: the parameters of the group, whose sums follow one another in `flat_sums`.
             flat_sums: the group's fp32 sums, 1-D, with padding at the end.
+            most_elements: limit of a bucket.
         """
         parameters_of_buckets: list[list[torch.Tensor]] = []
         bucket_numel = 0  # elements of the newest bucket
         for parameter in parameters:
-            needs_new_bucket = not parameters_of_buckets or bucket_numel + parameter.numel() > BUCKET_ELEMENTS
+            needs_new_bucket = not parameters_of_buckets or bucket_numel + parameter.numel() > most_elements
             if needs_new_bucket:
                 parameters_of_buckets.append([])
                 bucket_numel = 0
