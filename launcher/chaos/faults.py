@@ -92,10 +92,10 @@ def _kill_launcher(victim: Victim, draw: random.Random) -> str:
 
 
 def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
-    """Send SIGUSR2 to the supervisor and all other processes of the run, and return for example "5 processes".
+    """Send SIGUSR2 to the supervisor and all other processes of the run.
 
-    `scancel --signal=USR2` does the same to all processes of a job step. The ranks must then save a checkpoint and end
-    with exit code 75. `draw` is not used.
+    Returns their number as text for the drill's table, such as "5 processes". `scancel --signal=USR2` does the same to
+    all processes of a job step. The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
     """
     pids = [victim.supervisor, *victim.pids()]
     send_signal(pids, signal.SIGUSR2)

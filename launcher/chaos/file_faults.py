@@ -205,13 +205,9 @@ class SmallDisk:
                 f"leave out `disk` in --faults"
             )
 
-    def free(self) -> None:
-        """Delete the file with which `fill_disk` has filled this file system; it may be missing."""
-        (self._folder / FILLER).unlink(missing_ok=True)
-
     def close(self) -> None:
         """Unmount the file system, and copy its files except the filler into the same folder on the machine's disk."""
-        self.free()
+        (self._folder / FILLER).unlink(missing_ok=True)
         copy = self._folder.with_name(f"{self._folder.name}-copy")
         shutil.copytree(self._folder, copy)
         subprocess.run(["umount", str(self._folder)], check=True)

@@ -36,7 +36,7 @@ def train_vocab(
     size: Annotated[int, typer.Option(min=1, help="entries wanted; a small text may give fewer")] = 30522,
     cased: Annotated[bool, typer.Option("--cased", help="keep upper case and accents; default: remove both")] = False,
     tokenizer: Annotated[
-        str,
+        TokenizerKind,
         typer.Option(help="wordpiece, or bpe for a tokenizer.json of byte-level BPE, which keeps case and accents"),
     ] = "wordpiece",
     text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
@@ -51,10 +51,7 @@ def train_vocab(
     """
     training = _Training(text_field, "skip", sample_gb, open_console(soft_wrap=False))
     folder = Path(f"{output}.sample")
-    if tokenizer not in ("wordpiece", "bpe"):
-        raise UserError(f"--tokenizer {tokenizer}: no such kind; pass wordpiece or bpe")
-    kind: TokenizerKind = "bpe" if tokenizer == "bpe" else "wordpiece"
-    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, folder, kind)
+    vocabulary = training.train(find_inputs(inputs, endpoint_url), size, not cased, folder, tokenizer)
     with replacing(output) as out:
         out.write(vocabulary.text.encode())
     open_console().print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)

@@ -241,7 +241,8 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
     while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
     wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
     code=$? SECONDS=0
-    until {{ echo "$code" >"$state/exit-$SLURMD_NODENAME"; }} 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do
+    until {{ mkdir -p "$state" && echo "$code" >"$state/exit-$SLURMD_NODENAME"; }} 2>/dev/null ||
+        [ "$SECONDS" -ge "$patience_s" ]; do
         sleep 2
     done
     [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.

@@ -146,7 +146,6 @@ run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets acti
     75) action=later why="the run folder stayed full or away" && return ;;
     78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
     esac
-    mkdir -p "$state"
     @STANDBY@
     if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
         start_step

@@ -70,10 +70,13 @@ def test_a_run_on_several_nodes_stages_on_the_nodes_own_disk(
     assert is_in_run or folder.parent == tmp_path / "node" / "staging"
 
 
-def test_nodes_that_share_the_folder_leave_one_another_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "node_name", lambda: "n1")
-    other_node = left_by(tmp_path, "run", boot_id="of n1")
-    monkeypatch.setattr(module, "node_name", lambda: "n2")
+@pytest.mark.parametrize(("other_name", "own_name"), [("n1", "n2"), ("gpu-1", "gpu"), ("gpu", "gpu-1")])
+def test_nodes_that_share_the_folder_leave_one_another_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_name: str, own_name: str
+) -> None:
+    monkeypatch.setattr(module, "node_name", lambda: other_name)
+    other_node = left_by(tmp_path, "run", boot_id="of the other node")
+    monkeypatch.setattr(module, "node_name", lambda: own_name)
     own = staging_folder(Path("/runs/run"), tmp_path)
     take_over(own)
     assert own != other_node

@@ -90,10 +90,10 @@ def join(name: str, pieces: Sequence[Parts]) -> Parts:
 
 
 def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> None:
-    """Verify that a run-length code divides a parameter of `numel` elements between `num_files` files.
+    """Verify that the parts of one parameter, which the files of a checkpoint hold in turn, cover it exactly.
 
-    The parts follow one another from element 0 on. Therefore each element is in exactly one of them if their sizes add
-    up to the size of the parameter.
+    The part in each file begins where the part in the file before it ends, from element 0 on. Therefore each element
+    is in exactly one part if the sizes of all parts add up to `numel`. The sizes are given in groups of equal ones.
 
     Args:
         name: name of the parameter, which the error message contains.

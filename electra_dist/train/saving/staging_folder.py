@@ -66,21 +66,14 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
     """Return the path of the staging folder that a run on several nodes uses on this node; nothing is created.
 
     Its name consists of the node's name and a digest of the run folder's path, so runs and nodes do not share one.
+    Several nodes may share the folder `data.cache_dir`.
 
     Args:
         run_dir: the run folder; a relative path is made absolute first.
         node_folder: the folder of this node's cache, in which the staging folders are.
     """
     digest = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:_NAME_CHARACTERS]
-    return node_folder / STAGING_DIR / f"{_node_prefix()}{digest}"
-
-
-def _node_prefix() -> str:
-    """Return the beginning of the names of this node's staging folders.
-
-    It contains the node's name, because several nodes may share the folder `data.cache_dir`.
-    """
-    return f"{node_name()}-"
+    return node_folder / STAGING_DIR / f"{node_name()}-{digest}"
 
 
 def take_over(folder: Path) -> None:
@@ -97,9 +90,9 @@ def take_over(folder: Path) -> None:
         StoreAway: the disk is full, read-only or does not respond.
     """
     for other_folder in list(folder.parent.glob("*")):
-        # The prefix "gpu-" of the node gpu also begins "gpu-1-DIGEST" of the node gpu-1, whose name is longer.
-        is_of_node = other_folder.name.startswith(_node_prefix()) and len(other_folder.name) == len(folder.name)
-        if is_of_node and other_folder != folder and _is_abandoned(other_folder):
+        node_of_folder, _, _ = other_folder.name.rpartition("-")  # NODE-DIGEST; NODE may contain hyphens
+        is_of_this_node = node_of_folder == node_name()
+        if is_of_this_node and other_folder != folder and _is_abandoned(other_folder):
             shutil.rmtree(other_folder, ignore_errors=True)
     with replacing(folder / _OWNER_FILE) as out:
         out.write(json.dumps(dataclasses.asdict(this_process())).encode() + b"\n")

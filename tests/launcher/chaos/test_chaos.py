@@ -26,7 +26,7 @@ from launcher.chaos import __main__, drill
 from launcher.chaos.__main__ import differences
 from launcher.chaos.drill import Drill, Planned, plan
 from launcher.chaos.faults import FAULTS
-from launcher.chaos.file_faults import FILLER, SmallDisk
+from launcher.chaos.file_faults import FILLER, SmallDisk, free_disk
 from launcher.chaos.victim import Victim
 
 KINDS = sorted(FAULTS)
@@ -275,11 +275,12 @@ def test_only_the_checkpoint_folder_runs_full_and_its_files_are_kept_afterwards(
     disk = SmallDisk(folder, 1 << 20)
     try:
         (folder / "kept").write_bytes(b"x" * 5000)
-        FAULTS["disk"].act(Victim(run_dir=tmp_path / "run", supervisor=None), random.Random(1))
+        victim = Victim(run_dir=tmp_path / "run", supervisor=None)
+        FAULTS["disk"].act(victim, random.Random(1))
         with pytest.raises(OSError, match="No space left"):
             (folder / "more").write_bytes(b"x" * 5000)
         (tmp_path / "run" / "elsewhere").write_bytes(b"x" * (2 << 20))
-        disk.free()
+        free_disk(victim)
         (folder / "more").write_bytes(b"y" * 5000)
     finally:
         disk.close()

@@ -48,7 +48,8 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
     wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
     code=$? SECONDS=0
-    until { echo "$code" >"$state/exit-$SLURMD_NODENAME"; } 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do
+    until { mkdir -p "$state" && echo "$code" >"$state/exit-$SLURMD_NODENAME"; } 2>/dev/null ||
+        [ "$SECONDS" -ge "$patience_s" ]; do
         sleep 2
     done
     [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
@@ -138,7 +139,6 @@ run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets acti
     75) action=later why="the run folder stayed full or away" && return ;;
     78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
     esac
-    mkdir -p "$state"
     :  # The next job of the chain takes over.
     if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
         start_step

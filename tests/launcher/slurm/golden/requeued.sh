@@ -42,7 +42,8 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
     while kill -0 "$supervisor" 2>/dev/null; do wait "$supervisor"; done # A trap ends a wait early.
     wait "$supervisor" # The shell keeps the exit code of the supervisor that has ended.
     code=$? SECONDS=0
-    until { echo "$code" >"$state/exit-$SLURMD_NODENAME"; } 2>/dev/null || [ "$SECONDS" -ge "$patience_s" ]; do
+    until { mkdir -p "$state" && echo "$code" >"$state/exit-$SLURMD_NODENAME"; } 2>/dev/null ||
+        [ "$SECONDS" -ge "$patience_s" ]; do
         sleep 2
     done
     [ "$code" != 75 ] || code=0 # A stop on purpose is no failure in Slurm's accounting.
@@ -132,7 +133,6 @@ run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets acti
     75) action=later why="the run folder stayed full or away" && return ;;
     78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
     esac
-    mkdir -p "$state"
     if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is the standby job: it needs one itself.
         sbatch "$0" || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
     fi
