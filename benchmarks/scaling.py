@@ -7,8 +7,9 @@
 How: each rank runs in network namespaces of its own, on a bridge (`tests/cluster/machines.py`); `tc` limits its link
 with a token bucket. The prediction of `planning/multi_node_scaling.py` is the step time without a limit at the same
 number of ranks, plus bytes_on_wire divided by the bandwidth. The ranks share this machine's cores, so the compute
-time is measured at each number of ranks instead of divided. The table also compares the predicted bytes with those
-that the interface sent, which include TCP and Ethernet headers.
+time is measured at each number of ranks instead of divided. Communication alone is timed, too: the collectives of a
+step are called without its computation. The table also compares the predicted bytes with those that the interface
+sent, which include TCP and Ethernet headers.
 
 Limits: all ranks share one Linux kernel; the links have no latency; the backend is gloo instead of NCCL.
 """
@@ -77,22 +78,23 @@ class MachineRanks:
                     subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
                 )
 
-    def time_steps(self, steps: int, rate: str) -> Json:
-        """Limit every link, let the ranks take some steps, and return rank 0's answer.
+    def time(self, task: str, rate: str) -> Json:
+        """Limit every link, let the ranks do a task twice, and return rank 0's answer.
 
         The program exits with the end of rank 0's log if a rank fails.
 
         Args:
-            steps: Steps to take.
+            task: "steps"; "record", which takes steps and remembers the collectives of the last one; or
+                "communication", which calls these collectives without the computation around them.
             rate: Bandwidth in tc's notation, such as "250Mbit"; `UNLIMITED` removes the limit.
 
         Returns:
-            `seconds` of each step, `sent_bytes` per step, and the number of `parameters` of the model.
+            `seconds` of each time, `sent_bytes` on average, and the number of `parameters` of the model.
         """
         for name in self._machines.names:
             self._limit_link(name, rate)
         answer = self._folder / f"done-{self._num_requests}"
-        self._request(steps)
+        self._request(f"{task} 2")
         while not answer.exists():
             if any(process.poll() for process in self._processes):
                 log_end = (self._folder / "n1.log").read_text(errors="replace")[-3000:]
@@ -111,14 +113,14 @@ class MachineRanks:
         # Removing a limit that was never set fails, which is no error.
         subprocess.run(self._machines.inside(machine, "tc", "qdisc", *words), capture_output=True, check=has_limit)
 
-    def _request(self, steps: int) -> None:
-        """Request a number of steps from all ranks; 0 ends them."""
-        put(self._folder / f"go-{self._num_requests}", str(steps))
+    def _request(self, text: str) -> None:
+        """Write a request for all ranks: a task and how many times to do it, or "end"."""
+        put(self._folder / f"go-{self._num_requests}", text)
         self._num_requests += 1
 
     def close(self) -> None:
         """Stop the ranks and wait for their ends, at most 120 s for each."""
-        self._request(0)
+        self._request("end")
         for process in self._processes:
             process.wait(timeout=120)
 
@@ -159,26 +161,28 @@ def measure(
             during the backward pass. False: fp32, without overlap.
 
     Returns:
-        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step. `of_the_longer` is the
-        measured time divided by the longer of compute alone and communication alone.
+        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step. `alone_s` has the times
+        of the step's collectives without its computation. `of_the_longer` is the measured time of the step divided by
+        the longer of the time without a limit and that of the collectives.
     """
     precision: Precision = "bf16" if overlaps else "fp32"
     switches = [f"train.precision={precision}", f"engine.overlap_communication={str(overlaps).lower()}"]
     with started(count, rows, [*settings, *switches]) as ranks:
-        ranks.time_steps(2, UNLIMITED)  # Warm-up.
+        ranks.time("record", UNLIMITED)  # These steps are the warm-up, too.
         seconds: dict[str, list[float]] = {rate: [] for rate in (UNLIMITED, *rates)}
+        alone_s: dict[str, list[float]] = {rate: [] for rate in seconds}
         sent_bytes = {}
         for _ in range(rounds):
             for rate, seconds_at_rate in seconds.items():
-                timing = ranks.time_steps(2, rate)
+                timing = ranks.time("steps", rate)
                 seconds_at_rate += timing["seconds"]
                 sent_bytes[rate] = timing["sent_bytes"]
+                alone_s[rate] += ranks.time("communication", rate)["seconds"]
     wire_bytes = bytes_on_wire(timing["parameters"], STAGE, precision, count, exchanges_fp32=overlaps)
     compute_s = statistics.median(seconds[UNLIMITED])
     results = []
     for rate in rates:
         predicted_s = step_seconds(compute_s, wire_bytes, parse_fabric(rate))
-        communication_s = step_seconds(0.0, wire_bytes, parse_fabric(rate))
         measured = summary(seconds[rate])
         results.append(
             {
@@ -186,10 +190,11 @@ def measure(
                 "rate": rate,
                 "unlimited_s": seconds[UNLIMITED],
                 "seconds": seconds[rate],
+                "alone_s": alone_s[rate],
                 "measured_s": measured["median"],
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured["median"] - 1,
-                "of_the_longer": measured["median"] / max(compute_s, communication_s),
+                "of_the_longer": measured["median"] / max(compute_s, statistics.median(alone_s[rate])),
                 "overlaps": overlaps,
                 "predicted_bytes": wire_bytes,
                 "sent_bytes": sent_bytes[rate],
@@ -215,12 +220,13 @@ def report(found: list[Json], facts: str) -> ResultLine:
             f"{row['predicted_s']:.3f}",
             f"{row['measured_s']:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
             f"{row['error']:+.1%}",
+            f"{statistics.median(row['alone_s']):.3f}",
             f"{row['of_the_longer']:.2f}",
         ]
         for row in found
     ]
-    header = ["", "MB predicted", "MB sent", "no limit s", "predicted s", "measured s", "error", "of the longer"]
-    print_table(header, rows)
+    times = ["no limit s", "predicted s", "measured s", "error", "communication s", "of the longer"]
+    print_table(["", "MB predicted", "MB sent", *times], rows)
     rank_counts = [row["ranks"] for row in found]
     cases = f"{min(rank_counts)} to {max(rank_counts)} ranks, two bandwidths"
     if found[0]["overlaps"]:

@@ -1,11 +1,12 @@
-"""One rank of `scaling.py`: a process that trains on synthetic rows and times steps on request.
+"""One rank of `scaling.py`: a process that trains on synthetic rows, and times steps or their collectives.
 
     scaling_rank.py FOLDER ROWS KEY=VALUE...
 
-How: it waits for the files FOLDER/go-0, go-1, and so on. Each holds a number of steps, which it takes and times; 0
-ends the process. Rank 0 answers each in FOLDER/done-N with the seconds of each step and the bytes that it sent per
-step, as counted by its network interface. ROWS is the number of rows per rank, and the KEY=VALUE words change the
-config.
+How: it waits for the files FOLDER/go-0, go-1, and so on. Each holds a word and a number N. For "steps" it takes N
+training steps; for "record" it does the same, and remembers which collectives the last of them called; for
+"communication" it calls these collectives alone, N times; "end" ends the process. Rank 0 answers each in FOLDER/done-N
+with the seconds of each time and the bytes that it sent in each, as counted by its network interface. ROWS is the
+number of rows per rank, and the KEY=VALUE words change the config.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from measure import REPOSITORY
 from step_parts.variants import SPECIAL
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
@@ -46,8 +51,53 @@ def put(file: Path, text: str) -> None:
     unfinished.rename(file)
 
 
+class CollectiveRecorder(TorchDispatchMode):
+    """Record the collectives that are called in a `with` block, to repeat them without the computation around them."""
+
+    def __init__(self) -> None:
+        """Create a recorder without collectives."""
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any]] = []  # (operator, positional arguments, keyword arguments)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator and return its result; if it is a collective, keep it with copies of its tensors."""
+        if func.namespace == "c10d":
+            self._calls.append(tree_map_only(torch.Tensor, torch.zeros_like, (func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def repeat(self) -> None:
+        """Call the recorded collectives again, in their order, on the copies. Collective.
+
+        Successive calls of one operator are started together, as buckets of gradients are. Another operator is started
+        when these have ended, because the gather of the parameters needs all sums.
+        """
+        for _, calls in itertools.groupby(self._calls, key=lambda call: call[0]):
+            results = [func(*args, **kwargs) for func, args, kwargs in calls]
+            for result in results:
+                # Operators return their handle, or their tensors and the handle.
+                handle = result[-1] if isinstance(result, tuple) else result
+                handle.wait()
+
+
+def time_repetitions(run: Callable[[int], object], count: int) -> tuple[list[float], float]:
+    """Return the seconds of each repetition, and the bytes that this rank has sent in one, on average. Collective.
+
+    Args:
+        run: what to time; gets the number of the repetition, from 0.
+        count: number of repetitions.
+    """
+    seconds = []
+    dist.barrier()  # All ranks start the first repetition together.
+    before = sent_bytes()
+    for number in range(count):
+        begin = time.perf_counter()
+        run(number)
+        seconds.append(time.perf_counter() - begin)
+    return seconds, (sent_bytes() - before) / count
+
+
 def main() -> None:
-    """Build the engine, then take and time steps for every request, until a request of 0 steps arrives."""
+    """Build the engine, then answer requests until one of them is "end"."""
     folder, rows_word, *settings = sys.argv[1:]
     rows_per_rank = int(rows_word)
     config = load_config(REPOSITORY / "configs/small.yaml", settings)
@@ -59,22 +109,29 @@ def main() -> None:
     rows_B = torch.arange(rows_per_rank) + rank * rows_per_rank
     ids_BS = torch.randint(5, config.model.vocab_size, (len(rows_B), config.data.seq_len))
     scales = 1.0 / loss_counts(ids_BS, SPECIAL, config.objective).sum(0)
+    recorder = CollectiveRecorder()
+
+    def take_step(step: int) -> None:
+        """Take one training step. Collective."""
+        engine.backward(engine.forward(StepInput(ids_BS, rows_B, step, config.seed, *scales)).loss)
+        engine.step(1e-4)
+
+    def record_step(step: int) -> None:
+        """Take one training step and record its collectives, in place of those recorded before. Collective."""
+        nonlocal recorder
+        recorder = CollectiveRecorder()
+        with recorder:
+            take_step(step)
+
+    tasks = {"steps": take_step, "record": record_step, "communication": lambda _: recorder.repeat()}
     for number in itertools.count():
         request = Path(folder) / f"go-{number}"
         while not request.exists():
             time.sleep(0.02)
-        steps = int(request.read_text())
-        if steps == 0:
+        word, _, count = request.read_text().partition(" ")
+        if word == "end":
             break
-        seconds = []
-        dist.barrier()  # All ranks start the first step together.
-        before = sent_bytes()
-        for step in range(steps):
-            begin = time.perf_counter()
-            engine.backward(engine.forward(StepInput(ids_BS, rows_B, step, config.seed, *scales)).loss)
-            engine.step(1e-4)
-            seconds.append(time.perf_counter() - begin)
-        sent = (sent_bytes() - before) / steps
+        seconds, sent = time_repetitions(tasks[word], int(count))
         if rank == 0:
             facts = {"seconds": seconds, "sent_bytes": sent, "parameters": num_parameters}
             put(Path(folder) / f"done-{number}", json.dumps(facts))

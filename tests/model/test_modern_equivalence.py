@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra_dist.config import ObjectiveConfig
+from electra_dist.model.architectures import modern_encoder
 from electra_dist.model.architectures.attention_scopes import attend_in_windows, new_attention_mask
 from electra_dist.model.architectures.rotary import rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionScopes
@@ -80,6 +81,27 @@ def test_one_example_a_row_equals_hugging_face_called_as_users_do(make_rows: Mak
         theirs = discriminator(input_ids=ids, attention_mask=real.long()).logits.squeeze(-1)
 
     assert (our_logits(towers, ids).replaced - theirs)[real].abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("num_tokens", "num_calls"), [(511, 0), (600, 2)])
+def test_long_rows_are_computed_by_blocks_and_have_the_logits_of_hugging_face(
+    num_tokens: int, num_calls: int, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers = random_towers(modern_model(layers=4, generator_layers=1, max_positions=600, local_window=32))
+    _, discriminator = hugging_face_twins(towers)
+    ids = make_rows([[(300, 150)], [(num_tokens - 2, 0)]], seq_len=num_tokens)
+    real = derive(ids, SPECIAL).is_real_BS
+    with torch.no_grad():
+        theirs = discriminator(input_ids=ids, attention_mask=real.long()).logits.squeeze(-1)
+    calls = []
+    monkeypatch.setattr(
+        modern_encoder, "attend_in_windows", lambda *arguments: calls.append(1) or attend_in_windows(*arguments)
+    )
+
+    ours = our_logits(towers, ids).replaced
+
+    assert (ours - theirs)[real].abs().max() <= TOLERANCE
+    assert len(calls) == num_calls  # one for each local layer of four
 
 
 @pytest.mark.drill  # attention of Hugging Face to 8,192 tokens takes gigabytes
@@ -260,7 +282,7 @@ def test_initial_weights_of_products_into_the_residual_stream_are_smaller_in_dee
 
 
 def test_the_plan_counts_the_activations_that_a_layer_keeps(make_rows: MakeRows) -> None:
-    """Rows have at most two windows; in longer rows, local attention on a CPU also keeps the output of each block."""
+    """The rows are short; in long ones, local attention on a CPU also keeps the output of each block."""
     width, inner = 64, 96
     ids = make_rows([[(100, 0)], [(50, 30)]], seq_len=110)
 

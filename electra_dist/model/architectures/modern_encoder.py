@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.architectures.attention_scopes import attend_in_windows
+from electra_dist.model.architectures.attention_scopes import attend_in_windows, blocks_are_faster
 from electra_dist.model.architectures.rotary import Rotation, rotate_query_and_key, rotation_of
 from electra_dist.model.attention import AttentionMask, AttentionScopes
 from electra_dist.model.encoder import Embeddings, Encoder, SelfAttention
@@ -109,8 +109,7 @@ class ModernAttention(SelfAttention):
     def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
         """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask.
 
-        This holds in local layers with a bias and without dropout, if rows are longer than two windows. In shorter
-        rows a block of queries would attend to almost the whole row, so blocks save nothing.
+        This holds in local layers with a bias and without dropout, if rows are so long that blocks are faster.
 
         Args:
             scope: mask and reach of the layer.
@@ -119,7 +118,7 @@ class ModernAttention(SelfAttention):
         if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
             return False
         has_dropout = self.training and self.dropout > 0
-        return not has_dropout and num_tokens > 4 * scope.reach
+        return not has_dropout and blocks_are_faster(num_tokens, scope.reach, scope.mask.dtype)
 
 
 class ModernLayer(nn.Module):
