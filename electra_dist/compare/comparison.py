@@ -7,7 +7,7 @@ then.
 
 How: all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
 scored first. Then, for every objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of
-the next runs train at the same time.
+the next runs train at the same time. A run whose checkpoints have all their scores is not made again.
 
 Cost: that of the runs and scores. If all of them exist, a start takes only the time to check the inputs and to read
 the tasks' data.
@@ -103,7 +103,8 @@ class Comparison:
             self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
-        with Pretrainings(self.plan.cells, self._compare.ranks, self._compare.parallel) as runs:
+        unscored_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
+        with Pretrainings(unscored_cells, self._compare.ranks, self._compare.parallel) as runs:
             for number, cell in enumerate(self.plan.cells, start=1):
                 title = f"[{number}/{num_runs}] {cell.name}"
                 report = with_prefix(progress, f"{title} ")
@@ -111,7 +112,7 @@ class Comparison:
                 if cell.entry == first_objective:
                     self._score(RANDOM, cell, 0, report)
 
-                failure = runs.result(cell, report)
+                failure = runs.result(cell, report) if cell in unscored_cells else ""
                 if failure:
                     self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
                 # A run that failed may have saved some of its checkpoints; these are scored, too.
@@ -138,9 +139,7 @@ class Comparison:
             step: step of the checkpoint; 0 for the initial weights.
             progress: called while the checkpoint is scored.
         """
-        is_first_or_last = step in (0, cell.marks[-1])
-        due_measures = [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
-        missing_measures = self._scores.missing(entry, cell, step, due_measures)
+        missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
         try:
@@ -148,6 +147,25 @@ class Comparison:
         except UserError as error:
             key = f"{entry}-seed{cell.seed} {step}"
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
+
+    def _is_scored(self, cell: Cell) -> bool:
+        """Return whether all checkpoints of a run have all their scores, so that its weights are not needed again.
+
+        Such a run is not made again, also if its folder was deleted or the scores come from another machine.
+        """
+        return bool(self._measures) and not any(
+            self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
+        )
+
+    def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
+        """Return the measures that score a checkpoint; those with `at: ends` only score the first and last weights.
+
+        Args:
+            cell: the run that made the checkpoint.
+            step: step of the checkpoint; 0 for the initial weights.
+        """
+        is_first_or_last = step in (0, cell.marks[-1])
+        return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
     def scores(self) -> list[Score]:
         """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.

@@ -225,3 +225,26 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
 
     assert max(len(names) for names in training_at_starts) == parallel
     assert not training
+
+
+def test_scored_runs_are_not_made_again_without_their_folders(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that were copied from another machine do for a run; a run with one score less is made again."""
+    file = make_comparison()
+    pretraining = FakePretraining(monkeypatch)
+    assert compare(file)
+    expected_results = results(tmp_path / "out")
+    pretraining.saved.clear()
+    pretraining.events.clear()
+
+    assert compare(file)
+
+    assert pretraining.events == []
+    assert results(tmp_path / "out") == expected_results
+    first_score = min((tmp_path / "out/scores/mlm-seed1").glob("step-*-words.json"))
+    first_score.unlink()
+    assert compare(file)
+    assert pretraining.events[0] == "mlm-seed1"
+    assert not any(event.startswith("rtd-seed1") for event in pretraining.events)
+    assert results(tmp_path / "out") == expected_results
