@@ -106,6 +106,18 @@ class CorpusManifest(Section):
             raise ValueError(f"shard {repeated[0]} is listed twice; each shard must be listed once")
         return self
 
+    @model_validator(mode="after")
+    def _rows_fit_into_the_shards(self) -> CorpusManifest:
+        """Refuse a shard with more rows than its bytes can hold, before anything is computed for each of them."""
+        row_bytes = self.seq_len * self.numpy_dtype.itemsize
+        for shard in self.shards:
+            if shard.rows * row_bytes > shard.bytes:
+                raise ValueError(
+                    f"shard {shard.name} cannot have {shard.rows} rows of {row_bytes} bytes, because its file has "
+                    f"{shard.bytes} bytes; restore corpus.json or build the corpus again"
+                )
+        return self
+
     @property
     def num_rows(self) -> int:
         """Return the number of rows in all shards; an epoch uses each of them once."""

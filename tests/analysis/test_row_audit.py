@@ -28,7 +28,7 @@ def corpus() -> CorpusManifest:
     digest = hashlib.sha256(b"").hexdigest()
     special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
     shards = [
-        ShardEntry(name=f"shard-{number}.tar", rows=rows, tokens=1, bytes=1, sha256=digest)
+        ShardEntry(name=f"shard-{number}.tar", rows=rows, tokens=1, bytes=4096, sha256=digest)
         for number, rows in enumerate(ROWS_PER_SHARD)
     ]
     return CorpusManifest(

@@ -38,7 +38,7 @@ def test_fingerprint_depends_on_every_value_and_the_order_of_shards_but_not_of_k
         {**tree, "shards": tree["shards"][::-1]},
         {**tree, "shards": tree["shards"][:-1]},
     ]
-    for field, value in {"name": "other", "rows": 77, "tokens": 3, "bytes": 5, "sha256": "2" * 64}.items():
+    for field, value in {"name": "other", "rows": 77, "tokens": 3, "bytes": 54_321, "sha256": "2" * 64}.items():
         changes.append({**tree, "shards": [{**tree["shards"][0], field: value}, *tree["shards"][1:]]})
     for change in changes:
         fingerprints.add(CorpusManifest.model_validate(change).fingerprint)

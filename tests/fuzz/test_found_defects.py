@@ -169,3 +169,15 @@ def test_a_member_of_an_impossible_size_ends_the_reading_of_a_shard(name: str, s
     ending = campaign.case(target, reader, Damage("member_size", 0.0, size))
     assert not ending.is_fault, ending.text
     assert ending.outcome == "refused"
+
+
+@pytest.mark.parametrize("file", ["corpus/corpus.json", "second/corpus.json"])
+def test_more_rows_than_a_shard_has_room_for_are_refused(file: str, campaign: Campaign, specimen: Path) -> None:
+    """`verify` once hashed the number of each row that the manifest claimed."""
+    target = TARGET_OF[file]
+    manifest = json.loads(target.path(specimen).read_bytes())
+    manifest["shards"][0]["rows"] = 1_025_247_687_426
+    for reader in target.readers:
+        ending = campaign.case(target, reader, Damage("content", 0.0, json.dumps(manifest).encode()))
+        assert not ending.is_fault, ending.text
+        assert ending.outcome == "refused"

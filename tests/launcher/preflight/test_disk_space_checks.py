@@ -26,7 +26,7 @@ def corpus(*sizes: int) -> CorpusManifest:
     special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
     shards = [ShardEntry(name=f"{i}.tar", rows=1, tokens=1, bytes=b, sha256="0" * 64) for i, b in enumerate(sizes)]
     tokenizer = TokenizerEntry(sha256="0" * 64, vocab_size=5, lowercase=True, special=special)
-    return CorpusManifest(seq_len=8, dtype="uint16", tokenizer=tokenizer, shards=tuple(shards))
+    return CorpusManifest(seq_len=1, dtype="uint16", tokenizer=tokenizer, shards=tuple(shards))
 
 
 def test_checkpoints_need_twelve_bytes_per_parameter_for_each_one_kept_and_the_one_being_written():
