@@ -2,14 +2,15 @@
 
     python benchmarks/scaling.py            # root, Linux: 1, 2 and 4 ranks; 1 Gb/s, 250 Mb/s and no limit, in turn
     python benchmarks/scaling.py --overlap  # 2 and 4 ranks in bf16 with engine.overlap_communication: also compares
-                                            # the step with the longer of compute alone and communication alone
+                                            # the step with the longer of its time over unlimited links and that
+                                            # of its communication alone
 
 How: each rank runs in network namespaces of its own, on a bridge (`tests/cluster/machines.py`); `tc` limits its link
 with a token bucket. The prediction of `planning/multi_node_scaling.py` is the step time without a limit at the same
 number of ranks, plus bytes_on_wire divided by the bandwidth. The ranks share this machine's cores, so the compute
-time is measured at each number of ranks instead of divided. Communication alone is timed, too: the collectives of a
-step are called without its computation. The table also compares the predicted bytes with those that the interface
-sent, which include TCP and Ethernet headers.
+time is measured at each number of ranks instead of divided. With --overlap the communication alone is timed as well,
+by calling the collectives of a step without its computation. The table also compares the predicted bytes with those
+that the interface sent, which include TCP and Ethernet headers.
 
 Limits: all ranks share one Linux kernel; the links have no latency; the backend is gloo instead of NCCL.
 """
@@ -37,13 +38,13 @@ from machines import Machines, missing
 
 NETWORK = 78  # A network number that the cluster tests do not use.
 GOAL = 0.15  # Largest error of the prediction, as a share of the measured time.
-OVERLAP_GOAL = 1.15  # Largest step with overlap, as a multiple of the longer of compute and communication alone.
+OVERLAP_GOAL = 1.15  # Largest step with overlap, as a multiple of the longer of the two times above.
 STAGE = 1
 UNLIMITED = ""  # Rate of a link without a limit.
 
 
 class MachineRanks:
-    """Running ranks, each on a machine of its own, that time steps at a requested bandwidth.
+    """Running ranks, each on a machine of its own, that time steps or collectives at a requested bandwidth.
 
     Call `close` at the end; it stops the ranks.
     """
@@ -78,18 +79,19 @@ class MachineRanks:
                     subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
                 )
 
-    def time(self, task: str, rate: str) -> Json:
+    def measure(self, task: str, rate: str) -> Json:
         """Limit every link, let the ranks do a task twice, and return rank 0's answer.
 
         The program exits with the end of rank 0's log if a rank fails.
 
         Args:
-            task: "steps"; "record", which takes steps and remembers the collectives of the last one; or
-                "communication", which calls these collectives without the computation around them.
+            task: "steps"; "record", which takes steps and records the collectives of the last one; or
+                "communication", which calls the recorded collectives without the computation around them.
             rate: Bandwidth in tc's notation, such as "250Mbit"; `UNLIMITED` removes the limit.
 
         Returns:
-            `seconds` of each time, `sent_bytes` on average, and the number of `parameters` of the model.
+            `seconds` of each of the two steps or repetitions on rank 0, the mean of the `sent_bytes` of rank 0, and
+            the number of `parameters` of the model.
         """
         for name in self._machines.names:
             self._limit_link(name, rate)
@@ -114,7 +116,7 @@ class MachineRanks:
         subprocess.run(self._machines.inside(machine, "tc", "qdisc", *words), capture_output=True, check=has_limit)
 
     def _request(self, text: str) -> None:
-        """Write a request for all ranks: a task and how many times to do it, or "end"."""
+        """Write a request for all ranks: a task and a number, such as "steps 2", or "end"."""
         put(self._folder / f"go-{self._num_requests}", text)
         self._num_requests += 1
 
@@ -149,7 +151,7 @@ def started(count: int, rows: int, settings: Sequence[str]) -> Iterator[MachineR
 def measure(
     count: int, rates: Sequence[str], rows: int, settings: Sequence[str], rounds: int, *, overlaps: bool
 ) -> list[Json]:
-    """Measure steps at each bandwidth, the bandwidths in turn, and predict them.
+    """Measure steps at each bandwidth, in alternation, and predict them.
 
     Args:
         count: Number of ranks.
@@ -161,45 +163,47 @@ def measure(
             during the backward pass. False: fp32, without overlap.
 
     Returns:
-        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step. `alone_s` has the times
-        of the step's collectives without its computation. `of_the_longer` is the measured time of the step divided by
-        the longer of the time without a limit and that of the collectives.
+        One JSON object per bandwidth, with measured and predicted seconds and bytes of a step. With `overlaps`,
+        `collectives_s` lists the seconds of each repetition of the step's collectives without its computation, and
+        `of_the_longer` is the median time of the step, divided by the longer of the median time without a limit and
+        the median of `collectives_s`.
     """
     precision: Precision = "bf16" if overlaps else "fp32"
     switches = [f"train.precision={precision}", f"engine.overlap_communication={str(overlaps).lower()}"]
     with started(count, rows, [*settings, *switches]) as ranks:
-        ranks.time("record", UNLIMITED)  # These steps are the warm-up, too.
+        ranks.measure("record", UNLIMITED)  # These two steps also serve as warm-up.
         seconds: dict[str, list[float]] = {rate: [] for rate in (UNLIMITED, *rates)}
-        alone_s: dict[str, list[float]] = {rate: [] for rate in seconds}
+        collectives_s: dict[str, list[float]] = {rate: [] for rate in rates}
         sent_bytes = {}
         for _ in range(rounds):
             for rate, seconds_at_rate in seconds.items():
-                timing = ranks.time("steps", rate)
+                timing = ranks.measure("steps", rate)
                 seconds_at_rate += timing["seconds"]
                 sent_bytes[rate] = timing["sent_bytes"]
-                alone_s[rate] += ranks.time("communication", rate)["seconds"]
+                if overlaps and rate in rates:
+                    collectives_s[rate] += ranks.measure("communication", rate)["seconds"]
     wire_bytes = bytes_on_wire(timing["parameters"], STAGE, precision, count, exchanges_fp32=overlaps)
     compute_s = statistics.median(seconds[UNLIMITED])
     results = []
     for rate in rates:
         predicted_s = step_seconds(compute_s, wire_bytes, parse_fabric(rate))
         measured = summary(seconds[rate])
-        results.append(
-            {
-                "ranks": count,
-                "rate": rate,
-                "unlimited_s": seconds[UNLIMITED],
-                "seconds": seconds[rate],
-                "alone_s": alone_s[rate],
-                "measured_s": measured["median"],
-                "predicted_s": predicted_s,
-                "error": predicted_s / measured["median"] - 1,
-                "of_the_longer": measured["median"] / max(compute_s, statistics.median(alone_s[rate])),
-                "overlaps": overlaps,
-                "predicted_bytes": wire_bytes,
-                "sent_bytes": sent_bytes[rate],
-            }
-        )
+        result: Json = {
+            "ranks": count,
+            "rate": rate,
+            "unlimited_s": seconds[UNLIMITED],
+            "seconds": seconds[rate],
+            "measured_s": measured["median"],
+            "predicted_s": predicted_s,
+            "error": predicted_s / measured["median"] - 1,
+            "overlaps": overlaps,
+            "predicted_bytes": wire_bytes,
+            "sent_bytes": sent_bytes[rate],
+        }
+        if overlaps:
+            longer_s = max(compute_s, statistics.median(collectives_s[rate]))
+            result.update(collectives_s=collectives_s[rate], of_the_longer=measured["median"] / longer_s)
+        results.append(result)
     return results
 
 
@@ -211,6 +215,7 @@ def report(found: list[Json], facts: str) -> ResultLine:
         facts: ZeRO stage, precision and rows, as text.
     """
     print(facts)
+    overlaps = found[0]["overlaps"]
     rows = [
         [
             f"{row['ranks']} ranks, {row['rate']}",
@@ -220,20 +225,20 @@ def report(found: list[Json], facts: str) -> ResultLine:
             f"{row['predicted_s']:.3f}",
             f"{row['measured_s']:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
             f"{row['error']:+.1%}",
-            f"{statistics.median(row['alone_s']):.3f}",
-            f"{row['of_the_longer']:.2f}",
+            *([f"{statistics.median(row['collectives_s']):.3f}", f"{row['of_the_longer']:.2f}"] if overlaps else []),
         ]
         for row in found
     ]
-    times = ["no limit s", "predicted s", "measured s", "error", "communication s", "of the longer"]
-    print_table(["", "MB predicted", "MB sent", *times], rows)
+    header = ["", "MB predicted", "MB sent", "no limit s", "predicted s", "measured s", "error"]
+    print_table([*header, "communication s", "of the longer"] if overlaps else header, rows)
     rank_counts = [row["ranks"] for row in found]
     cases = f"{min(rank_counts)} to {max(rank_counts)} ranks, two bandwidths"
-    if found[0]["overlaps"]:
+    if overlaps:
         longest = max(row["of_the_longer"] for row in found)
-        print(f"largest step {longest:.2f} of the longer of compute and communication (goal: {OVERLAP_GOAL})")
+        print(f"largest step {longest:.2f} of the longer of no limit and communication alone (goal: {OVERLAP_GOAL})")
         subject = f"step with engine.overlap_communication over limited links, {cases}"
-        return ResultLine(subject, f"at most {longest:.2f} of the longer of compute and communication", "")
+        figure = f"at most {longest:.2f} of the longer of the step without a limit and its communication alone"
+        return ResultLine(subject, figure, "")
     worst = max(abs(row["error"]) for row in found)
     print(f"largest error {worst:.1%} (goal: {GOAL:.0%})")
     return ResultLine(f"predicted step over limited links, {cases}", f"at most {worst:.0%} from the measured one", "")
@@ -248,8 +253,8 @@ def main(argv: Sequence[str] | None = None) -> Json:
     parse.add_argument(
         "--overlap",
         action="store_true",
-        help="train in bf16 with engine.overlap_communication, and compare the step with the longer of compute alone "
-        "and communication alone",
+        help="train in bf16 with engine.overlap_communication, and compare the step with the longer of its time over "
+        "unlimited links and that of its communication alone",
     )
     parse.add_argument(
         "--rates",

@@ -2,11 +2,11 @@
 
     scaling_rank.py FOLDER ROWS KEY=VALUE...
 
-How: it waits for the files FOLDER/go-0, go-1, and so on. Each holds a word and a number N. For "steps" it takes N
-training steps; for "record" it does the same, and remembers which collectives the last of them called; for
-"communication" it calls these collectives alone, N times; "end" ends the process. Rank 0 answers each in FOLDER/done-N
-with the seconds of each time and the bytes that it sent in each, as counted by its network interface. ROWS is the
-number of rows per rank, and the KEY=VALUE words change the config.
+How: it waits for the files FOLDER/go-0, go-1, and so on. "steps N" asks for N training steps, "record N" for the same
+and for a record of the collectives of the last one, "communication N" for N repetitions of the recorded collectives
+without the computation around them, and "end" for the end of the process. Rank 0 answers the file go-K in
+FOLDER/done-K, with the seconds of each step or repetition and the mean number of bytes that it sent in one, as counted
+by its network interface. ROWS is the number of rows per rank, and the KEY=VALUE words change the config.
 """
 
 from __future__ import annotations
@@ -52,42 +52,47 @@ def put(file: Path, text: str) -> None:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Record the collectives that are called in a `with` block, to repeat them without the computation around them."""
+    """Record the collectives that are called in a `with` block, to repeat them without the computation around them.
+
+    Only shapes and dtypes are kept; the repetitions exchange zeros. Functional collectives are not recorded.
+    """
 
     def __init__(self) -> None:
-        """Create a recorder without collectives."""
+        """Create a recorder that has recorded no collectives."""
         super().__init__()
         self._calls: list[tuple[Any, Any, Any]] = []  # (operator, positional arguments, keyword arguments)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator and return its result; if it is a collective, keep it with copies of its tensors."""
+        """Call an operator and return its result; if it is a collective, record it with zeros in place of its data."""
         if func.namespace == "c10d":
             self._calls.append(tree_map_only(torch.Tensor, torch.zeros_like, (func, args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def repeat(self) -> None:
-        """Call the recorded collectives again, in their order, on the copies. Collective.
+        """Call the recorded collectives again, in their order. All ranks must call this method together.
 
-        Successive calls of one operator are started together, as buckets of gradients are. Another operator is started
-        when these have ended, because the gather of the parameters needs all sums.
+        Consecutive calls of one operator are started together, as a step with overlap starts its buckets. The next
+        operator waits for all of them, because the gather of the parameters needs the summed gradients.
         """
         for _, calls in itertools.groupby(self._calls, key=lambda call: call[0]):
             results = [func(*args, **kwargs) for func, args, kwargs in calls]
             for result in results:
-                # Operators return their handle, or their tensors and the handle.
+                # An operator returns a handle, or a tuple that ends with it.
                 handle = result[-1] if isinstance(result, tuple) else result
                 handle.wait()
 
 
 def time_repetitions(run: Callable[[int], object], count: int) -> tuple[list[float], float]:
-    """Return the seconds of each repetition, and the bytes that this rank has sent in one, on average. Collective.
+    """Return the seconds of each repetition, and the mean number of bytes that this rank has sent in one.
+
+    All ranks must call this function together. They begin the first repetition together, later ones as they come.
 
     Args:
-        run: what to time; gets the number of the repetition, from 0.
-        count: number of repetitions.
+        run: what to time; called with the number of the repetition, from 0.
+        count: number of repetitions, at least 1.
     """
     seconds = []
-    dist.barrier()  # All ranks start the first repetition together.
+    dist.barrier()
     before = sent_bytes()
     for number in range(count):
         begin = time.perf_counter()

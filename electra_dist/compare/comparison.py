@@ -12,8 +12,8 @@ the next runs train at the same time. A run whose checkpoints have all their sco
 Cost: that of the runs and scores. If all of them exist, a start takes only the time to check the inputs and to read
 the tasks' data.
 
-Limits: one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the first device
-while runs train.
+Limits: each call uses one machine. On a GPU, the scoring process keeps a context of its own (some hundred MB) on the
+first device while runs train.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Comparison:
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
     def run(self, progress: Progress, note: Note) -> bool:
-        """Make the runs and the scores that are missing, and write the results after each run.
+        """Make the scores that are missing, with the runs that they need, and write the results after each run.
 
         A run that fails does not stop the others; `failures` lists it.
 
@@ -103,8 +103,8 @@ class Comparison:
             self._criterion_origin = record_criterion(self.folder, self._compare.criterion, num_scores)
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
-        unscored_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
-        with Pretrainings(unscored_cells, self._compare.ranks, self._compare.parallel) as runs:
+        incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
+        with Pretrainings(incomplete_cells, self._compare.ranks, self._compare.parallel) as runs:
             for number, cell in enumerate(self.plan.cells, start=1):
                 title = f"[{number}/{num_runs}] {cell.name}"
                 report = with_prefix(progress, f"{title} ")
@@ -112,7 +112,8 @@ class Comparison:
                 if cell.entry == first_objective:
                     self._score(RANDOM, cell, 0, report)
 
-                failure = runs.result(cell, report) if cell in unscored_cells else ""
+                # A run with all its scores is not made, because its checkpoints may have been deleted.
+                failure = runs.result(cell, report) if cell in incomplete_cells else ""
                 if failure:
                     self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
                 # A run that failed may have saved some of its checkpoints; these are scored, too.
@@ -149,19 +150,19 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether all checkpoints of a run have all their scores, so that its weights are not needed again.
+        """Return whether all checkpoints of a run have all their scores, so that the run is not needed any more.
 
-        Such a run is not made again, also if its folder was deleted or the scores come from another machine.
+        False if the comparison has no measures, because then its only result is what the runs record themselves.
         """
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
-        """Return the measures that score a checkpoint; those with `at: ends` only score the first and last weights.
+        """Return the measures that score a checkpoint; those with `at: ends` only score the initial and last weights.
 
         Args:
-            cell: the run that made the checkpoint.
+            cell: the run to which the checkpoint belongs.
             step: step of the checkpoint; 0 for the initial weights.
         """
         is_first_or_last = step in (0, cell.marks[-1])

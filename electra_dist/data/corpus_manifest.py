@@ -108,12 +108,16 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _rows_fit_into_the_shards(self) -> CorpusManifest:
-        """Refuse a shard with more rows than its bytes can hold, before anything is computed for each of them."""
+        """Refuse a shard that claims more rows than fit into its file, before any work is done for each row.
+
+        Raises:
+            ValueError: such a shard exists.
+        """
         row_bytes = self.seq_len * self.numpy_dtype.itemsize
         for shard in self.shards:
             if shard.rows * row_bytes > shard.bytes:
                 raise ValueError(
-                    f"shard {shard.name} cannot have {shard.rows} rows of {row_bytes} bytes, because its file has "
+                    f"shard {shard.name} cannot have {shard.rows} rows of {row_bytes} bytes in its "
                     f"{shard.bytes} bytes; restore corpus.json or build the corpus again"
                 )
         return self

@@ -230,7 +230,7 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
 def test_scored_runs_are_not_made_again_without_their_folders(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores that were copied from another machine do for a run; a run with one score less is made again."""
+    """Scores suffice in place of a run; a run of which one score is missing is made again."""
     file = make_comparison()
     pretraining = FakePretraining(monkeypatch)
     assert compare(file)

@@ -173,7 +173,7 @@ def test_a_member_of_an_impossible_size_ends_the_reading_of_a_shard(name: str, s
 
 @pytest.mark.parametrize("file", ["corpus/corpus.json", "second/corpus.json"])
 def test_more_rows_than_a_shard_has_room_for_are_refused(file: str, campaign: Campaign, specimen: Path) -> None:
-    """`verify` once hashed the number of each row that the manifest claimed."""
+    """`verify` once hashed the number of every row that the manifest claimed, until memory ended."""
     target = TARGET_OF[file]
     manifest = json.loads(target.path(specimen).read_bytes())
     manifest["shards"][0]["rows"] = 1_025_247_687_426

@@ -8,8 +8,8 @@ example that are at most half a window away. The pads of a row count as one more
 
 Cost: one mask per kind of layer and batch, which all layers of both towers read. With the backend sdpa a mask is a
 bias [B, 1, S, S]; with flex it is a list of blocks, and blocks outside the window are never computed. With a bias,
-local attention in long rows is computed by blocks of queries against the keys that they can see (`blocks_are_faster`
-has the measured limits).
+local attention in long rows is computed by blocks of queries against the keys that they can see. `blocks_are_faster`
+documents from which length.
 
 Shapes: B rows, N heads, S tokens, D features of a head.
 """
@@ -83,26 +83,29 @@ def attend_in_windows(
 
 
 def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
-    """Return whether `attend_in_windows` is faster on a CPU than one call with the whole bias.
+    """Return whether `attend_in_windows` is faster on a CPU than one call of attention with the whole bias.
 
-    Blocks cost one call each, so short rows are faster without them. Milliseconds of processor time, forward and
-    backward, whole bias against blocks, for 2,048 tokens with 4 heads of 64 features on one core of an Intel Xeon with
-    AMX (2026-11-23):
+    `attend_in_windows` makes one call for each block of queries, which short rows do not pay back. Measured on one
+    core of an Intel Xeon with AMX, 2026-11-23: milliseconds of processor time of forward and backward, for a batch of
+    2,048 tokens with 4 heads of 64 features. A window is 2 x `reach`.
 
-    | tokens in a row, window | fp32 | bf16 |
-    |---|---|---|
-    | 64, 16 | 9.6, 15.3 | 23.5, 52.2 |
-    | 256, 64 | 22.5, 20.7 | 21.1, 36.8 |
-    | 512, 128 | 39.4, 29.5 | 30.5, 40.8 |
-    | 1,024, 128 | 72.0, 35.9 | 46.1, 43.6 |
+    | tokens in a row | window | fp32, one call | fp32, blocks | bf16, one call | bf16, blocks |
+    |---|---|---|---|---|---|
+    | 64 | 16 | 9.6 | 15.3 | 23.5 | 52.2 |
+    | 256 | 64 | 22.5 | 20.7 | 21.1 | 36.8 |
+    | 512 | 128 | 39.4 | 29.5 | 30.5 | 40.8 |
+    | 1,024 | 128 | 72.0 | 35.9 | 46.1 | 43.6 |
+
+    The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not
+    measured and is treated as bf16.
 
     Args:
         num_tokens: number of tokens in a row.
         reach: largest distance, in tokens, at which a query sees a key.
-        dtype: dtype of the bias, thus of the queries.
+        dtype: dtype of the bias, which is also that of the queries.
     """
     fewest_tokens = 512 if dtype == torch.float32 else 1024
-    # In rows of at most two windows, a block of queries would see almost the whole row.
+    # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
     return num_tokens >= fewest_tokens and num_tokens > 4 * reach
 
 

@@ -109,7 +109,7 @@ class ModernAttention(SelfAttention):
     def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
         """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask.
 
-        This holds in local layers with a bias and without dropout, if rows are so long that blocks are faster.
+        This holds in local layers with a bias and without dropout, if the rows are so long that `blocks_are_faster`.
 
         Args:
             scope: mask and reach of the layer.
