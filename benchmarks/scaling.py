@@ -175,13 +175,16 @@ def measure(
         seconds: dict[str, list[float]] = {rate: [] for rate in (UNLIMITED, *rates)}
         collectives_s: dict[str, list[float]] = {rate: [] for rate in rates}
         sent_bytes = {}
+        collectives_bytes = {}
         for _ in range(rounds):
             for rate, seconds_at_rate in seconds.items():
                 timing = ranks.measure("steps", rate)
                 seconds_at_rate += timing["seconds"]
                 sent_bytes[rate] = timing["sent_bytes"]
                 if overlaps and rate in rates:
-                    collectives_s[rate] += ranks.measure("communication", rate)["seconds"]
+                    alone = ranks.measure("communication", rate)
+                    collectives_s[rate] += alone["seconds"]
+                    collectives_bytes[rate] = alone["sent_bytes"]
     wire_bytes = bytes_on_wire(timing["parameters"], STAGE, precision, count, exchanges_fp32=overlaps)
     compute_s = statistics.median(seconds[UNLIMITED])
     results = []
@@ -202,7 +205,9 @@ def measure(
         }
         if overlaps:
             longer_s = max(compute_s, statistics.median(collectives_s[rate]))
-            result.update(collectives_s=collectives_s[rate], of_the_longer=measured["median"] / longer_s)
+            result["collectives_s"] = collectives_s[rate]
+            result["collectives_bytes"] = collectives_bytes[rate]
+            result["of_the_longer"] = measured["median"] / longer_s
         results.append(result)
     return results
 

@@ -166,6 +166,15 @@ def test_limited_links_carry_the_predicted_bytes(tmp_path: Path) -> None:
     assert run["predicted_bytes"] == pytest.approx(bytes_on_wire(191_821, 1, "fp32", 2), rel=0.01)
 
 
+@pytest.mark.cluster
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_collectives_of_a_step_alone_send_the_bytes_of_the_step(tmp_path: Path) -> None:
+    record = _run(scaling, tmp_path, "--overlap", "--rounds", "1", "--ranks", "2", "--rates", "100Mbit")
+    [run] = record["runs"]
+    assert run["collectives_bytes"] == pytest.approx(run["sent_bytes"], rel=0.02)
+    assert len(run["collectives_s"]) == 2
+
+
 def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path, demo_corpus: Path) -> None:
     arguments = ["--corpus", str(demo_corpus), "--output", str(tmp_path / "runs"), "--seeds", "1", "--steps", "4"]
     picture = tmp_path / "curves.png"
