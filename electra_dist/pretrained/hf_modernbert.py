@@ -238,9 +238,10 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
     parameters have the same names and shapes as those of a discriminator's head.
 
     Args:
-        settings: content of config.json, whose key `architectures` is read.
+        settings: content of config.json, whose key `architectures` is read; False if that is not a list.
     """
-    return "ModernBertForSequenceClassification" in (settings.get("architectures") or [])
+    architectures = settings.get("architectures")
+    return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
 
 
 def _rotary_base(settings: Mapping[str, Any], key: str, layer_type: str, default: float) -> float:

@@ -135,6 +135,9 @@ class Pretrained:
         Args:
             hidden_dropout: dropout probability of embeddings and sub-layer outputs.
             attention_dropout: dropout probability of attention probabilities.
+
+        Raises:
+            UserError: a weight that the config needs is missing or has another shape.
         """
         dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
         model = self.model.model_copy(update=dropout)
@@ -142,7 +145,11 @@ class Pretrained:
             module = Backbone(model, self.tower, self.special)
         weights = {key: value for key, value in self.state.items() if not key.startswith("head.")}
         for key, parameter in module.state_dict().items():
-            if key in weights and weights[key].shape != parameter.shape:
+            if key not in weights:
+                raise UserError(
+                    f"{self.name}: the weights lack {key}, so this is not a complete model; copy or export it again"
+                )
+            if weights[key].shape != parameter.shape:
                 raise UserError(
                     f"{self.name}: {key} has the shape {tuple(weights[key].shape)}, but the model's config needs "
                     f"{tuple(parameter.shape)}; copy or export the model again"

@@ -181,3 +181,22 @@ def test_more_rows_than_a_shard_has_room_for_are_refused(file: str, campaign: Ca
         ending = campaign.case(target, reader, Damage("content", 0.0, json.dumps(manifest).encode()))
         assert not ending.is_fault, ending.text
         assert ending.outcome == "refused"
+
+
+@pytest.mark.parametrize("name", ["load_pretrained", "score --model"])
+def test_architectures_that_are_no_list_are_passed_over(name: str, campaign: Campaign, specimen: Path) -> None:
+    target = TARGET_OF["export/discriminator/config.json"]
+    reader = next(reader for reader in target.readers if reader.name == name)
+    config = json.loads(target.path(specimen).read_bytes())
+    content = json.dumps({**config, "architectures": 18361}).encode()
+    ending = campaign.case(target, reader, Damage("content", 0.0, content))
+    assert not ending.is_fault, ending.text
+
+
+def test_a_model_that_lacks_a_bias_is_refused(campaign: Campaign, specimen: Path) -> None:
+    """The key of a bias of the attention output is renamed."""
+    target = TARGET_OF["export/discriminator/model.safetensors"]
+    reader = next(reader for reader in target.readers if reader.name == "score --model")
+    ending = campaign.case(target, reader, Damage("rename", 0.31172406930938545, "x"))
+    assert not ending.is_fault, ending.text
+    assert ending.outcome == "refused"
