@@ -132,7 +132,9 @@ def return_lease(victim: Victim) -> None:
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:
-    """Return a random file that is not empty, of the newest checkpoint that has a manifest.
+    """Return a random file of the newest checkpoint that has a manifest: a file of its tensors, or the manifest.
+
+    Other files, which the ranks submit for the manifest, are not chosen: if a kill has left one, nothing reads it.
 
     Args:
         victim: the run.
@@ -146,10 +148,10 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
     newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
     _step, _attempt, folder_name = newest_checkpoint
     folder = victim.checkpoints / folder_name
-    files = [file for file in folder.iterdir() if file.stat().st_size > 0]
-    if not with_manifest:
-        files = [file for file in files if file.name != MANIFEST]
-    return draw.choice(sorted(files))
+    files = sorted(folder.glob("*.safetensors"))
+    if with_manifest:
+        files.append(folder / MANIFEST)
+    return draw.choice(files)
 
 
 def fill_disk(victim: Victim, draw: random.Random) -> str:
