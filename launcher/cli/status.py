@@ -162,6 +162,8 @@ def lines(seen: Facts) -> list[str]:
         page.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
     page += _link_lines(seen)
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
+    if _queue_is_unknown(seen) and state != "finished":
+        page.append("  queue       unknown: Slurm's controller does not answer, or this machine has no squeue")
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
         waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
@@ -460,8 +462,14 @@ def _next_commands(seen: Facts, state: State) -> list[str]:
         return resume_nodes + release_jobs
     # The run does not run: start it again, in the way in which it was started before.
     if seen.submitted_by:
-        return [seen.submitted_by]
+        look = f"squeue --name={job_name(seen.run.absolute())}    # a job in this list continues the run by itself"
+        return [look, seen.submitted_by] if _queue_is_unknown(seen) else [seen.submitted_by]
     return [f"deepspeed --module launcher.pretrain --config {run}/{CONFIG_FILE}"]
+
+
+def _queue_is_unknown(seen: Facts) -> bool:
+    """Return whether the run was submitted to Slurm, and squeue does not say which of its jobs are in the queue."""
+    return bool(seen.submitted_by) and seen.queue is None
 
 
 def _jobs(seen: Facts) -> tuple[QueuedJob, ...]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
+from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.node_strikes import add_strike, node_name
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.set)
         patience = Patience(args.storage_patience)
+        _record_waits(patience, Path(config.run_dir), args.first_rank)
         findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=world_size)
         code = exit_code(findings, node)
         # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
@@ -106,6 +108,27 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
     return findings
 
 
+def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
+    """Let waits for storage be recorded as heartbeats, from which `electra-dist status` shows them.
+
+    Nothing is written before the first wait.
+
+    Args:
+        patience: limit of the waits.
+        run_dir: the run folder.
+        rank: the rank of this node whose heartbeat file is written; the rank overwrites it when it starts.
+    """
+    heartbeats: list[Heartbeat] = []
+
+    def record(reason: str) -> None:
+        """Write a heartbeat with the reason of a wait; an empty reason means that the wait is over."""
+        if not heartbeats:
+            heartbeats.append(Heartbeat(run_dir, rank))
+        heartbeats[0].beat("storage" if reason else "setup", 0, reason)
+
+    patience.on_wait = record
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line and return the options by name.
 
@@ -126,6 +149,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=0.0,
         metavar="SECONDS",
         help="how long to wait for storage that is full or away, if the run has not begun (default: 0)",
+    )
+    parser.add_argument(
+        "--first-rank",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="first rank of this node, whose heartbeat shows in electra-dist status that storage is waited for "
+        "(default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it

@@ -147,7 +147,11 @@ class Supervisor:
         patience_s = self._cluster.storage_patience_s
         code = preflight(
             self._run_dir,
-            [*self._arguments, "--storage-patience", str(patience_s)],
+            [
+                *self._arguments,
+                *("--storage-patience", str(patience_s)),
+                *("--first-rank", str(self._placement.ranks[0])),
+            ],
             PREFLIGHT_LIMIT_S + patience_s,
             give_up=lambda: self._signals.number != 0,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from machines import wait_for
 from slurm import SlurmCluster
-from submitted import SubmittedRun, submit, submit_fake
+from submitted import SubmittedRun, submit
 from support.real_runs import read_losses, step_records, write_corpus
 from support.s3_server import make_bucket, running_s3
 from support.small_disks import freezable_disk
@@ -24,6 +25,7 @@ MakeConfig = Callable[..., Path]
 StartCluster = Callable[..., SlurmCluster]
 FLOOR_S = 20.0  # limit of a step, longer than any step takes on a busy machine
 AWAY_S = 1.75 * FLOOR_S  # length of each fault
+CRASHED = {"train.num_steps": 600, "checkpoint.every_steps": 20, "data.heldout": None}  # a run that is killed once
 
 
 class Relay:
@@ -110,10 +112,33 @@ def frozen(disk: Path) -> Iterator[None]:
         subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
 
 
+def report_next_step(run: SubmittedRun, fault: str) -> None:
+    """Print how many seconds after now, the end of a fault, the run records a new step; wait up to 10 minutes."""
+    ended_at = time.monotonic()
+    num_steps = len(step_records(run.folder))
+    wait_for(lambda: len(step_records(run.folder)) > num_steps, 600, run.log)
+    print(f"{fault}: the next step came {time.monotonic() - ended_at:.1f} s after its end")
+
+
+def report_status(run: SubmittedRun, fault: str) -> str:
+    """Print and return what `electra-dist status` says during a fault."""
+    status = run.status()
+    print(f"{fault}, status:\n{status}")
+    return status
+
+
 def wait_for_steps(run: SubmittedRun, count: int) -> None:
     """Wait until the run has recorded `count` more steps than now, for up to 10 minutes, because starts are slow."""
     wanted = len(step_records(run.folder)) + count
     wait_for(lambda: len(step_records(run.folder)) >= wanted, 600, run.log)
+
+
+def kill_training(slurm: SlurmCluster, run: SubmittedRun) -> None:
+    """Kill the supervisor and the ranks on node n1 with SIGKILL, as a node without free memory does."""
+    for process in slurm.processes("n1", "launcher.supervise"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not slurm.processes("n1", "launcher.supervise"), 60, run.log)
 
 
 def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_hangs(
@@ -148,17 +173,25 @@ def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_h
             slurm.slurm("scontrol", "update", "partition=batch", "state=up")
             time.sleep(AWAY_S)
             assert len(run.queue().splitlines()) == 4, run.queue()
+            assert "read-only file system" in report_status(run, "read-only run folder")
+        writable_at = time.monotonic()
         wait_for(lambda: "waiting up to" in run.log(), 120, run.log)  # S3 refuses when the first link begins
+        print(f"read-only run folder: preflight reached S3 {time.monotonic() - writable_at:.1f} s after its end")
         time.sleep(AWAY_S)
+        assert "rank 0 on n1 waits for" in report_status(run, "S3 refuses the first link")
         relay.open()
+        report_next_step(run, "S3 refuses the first link")
         wait_for_steps(run, 30)
         relay.close()
         time.sleep(AWAY_S)
-        print(run.status())
+        report_status(run, "S3 away during training")
         relay.open()
+        report_next_step(run, "S3 away during training")
         wait_for_steps(run, 30)
         with frozen(run_disk):
             time.sleep(AWAY_S)
+            assert "silent      rank 0 on n1" in report_status(run, "run folder hangs")
+        report_next_step(run, "run folder hangs")
         wait_for_steps(run, 30)
         run.wait(600)
         relay.close()
@@ -170,27 +203,38 @@ def test_a_chain_outlives_a_read_only_folder_s3_that_refuses_and_a_folder_that_h
     assert read_losses(run.folder) == read_losses(tmp_path / "uncut")
 
 
-def test_a_controller_that_is_away_when_a_job_ends_ends_no_run(cluster: StartCluster, tiny_config: MakeConfig):
+def test_a_controller_that_is_away_when_a_job_ends_ends_no_run(
+    cluster: StartCluster, tiny_config: MakeConfig, pretrain: Callable[..., object], tmp_path: Path
+):
     slurm = cluster(1)
-    run = submit_fake(slurm, tiny_config("run", **{"train.num_steps": 60}), num_nodes=1)
-    run.wait_for_checkpoint(3)
-    (run.folder / "exit-n1").write_text("1")
+    run = submit(slurm, tiny_config("cut", **CRASHED), "--nodes", "1", "--gpus-per-node", "0")
+    run.wait_for_checkpoint(40, 300)
     slurm.stop_daemon("slurmctld")
+    kill_training(slurm, run)
     wait_for(lambda: run.verdicts() == ["again"], 120, run.log)
     time.sleep(30)
+    assert "queue       unknown" in report_status(run, "controller away at the end of a job")
     subprocess.run(["slurmctld"], check=True, capture_output=True)
+    report_next_step(run, "controller away at the end of a job")
     run.wait(300)
     assert run.verdicts() == ["again", "done"], run.log()
+    pretrain(tiny_config("uncut", **CRASHED), 1)
+    assert read_losses(run.folder) == read_losses(tmp_path / "uncut")
 
 
-def test_a_standby_job_takes_over_where_jobs_cannot_be_requeued(cluster: StartCluster, tiny_config: MakeConfig):
+def test_a_standby_job_takes_over_where_jobs_cannot_be_requeued(
+    cluster: StartCluster, tiny_config: MakeConfig, pretrain: Callable[..., object], tmp_path: Path
+):
     slurm = cluster(1)
-    config = tiny_config("run", **{"train.num_steps": 30})
-    run = submit_fake(slurm, config, num_nodes=1)
-    run.wait_for_checkpoint(3)
+    run = submit(slurm, tiny_config("cut", **CRASHED), "--nodes", "1", "--gpus-per-node", "0")
+    run.wait_for_checkpoint(40, 300)
     slurm.slurm("scontrol", "update", f"JobId={run.jobs[0]}", "Requeue=0")  # as sites have it that forbid requeues
-    (run.folder / "exit-n1").write_text("1")
+    kill_training(slurm, run)
+    report_next_step(run, "requeue forbidden")
+    report_status(run, "requeue forbidden")
     run.wait(400)
     assert run.verdicts() == ["again", "done"], run.log()
     assert "the standby job takes over" in run.log()
     assert run.events("resume")
+    pretrain(tiny_config("uncut", **CRASHED), 1)
+    assert read_losses(run.folder) == read_losses(tmp_path / "uncut")

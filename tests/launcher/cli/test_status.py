@@ -173,6 +173,14 @@ def test_a_stopped_run_is_shown_with_the_command_that_submitted_it(run: Path, mo
     assert commands(page) == ["electra-dist submit --config c --nodes 2"]
 
 
+def test_while_slurm_does_not_answer_the_page_suggests_to_look_into_the_queue_before_a_new_submission(run: Path):
+    ledger(run, event("crash", 50, step=12))
+    page = shown(run)
+    assert any(line.startswith("  queue       unknown") for line in page)
+    assert commands(page)[0].startswith("squeue --name=run-")
+    assert commands(page)[1] == "electra-dist submit --config c --nodes 2"
+
+
 def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch)
     ledger(run, event("crash", 50, step=12))

@@ -14,9 +14,13 @@ import pytest
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
 
+from electra_dist.errors import StoreAway
+from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.node_strikes import read_strikes
+from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
 from launcher.preflight import node_check
+from launcher.preflight.__main__ import main
 
 STUB = REPOSITORY / "tests" / "support" / "fake_nvml"
 
@@ -147,3 +151,27 @@ def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., 
     node_findings = node_check.check_node(load_config(tiny_config()), "n7")
     assert {finding.node for finding in node_findings} == {"n7"}
     assert {finding.severity for finding in node_findings} == {"ok"}
+
+
+def test_a_wait_for_storage_is_a_heartbeat_of_the_nodes_first_rank(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """From it `electra-dist status` shows why a run that has not begun does nothing."""
+    config = tiny_config("waits")
+    run_dir = config.with_suffix("")
+    waits: list[Beat] = []
+    write_new = LocalStore.write_new
+
+    def away_until_recorded(self: LocalStore, key: str, data: bytes) -> bool:
+        """Raise StoreAway until there is a heartbeat, keep the heartbeat, and then create the object."""
+        waits.extend(read_heartbeats(run_dir))
+        if not waits:
+            raise StoreAway(f"{self.url}: the service cannot be reached; check the endpoint URL")
+        return write_new(self, key, data)
+
+    monkeypatch.setattr(LocalStore, "write_new", away_until_recorded)
+    assert main(["--config", str(config), "--storage-patience", "60", "--first-rank", "3"]) == 0
+    assert (waits[0].rank, waits[0].phase) == (3, "storage")
+    assert "cannot be reached" in waits[0].reason
+    (after,) = read_heartbeats(run_dir)
+    assert (after.phase, after.reason) == ("setup", "")
