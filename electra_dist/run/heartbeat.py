@@ -179,6 +179,21 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 
+def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
+    """Delete a heartbeat that preflight wrote while it waited for storage, so that it is no sign of life of the run.
+
+    Such a heartbeat has attempt 0. A heartbeat with another attempt, and a folder that cannot be written, are left as
+    they are.
+
+    Args:
+        run_dir: folder of the run.
+        rank: the rank that names the heartbeat file; its process must not run.
+    """
+    if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
+        with contextlib.suppress(OSError):
+            _file(Path(run_dir) / HEARTBEAT_DIR, rank).unlink()
+
+
 def _file(folder: Path, rank: int) -> Path:
     """Return the path of a rank's heartbeat file, for example rank-00003.json in the folder of heartbeats."""
     return folder / f"rank-{rank:05d}.json"

@@ -63,7 +63,7 @@ class Facts:
     last_eval: Record | None  # newest record of an evaluation; None before the first
     beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
-    queue: QueueView | None  # None without Slurm, or if the run was never submitted
+    queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
     owner: tuple[LeaseOwner, float] | None  # who holds the lease of the run folder, and when it was renewed; or nobody
 
@@ -163,7 +163,7 @@ def lines(seen: Facts) -> list[str]:
     page += _link_lines(seen)
     page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in _jobs(seen)]
     if _queue_is_unknown(seen) and state != "finished":
-        page.append("  queue       unknown: Slurm's controller does not answer, or this machine has no squeue")
+        page.append("  queue       unknown: squeue failed (Slurm's controller may be away) or is not installed here")
     page += [f"  node        {out.node} {out.state}: {out.reason}" for out in _nodes_out(seen)]
     if state == "living":
         waits = waits_for_storage(seen.run, seen.disk_problem, seen.beats, seen.now)
@@ -207,7 +207,7 @@ def json_tree(seen: Facts) -> dict[str, Any]:
         "owner": _owner_tree(seen),
         "goodput": account.fraction,
         "seconds": account.parts(),
-        "jobs": [asdict(job) for job in _jobs(seen)],
+        "jobs": None if _queue_is_unknown(seen) else [asdict(job) for job in _jobs(seen)],
         "links": [asdict(link) for link in links_of(seen.jobs)],
         "nodes_out": [asdict(out) for out in _nodes_out(seen)],
         "silent_ranks": [asdict(rank) for rank in silent_ranks],
@@ -462,13 +462,13 @@ def _next_commands(seen: Facts, state: State) -> list[str]:
         return resume_nodes + release_jobs
     # The run does not run: start it again, in the way in which it was started before.
     if seen.submitted_by:
-        look = f"squeue --name={job_name(seen.run.absolute())}    # a job in this list continues the run by itself"
+        look = f"squeue --name={job_name(seen.run.absolute())}    # if it lists a job, do not submit another one"
         return [look, seen.submitted_by] if _queue_is_unknown(seen) else [seen.submitted_by]
     return [f"deepspeed --module launcher.pretrain --config {run}/{CONFIG_FILE}"]
 
 
 def _queue_is_unknown(seen: Facts) -> bool:
-    """Return whether the run was submitted to Slurm, and squeue does not say which of its jobs are in the queue."""
+    """Return whether the run was submitted to Slurm, and squeue gave no answer."""
     return bool(seen.submitted_by) and seen.queue is None
 
 

@@ -109,22 +109,21 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
 
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Let waits for storage be recorded as heartbeats, from which `electra-dist status` shows them.
-
-    Nothing is written before the first wait.
+    """Record waits for storage as heartbeats, so that `electra-dist status` shows them.
 
     Args:
         patience: limit of the waits.
         run_dir: the run folder.
-        rank: the rank of this node whose heartbeat file is written; the rank overwrites it when it starts.
+        rank: the rank whose heartbeat file is written. The supervisor deletes the file after preflight.
     """
-    heartbeats: list[Heartbeat] = []
+    heartbeats: list[Heartbeat] = []  # empty before the first wait, then this one
 
     def record(reason: str) -> None:
-        """Write a heartbeat with the reason of a wait; an empty reason means that the wait is over."""
-        if not heartbeats:
+        """Write a heartbeat for a wait; an empty reason means that no wait goes on."""
+        if reason and not heartbeats:
             heartbeats.append(Heartbeat(run_dir, rank))
-        heartbeats[0].beat("storage" if reason else "setup", 0, reason)
+        if heartbeats:
+            heartbeats[0].beat("storage" if reason else "setup", 0, reason)
 
     patience.on_wait = record
 
@@ -153,10 +152,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--first-rank",
         type=int,
-        default=0,
+        default=int(os.environ.get("RANK", "0")),
         metavar="RANK",
-        help="first rank of this node, whose heartbeat shows in electra-dist status that storage is waited for "
-        "(default: 0)",
+        help="number of this node's first rank; waits for storage are recorded in its heartbeat file "
+        "(default: the variable RANK, or 0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed inserts it

@@ -37,6 +37,7 @@ from electra_dist.errors import (
     EXIT_USER_ERROR,
     StorageLost,
 )
+from electra_dist.run.heartbeat import delete_preflight_heartbeat
 from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
@@ -145,16 +146,14 @@ class Supervisor:
             the report that this node has ended is already written for the other nodes.
         """
         patience_s = self._cluster.storage_patience_s
+        first_rank = self._placement.ranks[0]
         code = preflight(
             self._run_dir,
-            [
-                *self._arguments,
-                *("--storage-patience", str(patience_s)),
-                *("--first-rank", str(self._placement.ranks[0])),
-            ],
+            [*self._arguments, "--storage-patience", str(patience_s), "--first-rank", str(first_rank)],
             PREFLIGHT_LIMIT_S + patience_s,
             give_up=lambda: self._signals.number != 0,
         )
+        delete_preflight_heartbeat(self._run_dir, first_rank)
         if self._signals.number:
             return self._end(self._why_not_started())
         if code != EXIT_DONE:

@@ -177,6 +177,7 @@ def test_while_slurm_does_not_answer_the_page_suggests_to_look_into_the_queue_be
     ledger(run, event("crash", 50, step=12))
     page = shown(run)
     assert any(line.startswith("  queue       unknown") for line in page)
+    assert json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["jobs"] is None
     assert commands(page)[0].startswith("squeue --name=run-")
     assert commands(page)[1] == "electra-dist submit --config c --nodes 2"
 

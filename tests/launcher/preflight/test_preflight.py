@@ -153,10 +153,16 @@ def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., 
     assert {finding.severity for finding in node_findings} == {"ok"}
 
 
+def test_without_a_wait_for_storage_preflight_writes_no_heartbeat(tiny_config: Callable[..., Path]):
+    config = tiny_config()
+    assert main(["--config", str(config), "--storage-patience", "60"]) == 0
+    assert not (config.with_suffix("") / "heartbeats").exists()
+
+
 def test_a_wait_for_storage_is_a_heartbeat_of_the_nodes_first_rank(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """From it `electra-dist status` shows why a run that has not begun does nothing."""
+    """Check that `electra-dist status` can show why a run that has not begun does nothing."""
     config = tiny_config("waits")
     run_dir = config.with_suffix("")
     waits: list[Beat] = []
