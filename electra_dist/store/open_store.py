@@ -28,7 +28,7 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
         UserError: The URL is malformed or has another scheme, or it is an s3:// URL and boto3 is not installed.
     """
     if url.startswith("s3://"):
-        from electra_dist.store.s3_store import S3Store  # boto3 is an optional dependency.
+        from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
 
         return S3Store(url, endpoint_url, retry or RetryPolicy())
     scheme, separator, rest = url.partition("://")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from electra_dist.errors import StoreError
-from electra_dist.store import s3_store
 from electra_dist.store.interface import Store
-from electra_dist.store.s3_client import S3Client
-from electra_dist.store.s3_store import S3Store
+from electra_dist.store.s3 import s3_store
+from electra_dist.store.s3.client import S3Client
+from electra_dist.store.s3.requests import S3Requests
+from electra_dist.store.s3.s3_store import S3Store
 
 
 @pytest.fixture
@@ -76,15 +77,15 @@ def test_each_request_deletes_as_many_objects_as_it_may(
 def test_a_service_that_cannot_delete_several_objects_deletes_one_after_another(
     store: Store, sent: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = store._call  # type: ignore[attr-defined]
+    call = S3Requests.call
 
-    def refuse(key: str, operation: str, *arguments: Any, **options: Any) -> Any:
+    def refuse(self: S3Requests, key: str, operation: str, *arguments: Any, **options: Any) -> Any:
         """Refuse the request that deletes several objects, and send all others."""
         if operation == "delete_objects":
             raise StoreError("the service does not have this operation")
-        return call(key, operation, *arguments, **options)
+        return call(self, key, operation, *arguments, **options)
 
-    monkeypatch.setattr(store, "_call", refuse)
+    monkeypatch.setattr(S3Requests, "call", refuse)
     store.delete_all(write_some(store, 20))
     assert store.list() == []
     assert sent["delete_object"] == 20
@@ -94,17 +95,17 @@ def test_a_service_that_cannot_delete_several_objects_deletes_one_after_another(
 def test_a_key_that_the_answer_does_not_list_is_deleted_by_a_request_of_its_own(
     store: Store, sent: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = store._call  # type: ignore[attr-defined]
+    call = S3Requests.call
 
-    def answer_for_another_key(key: str, operation: str, *arguments: Any, **options: Any) -> Any:
+    def answer_for_another_key(self: S3Requests, key: str, operation: str, *arguments: Any, **options: Any) -> Any:
         """Answer a request that deletes several objects without sending it; the answer lists none of its keys."""
         if operation == "delete_objects":
             return {"Deleted": [{"Key": "of another"}]}
-        return call(key, operation, *arguments)
+        return call(self, key, operation, *arguments)
 
-    monkeypatch.setattr(store, "_call", answer_for_another_key)
+    monkeypatch.setattr(S3Requests, "call", answer_for_another_key)
     keys = write_some(store, 3)
     store.delete_all(keys)
-    monkeypatch.setattr(store, "_call", call)
+    monkeypatch.setattr(S3Requests, "call", call)
     assert store.list() == []
     assert sent["delete_object"] == 3

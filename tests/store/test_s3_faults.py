@@ -147,10 +147,10 @@ def test_exactly_one_of_eight_concurrent_write_new_calls_wins_behind_faults(faul
 def test_multipart_upload_survives_faults(
     faulty: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3_store
+    from electra_dist.store.s3 import multipart_upload, s3_store
 
     monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(s3_store, "_PART", 5 << 20)  # the smallest part that S3 allows
+    monkeypatch.setattr(multipart_upload, "PART_BYTES", 5 << 20)  # the smallest part that S3 allows
     path = tmp_path / "big"
     path.write_bytes(os.urandom(12 << 20))
     for kinds in (("slowdown", "reset"), ("lost",)):
@@ -263,11 +263,11 @@ def test_a_missing_object_is_retried_only_if_it_must_exist(faulty: Callable[...,
 def test_credentials_are_read_again_when_they_expire(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from electra_dist.store import s3_client
+    from electra_dist.store.s3 import client
 
     made = itertools.count()
-    make = s3_client.make_client
-    monkeypatch.setattr(s3_client, "make_client", lambda *a: (next(made), make(*a))[1])
+    make = client.make_client
+    monkeypatch.setattr(client, "make_client", lambda *a: (next(made), make(*a))[1])
     plan = FaultPlan(rate=0.0)
     store = faulty(plan)
     store.write("x", b"1")
@@ -310,7 +310,7 @@ def test_full_disk_is_not_mistaken_for_a_network_fault(faulty: Callable[..., Sto
     store = faulty(FaultPlan(rate=0.0))
     store.write("x", DATA)
     with pytest.raises(OSError, match="No space left"):
-        store._download("x", FullDisk(), False)  # type: ignore[attr-defined]
+        store._requests.download("x", FullDisk(), must_exist=False)  # type: ignore[attr-defined]
     assert store.retries == 0
 
 

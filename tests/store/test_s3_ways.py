@@ -21,10 +21,10 @@ from support.fault_server import FaultPlan, FaultProxy
 from support.wrong_answers import LISTING_FAULTS
 
 from electra_dist.errors import StoreError, StoreExhausted, StoreMissing
-from electra_dist.store import s3_answers, s3_client, s3_store
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.retry import RetryPolicy
+from electra_dist.store.s3 import answers, client, multipart_upload, s3_store
 
 DATA = os.urandom(300_000)
 FOREVER = 10**9
@@ -112,7 +112,7 @@ def test_a_listing_without_an_end_ends(fault: str, faulty: Callable[..., Store])
 def test_a_listing_of_unfinished_uploads_without_an_end_ends(
     faulty: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_answers, "_EMPTY_PAGES", 5, raising=False)
+    monkeypatch.setattr(answers, "_EMPTY_PAGES", 5, raising=False)
     store = faulty(FaultPlan(rate=1.0, faults=("endless",), in_a_row=FOREVER), IMPATIENT)
     assert "listing of empty pages" in fails(lambda: store.discard_unfinished("", lambda key: True))
 
@@ -144,13 +144,13 @@ def test_an_upload_that_goes_out_too_slowly_is_given_up(
     """boto3 reads a block of the body when the connection has taken the one before it."""
     store = faulty(FaultPlan(rate=0.0), IMPATIENT)
     store.write("x", b"before")
-    read = s3_client.PacedBody.read
+    read = client.PacedBody.read
 
-    def read_slowly(body: s3_client.PacedBody, size: int | None = -1) -> bytes:
+    def read_slowly(body: client.PacedBody, size: int | None = -1) -> bytes:
         body._block_read -= 61.0  # as if the connection had taken 61 s for the block before
         return read(body, size)
 
-    monkeypatch.setattr(s3_client.PacedBody, "read", read_slowly)
+    monkeypatch.setattr(client.PacedBody, "read", read_slowly)
     message = fails(lambda: store.write("x", bytes(1 << 20)))
     assert "last: slower than 16,384 bytes/s; check the network to the service" in message
     monkeypatch.undo()
@@ -253,7 +253,7 @@ def test_an_upload_in_parts_that_fails_in_the_middle_leaves_no_parts(
     faulty: Callable[..., Store], s3: s3_server.S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_store, "_MULTIPART_FROM", 1 << 20)
-    monkeypatch.setattr(s3_store, "_PART", 5 << 20)
+    monkeypatch.setattr(multipart_upload, "PART_BYTES", 5 << 20)
     path = tmp_path / "big"
     path.write_bytes(bytes(12 << 20))
     plan = FaultPlan(rate=1.0, faults=("slowdown",), in_a_row=FOREVER)

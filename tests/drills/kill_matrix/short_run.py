@@ -37,7 +37,8 @@ from support import checkpoints as small
 from support.real_runs import free_port, write_tiny_config
 from support.s3_server import S3Server
 
-import electra_dist.store.s3_store
+import electra_dist.store.s3.multipart_upload
+import electra_dist.store.s3.s3_store
 import launcher.pretrain
 from electra_dist.checkpoint.background_writer import CheckpointWriter
 from electra_dist.checkpoint.commit import Fenced, retain
@@ -303,7 +304,8 @@ def save_as_older_attempt(trial: Trial) -> int:
 
 def use_small_parts() -> None:
     """Let uploads of the small files of this run consist of parts."""
-    electra_dist.store.s3_store._MULTIPART_FROM = electra_dist.store.s3_store._PART = PART_BYTES
+    electra_dist.store.s3.s3_store._MULTIPART_FROM = PART_BYTES
+    electra_dist.store.s3.multipart_upload.PART_BYTES = PART_BYTES
 
 
 def expected_codes(phase: str) -> set[int]:

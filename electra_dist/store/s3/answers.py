@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from electra_dist.errors import StoreError
-from electra_dist.store.s3_errors import Again
+from electra_dist.store.s3.errors import Again
 
 _CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
 _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")

@@ -33,7 +33,7 @@ from botocore.exceptions import ClientError
 
 from electra_dist.errors import UserError
 from electra_dist.store.retry import RetryPolicy
-from electra_dist.store.s3_errors import Again
+from electra_dist.store.s3.errors import Again
 
 Answer = dict[str, Any]  # what boto3 returns: the fields of an answer by name
 _Result = TypeVar("_Result")
@@ -69,7 +69,7 @@ def check_endpoint(endpoint_url: str | None) -> str:
 def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
-    boto3's own retries are switched off, because `S3Store` repeats requests itself.
+    boto3's own retries are switched off, because `S3Requests` repeats requests itself.
 
     The answers of its `get_object` have a further field, "Stream": the connection's answer of urllib3, whose `read1`
     returns the bytes that are there, whereas `Body` waits until as many bytes are there as were asked for.
@@ -255,7 +255,7 @@ class S3Client:
 
         Raises:
             Again: The service took too long, or boto3 could not parse a date or a number of the answer.
-            Exception: One of `s3_errors.FAILURES`.
+            Exception: One of `errors.FAILURES`.
         """
         limit_s = limit_of_request(self._policy, len(body or b""))
         if operation == "complete_multipart_upload":

@@ -26,15 +26,15 @@ from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 from electra_dist.store.retry import RetryPolicy
-from electra_dist.store.s3_answers import (
+from electra_dist.store.s3.answers import (
     ERROR_DOCUMENT_BYTES,
     check_answer,
     check_object,
     content_range,
     is_error_document,
 )
-from electra_dist.store.s3_client import RateMeter
-from electra_dist.store.s3_errors import Again, Taken
+from electra_dist.store.s3.client import RateMeter
+from electra_dist.store.s3.errors import Again, Taken
 
 _CHUNK = 128 << 10  # Most bytes read from the connection at a time.
 

@@ -1,0 +1,136 @@
+"""Upload large files to S3 in parts (multipart upload), and delete the parts of uploads that were never completed.
+
+Guarantee: readers never see a part of a file; the object appears when S3 has combined all parts. If the answer to that
+last request is lost, the random tag in the object's metadata shows whether it was carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from electra_dist.errors import StoreMissing
+from electra_dist.store.s3.answers import WRITER_TAG
+from electra_dist.store.s3.client import content_md5
+from electra_dist.store.s3.errors import FAILURES, Again
+from electra_dist.store.s3.requests import S3Requests
+
+PART_BYTES = 16 << 20  # Least size of a part.
+_MAX_PARTS = 9_000  # S3 allows 10,000.
+_UPLOAD_THREADS = 4
+
+
+def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
+    """Create or replace an object with the content of a local file, four parts at a time, each retried independently.
+
+    If the upload fails, its parts are deleted with one attempt. Parts that remain, also after a kill, cost storage
+    until `discard_unfinished` deletes them.
+
+    Args:
+        requests: Sends the requests of the store.
+        path: The local file.
+        key: Key of the object.
+
+    Raises:
+        StoreError: The failure of a request is final, or all retries failed (StoreExhausted).
+    """
+    tag = secrets.token_hex(16)
+    begin = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
+    answer = requests.call(key, "create_multipart_upload", begin)
+    upload = {**requests.name_object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
+    try:
+        parts = _upload_parts(requests, path, key, upload)
+        _complete(requests, key, upload, parts, tag)
+    except BaseException:
+        with contextlib.suppress(*FAILURES, Again):
+            requests.client.send("abort_multipart_upload", upload)
+        raise
+
+
+def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
+    """Delete the parts of multipart uploads that were never completed; return the number of these uploads.
+
+    Args:
+        requests: Sends the requests of the store.
+        prefix: Only uploads of keys that begin with this string are considered.
+        doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
+            return False for a key that a living process may still be uploading.
+    """
+    uploads = requests.list_all(
+        "list_multipart_uploads",
+        prefix,
+        entries_field="Uploads",
+        next_fields={"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+        name_of=lambda upload: (upload["Key"], upload["UploadId"]),
+    )
+    num_deleted = 0
+    for upload in uploads:
+        key = upload["Key"].removeprefix(requests.prefix)
+        if doomed(key):
+            abort = {**requests.name_object(key), "UploadId": upload["UploadId"]}
+            with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
+                requests.call(key, "abort_multipart_upload", abort)
+            num_deleted += 1
+    return num_deleted
+
+
+def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """Upload a file in parts, several at a time; return the number and the ETag of each part, in order.
+
+    A part has `PART_BYTES` bytes, or more if the file would otherwise have more than `_MAX_PARTS` parts.
+
+    Args:
+        requests: Sends the requests of the store.
+        path: The file to upload.
+        key: Key of the object, for messages.
+        upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
+    """
+    size = path.stat().st_size
+    part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
+    num_parts = _ceil_div(size, part_size)
+
+    def upload_part(number: int) -> dict[str, Any]:
+        """Upload part `number`, counted from 1; return its number and ETag as `_complete` needs them."""
+        with path.open("rb") as stream:
+            stream.seek((number - 1) * part_size)
+            data = stream.read(part_size)
+        put = {**upload, "PartNumber": number, "ContentMD5": content_md5(data)}
+        answer = requests.call(key, "upload_part", put, data)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
+        return list(pool.map(upload_part, range(1, num_parts + 1)))
+
+
+def _complete(
+    requests: S3Requests, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str
+) -> None:
+    """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`.
+
+    Args:
+        requests: Sends the requests of the store.
+        key: Key of the object, for messages.
+        upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
+        parts: Number and ETag of each part.
+        tag: Random tag that this upload stores in the object's metadata. If the service answers "no such upload",
+            the tag shows whether an earlier attempt, whose answer was lost, has completed the upload.
+
+    Raises:
+        StoreMissing: The upload no longer exists and was not completed; another process has discarded it.
+    """
+    complete = {**upload, "MultipartUpload": {"Parts": parts}}
+    try:
+        requests.call(key, "complete_multipart_upload", complete)
+    except StoreMissing:
+        # "No such upload": an earlier attempt may have completed it, and only its answer was lost.
+        if requests.object_info(key).writer_tag != tag:
+            raise
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    """Return number / divisor, rounded up, for integers of any size."""
+    return -(-number // divisor)  # `//` rounds down, so the negative of the negative quotient is rounded up.

@@ -1,0 +1,246 @@
+"""Send the requests of a store to S3, and repeat those that fail until they succeed or a limit is reached.
+
+How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
+`failure_kinds.py` has the table of what is retried, `answers.py` checks that an answer with status 200 is one of S3,
+and `client.py` ends requests that take too long. Expired credentials are read again from their source before each
+further attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from electra_dist.errors import StoreMissing, UserError
+from electra_dist.store.interface import check_key
+from electra_dist.store.retry import Backoff, RetryAccount, RetryPolicy
+from electra_dist.store.s3.answers import NEEDED_FIELDS, ObjectInfo, check_answer, check_object, object_info, pages
+from electra_dist.store.s3.client import Answer, S3Client, check_endpoint
+from electra_dist.store.s3.download import Download, Span
+from electra_dist.store.s3.errors import FAILURES, TRIES_MISSING, Again, EmptyRange, Taken, classify
+
+
+class S3Requests:
+    """Sender of requests about objects below s3://bucket/prefix, which counts its retries. Thread-safe.
+
+    It may be used after a fork: each process makes a boto3 client of its own at its first request.
+    """
+
+    def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
+        """Parse and check the URLs; nothing is sent.
+
+        Args:
+            url: s3://bucket or s3://bucket/prefix.
+            endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
+            policy: Limits on the retries.
+
+        Raises:
+            UserError: A URL is malformed or holds credentials.
+        """
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        if "@" in bucket or ":" in bucket:
+            raise UserError(
+                "s3:// URL with a colon or @ in its bucket: keep credentials out of URLs; set them as AWS_* variables"
+            )
+        prefix = prefix.strip("/")
+        if not bucket:
+            raise UserError(f"{url}: the URL has no bucket; give s3://bucket/prefix")
+        if prefix:
+            check_key(prefix)
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.bucket = bucket
+        self.prefix = f"{prefix}/" if prefix else ""  # what the full key of each object begins with
+        self.account = RetryAccount(policy)
+        self.client = S3Client(endpoint_url, policy)
+        self._endpoint_text = check_endpoint(endpoint_url)
+        self._policy = policy
+        self._answered = False  # Whether the service has answered any of the requests.
+
+    def name_object(self, key: str) -> dict[str, str]:
+        """Return the arguments of a boto3 request that name an object: its bucket and its full key.
+
+        Raises:
+            StoreError: The key is not a valid relative path.
+        """
+        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
+
+    def call(
+        self,
+        key: str,
+        operation: str,
+        arguments: Mapping[str, Any],
+        body: bytes | None = None,
+        check: Callable[[Answer], None] = lambda answer: None,
+    ) -> Answer:
+        """Send a request until it succeeds or fails for good, and return the answer.
+
+        A failure is repeated if `classify` returns Again for it, until a limit of the RetryPolicy is reached.
+
+        Args:
+            key: Key of the object, for messages; "" for the store itself.
+            operation: Name of boto3's method, for example "put_object".
+            arguments: Its arguments, without the body.
+            body: Bytes to upload; None if the operation has none.
+            check: Receives the answer, and raises Again if the request must be repeated.
+
+        Raises:
+            StoreError: The failure is final, or all retries failed (StoreExhausted).
+            Taken: The service refused a conditional request (HTTP 412).
+            EmptyRange: The service has no byte in the range that was asked for (HTTP 416).
+        """
+        backoff = self.account.begin(self._describe(key))
+        while True:
+            try:
+                with self._classified(key):
+                    answer = self.client.send(operation, arguments, body)
+                    check_answer(answer, NEEDED_FIELDS.get(operation, ()))
+                    check(answer)
+            except Again as failure:
+                self._wait(key, failure, backoff)
+            else:
+                self.account.succeeded()
+                return answer
+
+    def object_info(self, key: str) -> ObjectInfo:
+        """Return the size of an object and the random tag that its writer stored in the metadata.
+
+        This costs a GET of one byte. A HEAD request is not used, because its answer does not show whether the bucket,
+        the key or the permission is missing.
+
+        Raises:
+            StoreMissing: There is no such object.
+        """
+        get = self.name_object(key)
+        try:
+            answer = self.call(
+                key, "get_object", {**get, "Range": "bytes=0-0"}, check=lambda answer: check_object(answer, key)
+            )
+        except EmptyRange:
+            # An empty object has no byte 0; without a range its GET succeeds.
+            answer = self.call(key, "get_object", get, check=lambda answer: check_object(answer, key))
+        answer["Body"].close()
+        return object_info(answer)
+
+    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, span: Span | None = None) -> None:
+        """Download an object, or a span of its bytes, to a file; after a fault, continue from the last good byte.
+
+        Args:
+            key: Key of the object.
+            sink: Empty, seekable file.
+            must_exist: The object is known to exist, so the answer "not found" is retried.
+            span: The range of bytes to download; None for all of the object.
+
+        Raises:
+            StoreMissing: There is no such object.
+            StoreExhausted: All retries failed.
+        """
+        backoff = self.account.begin(self._describe(key))
+        download = Download(key, sink, self._policy, backoff.progress, span)
+        while not download.complete:
+            try:
+                with self._classified(key, must_exist):
+                    answer = self.client.send("get_object", {**self.name_object(key), **download.conditions()})
+                    download.receive(answer)
+            except EmptyRange:
+                if download.ends_before_span:
+                    break
+                _begin_again(download, backoff)
+            except Taken:  # Another version of the object.
+                _begin_again(download, backoff)
+            except Again as failure:
+                self._wait(key, failure, backoff)
+        self.account.succeeded()
+
+    def list_all(
+        self,
+        operation: str,
+        prefix: str,
+        entries_field: str,
+        next_fields: dict[str, str],
+        name_of: Callable[[dict[str, Any]], tuple[str, ...]],
+    ) -> Sequence[dict[str, Any]]:
+        """Return all entries of a listing; a listing that does not advance begins again.
+
+        Args:
+            operation: Name of boto3's method.
+            prefix: Prefix of the keys, below that of the store.
+            entries_field: Field of a page that holds its entries.
+            next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
+            name_of: Returns what distinguishes an entry from all others.
+
+        Raises:
+            StoreExhausted: The listing never ends, or all retries failed.
+        """
+
+        def request(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
+            """Return a page of the listing that passes the check."""
+            return self.call("", operation, arguments, check=check)
+
+        first_page = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
+        backoff = self.account.begin(self._describe(""))
+        while True:
+            try:
+                return list(pages(request, first_page, entries_field, next_fields, name_of))
+            except Again as failure:
+                self._wait("", failure, backoff)
+
+    @contextlib.contextmanager
+    def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
+        """Convert an exception of boto3 in the `with` block to the one that `classify` returns for it.
+
+        That is Again (repeat the request), Taken, EmptyRange, or a StoreError for the user. A block that succeeds is
+        recorded in `_answered`.
+
+        Args:
+            key: Key of the object, for messages; "" for the store itself.
+            must_exist: The object is known to exist, so the answer "not found" is to be repeated.
+        """
+        try:
+            yield
+        except FAILURES as error:
+            failure = classify(
+                error,
+                where=self._describe(key),
+                bucket=self.bucket,
+                answered=self._answered,
+                must_exist=must_exist,
+            )
+            raise failure from None  # The text and traceback of boto3 may quote a signed request.
+        self._answered = True
+
+    def _wait(self, key: str, failure: Again, backoff: Backoff) -> None:
+        """Sleep before the next attempt of a failed request.
+
+        If `failure.renew` is set, the next attempt reads the credentials again.
+
+        Raises:
+            StoreMissing: The service has answered `TRIES_MISSING` times that the object does not exist.
+            StoreExhausted: A limit of the RetryPolicy is reached.
+        """
+        if failure.renew:
+            self.client.renew()
+        if failure.unanswered:
+            backoff.announce(failure.reason, failure.advice)
+        if failure.missing and backoff.failures_of(failure.reason) + 1 >= TRIES_MISSING:
+            raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
+        backoff.wait_after_failure(failure.reason, failure.advice)
+
+    def _describe(self, key: str) -> str:
+        """Return the URL of an object for messages, for example "s3://b/x at 10.0.0.1:9000".
+
+        The endpoint (" at HOST:PORT") is left out for AWS.
+
+        Args:
+            key: Key of the object; "" for the store itself.
+        """
+        return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
+
+
+def _begin_again(download: Download, backoff: Backoff) -> None:
+    """Discard what was received of an object that was replaced during its download, and wait before the next GET.
+
+    The replacement counts as a failure; too many of them raise StoreExhausted.
+    """
+    download.restart()
+    backoff.wait_after_failure("the object was replaced during the download")
