@@ -1,0 +1,68 @@
+"""Say why a run is in its state, and which commands its user may want to run next."""
+
+from __future__ import annotations
+
+import shlex
+
+from electra_dist.run.folder import CONFIG_FILE, LOG_FILE, SLURM_DIR, STOP_FILE
+from electra_dist.run.jsonl import Record
+from electra_dist.run.number_formats import format_duration
+from launcher.cli.run_status.snapshot import RunSnapshot
+from launcher.slurm.job_history import why_not_begun, why_waiting
+
+
+def reason_of_state(snapshot: RunSnapshot) -> str:
+    """Return the reason for the state of the run, for example "stop: SIGTERM, 50s ago"; "" if there is none.
+
+    The states living and finished have no reason.
+    """
+    state = snapshot.state
+    if state in ("stopped", "dead"):
+        # The launcher's own reason explains more than the ledger's last event.
+        job_reason = snapshot.jobs[-1].get("why") if snapshot.jobs else None
+        if job_reason:
+            return str(job_reason)
+        if snapshot.ledger:
+            return _describe_event(snapshot, snapshot.ledger[-1])
+    if state in ("held", "waiting") and snapshot.queue:
+        return why_waiting(snapshot.queue, snapshot.jobs)
+    if state == "not begun":
+        return why_not_begun(snapshot.queue, snapshot.jobs)
+    return ""
+
+
+def next_commands(snapshot: RunSnapshot) -> list[str]:
+    """Return the shell commands that the status page suggests in this state of the run, the most likely one first.
+
+    For example export for a finished run, tail -f of the log for a living one, and the command that starts it again
+    for a stopped one.
+    """
+    run = shlex.quote(str(snapshot.run))
+    if snapshot.state == "finished":
+        return [f"electra-dist export {run}", f"electra-dist report {run}"]
+    if snapshot.state == "living":
+        job_id = snapshot.running_job_id
+        log = f"{run}/{SLURM_DIR}/job-{job_id}.log" if job_id else f"{run}/{LOG_FILE}"
+        return [f"tail -f {log}", f"touch {run}/{STOP_FILE}    # saves and stops"]
+    if snapshot.state == "waiting":
+        return [f"squeue --start --name={snapshot.job_name}"]
+    if snapshot.state == "held" and snapshot.queue:
+        resume_nodes = [f"scontrol update nodename={out.node} state=resume" for out in snapshot.nodes_out]
+        release_jobs = [f"scontrol release {job.job}" for job in snapshot.queue.jobs if job.is_held]
+        return resume_nodes + release_jobs
+    # The run does not run: start it again, in the way in which it was started before.
+    if snapshot.submitted_by:
+        look = f"squeue --name={snapshot.job_name}    # if it lists a job, do not submit another one"
+        return [look, snapshot.submitted_by] if snapshot.queue_is_unknown else [snapshot.submitted_by]
+    return [f"deepspeed --module launcher.pretrain --config {run}/{CONFIG_FILE}"]
+
+
+def _describe_event(snapshot: RunSnapshot, event: Record) -> str:
+    """Return an event of the run's ledger as text: its name, its reason if it has one, and its age.
+
+    For example "stop: SIGTERM, 50s ago".
+    """
+    age = format_duration(snapshot.age_s(event))
+    if event.get("why"):
+        return f"{event['event']}: {event['why']}, {age} ago"
+    return f"{event['event']}, {age} ago"

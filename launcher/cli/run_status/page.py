@@ -1,0 +1,140 @@
+"""Write the status page of a run, which `electra-dist status` prints, from a snapshot of the run."""
+
+from __future__ import annotations
+
+import math
+
+from electra_dist.analysis.context_auc import is_stuck, stuck_warning
+from electra_dist.analysis.goodput import goodput
+from electra_dist.run.folder import JOBS_FILE
+from electra_dist.run.number_formats import format_duration
+from electra_dist.run.process_identity import is_running
+from launcher.cli.run_status.explanation import next_commands, reason_of_state
+from launcher.cli.run_status.ranks import hung_rank_lines, storage_lines
+from launcher.cli.run_status.snapshot import RunSnapshot
+from launcher.slurm.job_history import links_of
+
+_LINKS_SHOWN = 8  # how many of the newest starts of the ranks by Slurm jobs are listed
+
+
+def page_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return the lines of the status page; the commands to run next come last, indented by four spaces."""
+    reason = reason_of_state(snapshot)
+    page = [
+        f"run {snapshot.run}: {snapshot.state}{f' ({reason})' if reason else ''}",
+        f"  step        {_progress(snapshot)}",
+        *_phase_lines(snapshot),
+        f"  checkpoint  {_newest_checkpoint(snapshot)}",
+        *_context_auc_lines(snapshot),
+        *_owner_lines(snapshot),
+    ]
+    account = goodput(snapshot.ledger, snapshot.jobs)
+    if account.fraction is not None:
+        page.append(f"  goodput     {100 * account.fraction:.1f} % ({account.described()})")
+    page += _link_lines(snapshot)
+    page += [f"  job         {job.job} {job.state} {job.nodes or job.reason}" for job in snapshot.queued_jobs]
+    if snapshot.queue_is_unknown and snapshot.state != "finished":
+        page.append("  queue       unknown: squeue failed (Slurm's controller may be away) or is not installed here")
+    page += [f"  node        {out.node} {out.state}: {out.reason}" for out in snapshot.nodes_out]
+    page += storage_lines(snapshot.waits_for_storage, snapshot.config.cluster.storage_patience_s)
+    page += hung_rank_lines(snapshot.hung_ranks)
+    page += _excluded_node_lines(snapshot)
+    page.append("next:")
+    page += [f"    {command}" for command in next_commands(snapshot)]
+    return page
+
+
+def _progress(snapshot: RunSnapshot) -> str:
+    """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
+
+    Step and loss are those of the newest metrics record. The remaining time is left out when all steps are done.
+    """
+    num_steps = snapshot.config.train.num_steps
+    if snapshot.last is None or snapshot.remaining_s is None:
+        return f"0 of {num_steps:,}"
+    step = snapshot.steps_done
+    progress = f"{step:,} of {num_steps:,} ({100 * step / num_steps:.1f} %), loss {snapshot.last['loss']:.4f}"
+    if step >= num_steps:
+        return progress
+    return f"{progress}, eta {format_duration(snapshot.remaining_s)}"
+
+
+def _phase_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return the line that names the present corpus and the next one with its first step; [] without `data.phases`."""
+    data = snapshot.config.data
+    if not data.phases:
+        return []
+    corpora = data.training_corpora()
+    begun = [corpus for corpus in corpora if corpus.from_step <= snapshot.steps_done]
+    newest = begun[-1]
+    line = f"  corpus      {newest.url} since step {newest.from_step:,} (phase {len(begun)} of {len(corpora)})"
+    if len(begun) < len(corpora):
+        coming = corpora[len(begun)]
+        line += f", {coming.url} from step {coming.from_step:,}"
+    return [line]
+
+
+def _newest_checkpoint(snapshot: RunSnapshot) -> str:
+    """Return the step and the age of the last checkpoint, for example "step 10, 1m20s old"; "none yet" without one."""
+    newest = snapshot.newest_checkpoint
+    if newest is None:
+        return "none yet"
+    return f"step {newest['step']:,}, {format_duration(snapshot.age_s(newest))} old"
+
+
+def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return a line with the context AUC of the newest evaluation, and a warning below it if the run is stuck.
+
+    The list is empty if no evaluation has a context AUC: before the first one, for an objective without a
+    discriminator, and for runs of older versions.
+    """
+    newest = snapshot.last_eval
+    if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
+        return []
+    context_lines = [
+        f"  context     AUC {newest['context_auc']:.4f} at step {newest['step']:,} (standard error "
+        f"{newest['context_auc_se']:.4f})"
+    ]
+    if is_stuck(newest, snapshot.config):
+        context_lines.append(f"  warning     {stuck_warning(newest, snapshot.config)}")
+    return context_lines
+
+
+def _owner_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return a line on the process that holds the lease of the run folder, and trains in it; none if nobody does."""
+    if snapshot.owner is None:
+        return []
+    owner, renewed = snapshot.owner
+    age = format_duration(max(0.0, snapshot.now - renewed))
+    gone = ", which has ended" if is_running(owner.process) is False else ""
+    return [f"  owner       {owner.description}{gone}; last renewed {age} ago"]
+
+
+def _link_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return lines about the jobs of the newest submission: what each did, and how it ended.
+
+    There is one line for each start of the ranks by a job. Only the newest eight are listed; a line before them has
+    the number of the others.
+    """
+    links = links_of(snapshot.jobs)
+    link_lines = []
+    num_hidden = len(links) - _LINKS_SHOWN
+    if num_hidden > 0:
+        link_lines.append(f"  link        {num_hidden} earlier ones: {snapshot.run / JOBS_FILE}")
+    for link in links[-_LINKS_SHOWN:]:
+        link_lines.append(f"  link        {link.described(link.job == snapshot.running_job_id)}")
+    return link_lines
+
+
+def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return a line for each node that new jobs of the run do not use, because of a recent fault (strike).
+
+    The line has the time until the node is used again and the reason of its newest strike.
+    """
+    node_lines = []
+    for node in snapshot.excluded_nodes:
+        newest = [strike for strike in snapshot.strikes if strike.node == node][-1]
+        remaining = format_duration(newest.time + snapshot.strike_expires_s - snapshot.now)
+        line = f"  left out    {node} for {remaining} more: {newest.device} {newest.reason}"
+        node_lines.append(line.replace(":  ", ": "))  # The device is empty if the node as a whole is at fault.
+    return node_lines

@@ -1,0 +1,257 @@
+"""Take a snapshot of a run for `electra-dist status`: the content of its run folder, and its jobs in Slurm's queue."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from electra_dist.analysis.hung_ranks import Hung, hang_limits
+from electra_dist.analysis.run_classification import RunEvidence, State, run_state
+from electra_dist.config import Config
+from electra_dist.config_file import load_config
+from electra_dist.errors import UserError
+from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR
+from electra_dist.run.heartbeat import Beat, read_heartbeats
+from electra_dist.run.jsonl import Record
+from electra_dist.run.lease.lease_file import LeaseOwner
+from electra_dist.run.lease.run_lease import read_owner
+from electra_dist.run.ledger import read_jobs, read_ledger
+from electra_dist.run.metrics_summary import newest_metrics
+from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
+from electra_dist.store.atomic_files import disk_problem
+from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
+from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
+from launcher.slurm.submission import job_name
+
+_STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """State of a run at one moment, as its files and Slurm's queue show it.
+
+    Terms in the field names: the ledger is the run's list of events (start, checkpoint, stop, ...), a beat is the last
+    heartbeat of a rank, and a strike is a recorded fault of a node.
+    """
+
+    run: Path  # the run folder
+    disk_problem: str  # why the disk of the run folder takes no bytes; empty if it takes some
+    now: float  # Unix time
+    config: Config
+    ledger: list[Record]
+    jobs: list[Record]  # the lines of slurm/jobs.jsonl
+    last: Record | None  # newest record of a training step; None before the first
+    last_eval: Record | None  # newest record of an evaluation; None before the first
+    beats: list[Beat]  # last heartbeat of each rank
+    strikes: list[Strike]
+    queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
+    submitted_by: str  # command line of the newest submission; empty if there was none
+    owner: tuple[LeaseOwner, float] | None  # who holds the lease of the run folder, and when it was renewed; or nobody
+
+    @cached_property
+    def state(self) -> State:
+        """State of the run: living, finished, stopped, dead, held, waiting or not begun."""
+        return run_state(self.ledger, self._evidence())
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps that the run has recorded as done.
+
+        The last steps of a finished run may have no metrics record, but its `done` event has the step.
+        """
+        done_steps = [event["step"] for event in self.ledger if event["event"] == "done"]
+        recorded_steps = [self.last["step"]] if self.last else []
+        return max([0, *recorded_steps, *done_steps])
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Estimate of the seconds until the last step is done; None before the first step.
+
+        Each rank writes the median of its newest step times into its heartbeat, and every further step is assumed to
+        take the largest of these. If no heartbeat has one, the step time of the newest metrics record is used, which
+        may be much longer than usual, for example if that step waited for storage.
+        """
+        if self.last is None:
+            return None
+        newest_attempt = max((beat.attempt for beat in self.beats), default=0)
+        medians = [beat.step_s for beat in self.beats if beat.attempt == newest_attempt and beat.step_s is not None]
+        step_s = max(medians, default=self.last["step_s"])
+        return float(step_s * max(0, self.config.train.num_steps - self.steps_done))
+
+    @property
+    def newest_checkpoint(self) -> Record | None:
+        """Event of the last checkpoint that the ledger records; None if it records none."""
+        checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
+        return checkpoints[-1] if checkpoints else None
+
+    @property
+    def queued_jobs(self) -> tuple[QueuedJob, ...]:
+        """The run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
+        return self.queue.jobs if self.queue else ()
+
+    @property
+    def queue_is_unknown(self) -> bool:
+        """Whether the run was submitted to Slurm, and squeue gave no answer."""
+        return bool(self.submitted_by) and self.queue is None
+
+    @property
+    def running_job_id(self) -> str:
+        """Slurm's id of the run's job that is in state RUNNING; empty if there is none."""
+        return next((job.job for job in self.queued_jobs if job.state == "RUNNING"), "")
+
+    @property
+    def job_name(self) -> str:
+        """Name that the jobs of this run have in Slurm's queue."""
+        return job_name(self.run.absolute())
+
+    @property
+    def nodes_out(self) -> list[NodeOut]:
+        """Nodes of the run's last started job that Slurm does not use now, because they are drained or down.
+
+        Other drained nodes of the cluster are left out. Empty without Slurm, or if no job of the run has started yet.
+        """
+        if self.queue is None:
+            return []
+        begin_records = [record for record in self.jobs if record["event"] == "begin"]
+        if not begin_records:
+            return []
+        newest_nodes = begin_records[-1]["nodes"].split(",")
+        return [out for out in self.queue.out if out.node in newest_nodes]
+
+    @property
+    def excluded_nodes(self) -> list[str]:
+        """Nodes that new jobs of the run do not use, because of a fault within `cluster.strike_expires_h` hours."""
+        return list(excluded_nodes(self.strikes, self.now, expires_s=self.strike_expires_s))
+
+    @property
+    def strike_expires_s(self) -> float:
+        """Seconds after which a recorded fault of a node no longer counts."""
+        return 3600 * self.config.cluster.strike_expires_h
+
+    @property
+    def hung_ranks(self) -> list[Hung]:
+        """Hung ranks of a living run, the likely culprit first; empty for a run that is not living."""
+        return hung_ranks(self.beats, self.now, self.config.cluster) if self.state == "living" else []
+
+    @property
+    def waits_for_storage(self) -> list[dict[str, Any]]:
+        """What waits for storage in a living run, as `ranks.waits_for_storage` returns it; empty for other runs."""
+        if self.state != "living":
+            return []
+        return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)
+
+    def age_s(self, event: Record) -> float:
+        """Return how long ago an event of the ledger was recorded, in seconds."""
+        return self.now - _unix_time(event["time"])
+
+    def _evidence(self) -> RunEvidence:
+        """Return what shows the state of the run besides its ledger.
+
+        This is the time of its last sign of life, how long a living run may be silent, and whether it has a running, a
+        pending or a held job in Slurm's queue. Held means that the job waits until a person releases it.
+        """
+        jobs = self.queued_jobs
+        return RunEvidence(
+            now=self.now,
+            sign_of_life=self._newest_sign_of_life(),
+            patience_s=self._patience_s(),
+            running=any(job.state == "RUNNING" for job in jobs),
+            pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in jobs),
+            held=any(job.is_held for job in jobs),
+        )
+
+    def _newest_sign_of_life(self) -> float | None:
+        """Return the Unix time of the newest heartbeat, metrics record or ledger event; None if there is none."""
+        times = [beat.time for beat in self.beats]
+        if self.ledger:
+            times.append(_unix_time(self.ledger[-1]["time"]))
+        metrics = self.run / METRICS_FILE
+        if metrics.exists():
+            times.append(metrics.stat().st_mtime)
+        return max(times, default=None)
+
+    def _patience_s(self) -> float:
+        """Return how many seconds the run may write nothing (heartbeat, metric, event) and still count as living.
+
+        Between a start and the first training step this is the limit `cluster.hang_setup_s`. Afterwards it is the time
+        of ten steps, or of `log.every_steps` steps if that is more, and at least `cluster.hang_step_floor_s`. While a
+        rank waits for storage, it is the longest time for which a rank may.
+        """
+        limits = self.config.cluster
+        has_just_started = bool(self.ledger) and self.ledger[-1]["event"] in ("start", "resume")
+        has_trained = bool(self.beats) and self.last is not None
+        if has_just_started and not has_trained:
+            return limits.hang_setup_s
+        is_waiting = any(beat.phase == "storage" for beat in self.beats) or self.disk_problem
+        if is_waiting:
+            return max(limits.hang_step_floor_s, hang_limits(limits).storage_s)
+        step_s = 0.0 if self.last is None else self.last["step_s"]
+        num_silent_steps = max(_STEPS_OF_PATIENCE, self.config.log.every_steps)
+        return max(limits.hang_step_floor_s, step_s * num_silent_steps)
+
+
+def take_snapshot(run: Path) -> RunSnapshot:
+    """Read everything that `status` shows: the files of the run folder and, for a submitted run, Slurm's queue.
+
+    If a submitted run has not started yet, its folder has no config.yaml; the copy of the config that `submit` wrote
+    beside the batch script is read then.
+
+    Args:
+        run: the run folder.
+
+    Raises:
+        UserError: `run` is not a run folder, or a file in it is damaged.
+    """
+    scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
+    newest_script = scripts[-1] if scripts else None
+    config_file = _config_file(run, newest_script)
+    newest = newest_metrics(run)
+    return RunSnapshot(
+        run=run,
+        disk_problem=disk_problem(run),
+        now=time.time(),
+        config=load_config(config_file),
+        ledger=read_ledger(run),
+        jobs=read_jobs(run),
+        last=newest.get("train"),
+        last_eval=newest.get("eval"),
+        beats=read_heartbeats(run),
+        strikes=read_strikes(run),
+        queue=queue_view(job_name(run.absolute())) if newest_script else None,
+        submitted_by=_submit_command(newest_script) if newest_script else "",
+        owner=read_owner(run),
+    )
+
+
+def _config_file(run: Path, newest_script: Path | None) -> Path:
+    """Return the path of a run's config file: RUN/config.yaml, which the first start of the run writes.
+
+    Before that, it is the copy that `submit` wrote beside the batch script, RUN/slurm/submission-NNNN.yaml.
+
+    Args:
+        run: the run folder.
+        newest_script: the run's newest batch script, RUN/slurm/submission-NNNN.sh; None if it was never submitted.
+
+    Raises:
+        UserError: `run` is not a run folder.
+    """
+    if (run / CONFIG_FILE).exists():
+        return run / CONFIG_FILE
+    if newest_script and newest_script.with_suffix(".yaml").exists():
+        return newest_script.with_suffix(".yaml")
+    raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+
+
+def _submit_command(script: Path) -> str:
+    """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
+    lines_of_script = script.read_text(errors="replace").splitlines()
+    return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
+
+
+def _unix_time(time_text: str) -> float:
+    """Convert a time as the ledger has it, ISO 8601 with zone ("2026-01-31T12:00:00+00:00"), to Unix seconds."""
+    return datetime.fromisoformat(time_text).timestamp()
