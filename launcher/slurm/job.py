@@ -1,18 +1,6 @@
-"""Record the begin and end of a Slurm job, and decide what follows its end. Called by the batch script.
+"""Record the begin and the end of a Slurm job, and print what follows its end. Called by the batch script.
 
-Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's log of events), of jobs.jsonl, of the
-exit code of every node and of whether the job was cancelled. Whether a run is done is read only from the ledger,
-because a launcher can end with 0 after a kill. The verdicts are:
-
-    done    the target step is reached; the rest of the chain is cancelled
-    next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
-    later   storage stayed full or away (75); a replacement job or a requeue continues in ten minutes
-    again   crashed, while new checkpoints appear; a replacement job or a requeue continues
-    stop    a person must act (78, no new checkpoint, RUN/stop); the rest of the chain is cancelled
-    leave   ended from outside (scancel, preemption), or a newer job has taken the run over; nothing is done
-
-The numbers are exit codes. A chain is several jobs that are submitted together and run one after another; without a
-chain, a single job is requeued.
+`job_verdict.py` decides what follows.
 
 How: RUN/slurm/jobs.jsonl holds one line for each submission, begin and end of a job. Only one job of a run writes to
 it at a time, because Slurm runs one at a time (`--dependency=singleton`).
@@ -24,216 +12,22 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
-from electra_dist.errors import (
-    EXIT_CRASH,
-    EXIT_DONE,
-    EXIT_STOPPED,
-    EXIT_UNHEALTHY,
-    EXIT_USER_ERROR,
-    StorageLost,
-    StoreAway,
-    UserError,
-    error_line,
-)
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.jsonl import JsonlFile, Record
-from electra_dist.run.ledger import newest_checkpoint, proves_checkpoint, read_jobs, read_ledger, start_identity
+from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger, start_identity
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.patience import Patience
+from launcher.slurm.job_verdict import JobEnd, decide
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
-
-Action = Literal["done", "next", "later", "again", "stop", "leave"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobVerdict:
-    """Decision on a Slurm job that has ended: what its batch script does next, its exit code, and why."""
-
-    action: Action
-    exit_code: int  # of the batch script
-    why: str  # one line without "|", for the log, jobs.jsonl and `electra-dist status`
-    sick_nodes: tuple[str, ...] = ()  # nodes to exclude because they ended with EXIT_UNHEALTHY
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobEnd:
-    """How a Slurm job ended: the exit codes that its nodes left in files, and whether it was cancelled.
-
-    The function `decide` combines it with the ledger (the events of the run, written by rank 0) and with jobs.jsonl
-    (the submissions, begins and ends of the run's jobs) to decide how the run continues.
-    """
-
-    job: str  # Slurm's job id
-    restart: int  # how often Slurm has requeued the job
-    replacements: int = 0  # how often spare nodes have replaced other nodes since the last requeue
-    codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
-    cancelled: bool = False  # whether TERM came long before the time limit
-    max_fruitless_restarts: int = 3  # allowed in a row without a new checkpoint; jobs and starts within jobs count
-
-
-def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Decide how a run continues after one of its Slurm jobs has ended. Pure.
-
-    The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
-    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that
-    stayed away, an unhealthy node, a crash.
-
-    Args:
-        ledger: all events of the run (starts, checkpoints, stops and so on, written by rank 0), oldest first.
-        jobs: all lines of jobs.jsonl, oldest first; the begin of this job must be among them.
-        end: how this job ended.
-
-    Returns:
-        The action of the batch script, its exit code and the reason.
-
-    Raises:
-        UserError: the begin of this job is missing.
-    """
-    begins = [record for record in jobs if record["event"] == "begin"]
-    if not begins:
-        raise UserError(
-            f"{JOBS_FILE}: the begin of job {end.job} is missing; restore the file, or submit the run again"
-        )
-    newest_begin = begins[-1]
-    if start_identity(newest_begin) != (end.job, end.restart, end.replacements):  # This job's node was cut off.
-        why = f"newer job {newest_begin['job']} has taken the run over"
-        return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
-    if any(event["event"] == "done" for event in ledger):
-        return JobVerdict(action="done", exit_code=EXIT_DONE, why="the target step is reached")
-    if EXIT_USER_ERROR in end.codes.values():
-        why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
-        return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
-    # The events of this job are selected by count and not by time, because the clocks of nodes differ.
-    events = ledger[newest_begin["ledger_events"] :]
-    stops = [event for event in events if event["event"] == "stop"]
-    stop = stops[-1] if stops else None
-    if stop is not None and str(stop.get("why", "")).startswith("file"):  # for example "file /runs/a/stop"
-        why = f"stopped at step {stop['step']:,} by {stop['why']}; submit again to go on"
-        return JobVerdict(action="stop", exit_code=EXIT_STOPPED, why=why)
-    if end.cancelled:
-        exit_code = EXIT_CRASH if stop is None else EXIT_STOPPED
-        return JobVerdict(action="leave", exit_code=exit_code, why="the job was cancelled")
-    if stop is not None:
-        return JobVerdict(action="next", exit_code=EXIT_STOPPED, why=f"stopped on purpose at step {stop['step']:,}")
-    lost = [event for event in events if event["event"] == "storage"]
-    if lost:
-        why = f"storage stayed full or away at step {lost[-1]['step']:,}; the run goes on in 10 minutes"
-        return JobVerdict(action="later", exit_code=EXIT_STOPPED, why=why)
-    sick_nodes = tuple(sorted(node for node, code in end.codes.items() if code == EXIT_UNHEALTHY))
-    if sick_nodes:
-        why = f"{', '.join(sick_nodes)} unhealthy; the run continues on other nodes"
-        return JobVerdict(action="next", exit_code=EXIT_UNHEALTHY, why=why, sick_nodes=sick_nodes)
-    return _after_crash(ledger, jobs, end)
-
-
-def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint.
-
-    The larger of two counts decides, of Slurm jobs and of starts of the ranks without a new checkpoint: a job can die
-    before it starts its ranks, and can start them several times. The arguments are those of `decide`.
-    """
-    codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
-    if not codes:
-        codes = "no node reported an exit code"
-    num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
-    if num_fruitless > end.max_fruitless_restarts:
-        why = (
-            f"{num_fruitless} starts in a row ended without a new checkpoint ({codes}); see the log, then submit again"
-        )
-        return JobVerdict(action="stop", exit_code=EXIT_CRASH, why=why)
-    num_left = end.max_fruitless_restarts + 1 - num_fruitless  # + 1: the first start is no restart
-    why = f"crash ({codes}), starting again; the run stops after {num_left} more starts without a new checkpoint"
-    return JobVerdict(action="again", exit_code=EXIT_CRASH, why=why)
-
-
-def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose. Pure.
-
-    A job that died without recording its end counts, too. Each requeue counts as a job of its own. A job that stopped
-    on purpose is skipped and does not end the row; a submission by a person ends it.
-
-    Args:
-        ledger: all events of the run; the newest checkpoint is read from it.
-        jobs: all lines of jobs.jsonl, oldest first; a begin records the newest checkpoint of that moment.
-    """
-    reached_step = newest_checkpoint(ledger)
-    # Jobs with another verdict than "again", for example after a stop on purpose, are not counted.
-    ends = [record for record in jobs if record["event"] == "end"]
-    not_counted = {start_identity(record) for record in ends if record["verdict"] != "again"}
-    count = 0
-    for record in reversed(jobs):  # the newest first
-        if record["event"] == "submit":
-            break
-        if record["event"] != "begin":
-            continue
-        if record.get("checkpoint_step") != reached_step:
-            break  # A checkpoint was saved since this job began.
-        if start_identity(record) not in not_counted:
-            count += 1
-    return count
-
-
-def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
-
-    One Slurm job may start the ranks several times. Counted are the starts after two moments: the first save of the
-    newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended with a stop
-    or a rollback (a return to an older checkpoint) are not counted.
-
-    Args:
-        ledger: all events of the run, oldest first.
-        jobs: all lines of jobs.jsonl, oldest first.
-    """
-    num_events_at_submit = _num_events_at_submit(jobs)
-    num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
-    first_counted = max(num_events_at_submit, num_events_at_checkpoint)
-    count = 0
-    for event in ledger[first_counted:]:
-        if event["event"] in ("start", "resume"):
-            count += 1
-        elif event["event"] in ("stop", "storage", "rollback") and count > 0:
-            count -= 1  # The start that ended in this way was counted, but did not fail.
-    return count
-
-
-def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the first job after the last submission began.
-
-    The line of a job's begin in jobs.jsonl records that number (`ledger_events`), so it is read from there. Events are
-    selected by count and not by time, because the clocks of nodes differ. 0 if no job has begun since the last
-    submission.
-
-    Args:
-        jobs: all lines of jobs.jsonl ("submit", "begin" and "end"), oldest first.
-    """
-    num_events: int | None = None
-    for record in jobs:
-        if record["event"] == "submit":
-            num_events = None  # An earlier submission does not count.
-        elif record["event"] == "begin" and num_events is None:
-            num_events = record["ledger_events"]
-    return num_events or 0
-
-
-def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return the number of ledger events up to the one that first recorded the newest checkpoint, that one included.
-
-    A step may be saved again after a restart; the first time counts. 0 if there is no checkpoint.
-    """
-    reached_step = newest_checkpoint(ledger)
-    for num_events, event in enumerate(ledger, start=1):
-        if proves_checkpoint(event) and event["step"] == reached_step:
-            return num_events
-    return 0
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:

@@ -16,7 +16,8 @@ from electra_dist.errors import StoreAway
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import Ledger, read_jobs
 from launcher.slurm import job
-from launcher.slurm.job import JobEnd, decide, main
+from launcher.slurm.job import main
+from launcher.slurm.job_verdict import JobEnd, decide
 
 
 def event(name: str, step: int, **details: Any) -> Record:
