@@ -96,6 +96,8 @@ class _JobEnd(_JobSubmit):
     job: str
     restart: Count
     replacements: Count = 0
+    ledger_events: Count = 0  # 0, like checkpoint_step, in records of older versions
+    checkpoint_step: Count = 0
     verdict: str
     why: str = ""
 

@@ -93,10 +93,10 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
-    """Check that a job continues the run of the earlier jobs of its run folder, if these have saved checkpoints.
+    """Check that a job continues the run of the earlier jobs of its run folder.
 
     Without this check, a job would begin a new run if its config had another run folder, or if the files of the run
-    had been deleted.
+    had been deleted after an earlier job had saved checkpoints.
 
     Args:
         run_dir: the run folder, which contains jobs.jsonl.
@@ -132,7 +132,7 @@ def end(args: argparse.Namespace) -> None:
         args: options of the command line, see `main`.
     """
     identity = (args.job, args.restart, args.replacements)
-    now = _now_by_begin(read_jobs(args.run), identity)  # first, because it depends on the current time
+    now = _current_time(read_jobs(args.run), identity)  # first, because it depends on the current time
     cancelled = _is_cancelled(args.told, args.end_time, now)
     codes = exit_codes(args.state)
     cluster = load_config(args.config).cluster
@@ -144,7 +144,8 @@ def end(args: argparse.Namespace) -> None:
         cancelled=cancelled,
         max_fruitless_restarts=cluster.max_fruitless_restarts,
     )
-    verdict = decide(read_ledger(args.run), read_jobs(args.run), job_end)
+    ledger = read_ledger(args.run)
+    verdict = decide(ledger, read_jobs(args.run), job_end)
     struck_nodes = excluded_nodes(read_strikes(args.run), time.time(), expires_s=3600 * cluster.strike_expires_h)
     excluded = sorted({*struck_nodes, *verdict.sick_nodes})
     note(
@@ -154,18 +155,20 @@ def end(args: argparse.Namespace) -> None:
         restart=args.restart,
         replacements=args.replacements,
         codes=codes,
+        ledger_events=len(ledger),
+        checkpoint_step=newest_checkpoint(ledger),
         verdict=verdict.action,
         why=verdict.why,
     )
     print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
 
 
-def _now_by_begin(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the Unix time now, in seconds, undisturbed by settings of this node's clock since a start of the ranks.
+def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
+    """Return the current Unix time in seconds, unaffected by changes of the system clock since a start of the ranks.
 
-    The result is the time in the line "begin" of that start plus the seconds since then, which the kernel's boot clock
-    measures. A job begins and ends on the same node, so both times are of one boot clock. If there is no such line, or
-    an older version wrote it without the boot clock, the result is the time of the clock as it is.
+    The result is the time in the record "begin" of that start plus the seconds since then by the kernel's boot clock.
+    A job begins and ends on the same node, so both readings are of one boot clock. If there is no such record, or an
+    older version wrote it without `uptime_s`, the result is the time of the system clock.
 
     Args:
         jobs: all lines of jobs.jsonl, oldest first.

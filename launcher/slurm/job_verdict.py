@@ -1,13 +1,13 @@
 """Decide what follows the end of a Slurm job, from what the job and the run have recorded.
 
 Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's log of events), of jobs.jsonl, of the
-exit code of every node and of whether the job was cancelled. Whether a run is done is read only from the ledger,
-because a launcher can end with 0 after a kill. The verdicts are:
+exit code of every node, of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is
+done is read only from the ledger, because a launcher can end with 0 after a kill. The verdicts are:
 
     done    the target step is reached; the rest of the chain is cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
     later   storage stayed full or away (75); a replacement job or a requeue continues in ten minutes
-    again   crashed, while new checkpoints appear; a replacement job or a requeue continues
+    again   crashed, and not too often without a new checkpoint; a replacement job or a requeue continues
     stop    a person must act (78, no new checkpoint, RUN/stop); the rest of the chain is cancelled
     leave   ended from outside (scancel, preemption), or a newer job has taken the run over; nothing is done
 
@@ -41,10 +41,10 @@ class JobVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a Slurm job ended: the exit codes that its nodes left in files, and whether it was cancelled.
+    """Identity of a Slurm job that has ended, how it ended, and how many restarts without progress are allowed.
 
     The function `decide` combines it with the ledger (the events of the run, written by rank 0) and with jobs.jsonl
-    (the submissions, begins and ends of the run's jobs) to decide how the run continues.
+    (a record for each submission, and for the begin and the end of each job).
     """
 
     job: str  # Slurm's job id
@@ -52,7 +52,7 @@ class JobEnd:
     replacements: int = 0  # how often spare nodes have replaced other nodes since the last requeue
     codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
     cancelled: bool = False  # whether TERM came long before the time limit
-    max_fruitless_restarts: int = 3  # allowed in a row without a new checkpoint; jobs and starts within jobs count
+    max_fruitless_restarts: int = 3  # in a row that may save no new checkpoint, by jobs and within a job
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
@@ -74,12 +74,13 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
         UserError: the begin of this job is missing.
     """
     begins = [record for record in jobs if record["event"] == "begin"]
-    if not begins:
+    identity = (end.job, end.restart, end.replacements)
+    if identity not in map(start_identity, begins):
         raise UserError(
             f"{JOBS_FILE}: the begin of job {end.job} is missing; restore the file, or submit the run again"
         )
     newest_begin = begins[-1]
-    if start_identity(newest_begin) != (end.job, end.restart, end.replacements):  # This job's node was cut off.
+    if start_identity(newest_begin) != identity:  # This job's node was cut off.
         why = f"newer job {newest_begin['job']} has taken the run over"
         return JobVerdict(action="leave", exit_code=EXIT_CRASH, why=why)
     if any(event["event"] == "done" for event in ledger):
@@ -131,19 +132,19 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
 
 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
-    """Return how many of the newest Slurm jobs in a row saved no new checkpoint and did not stop on purpose. Pure.
+    """Return how many of the newest Slurm jobs in a row crashed and saved no new checkpoint. Pure.
 
-    A job that died without recording its end counts, too. Each requeue counts as a job of its own. A job that stopped
-    on purpose is skipped and does not end the row; a submission by a person ends it.
+    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as a
+    job of its own. A job that ended in another way, for example on purpose, is skipped and does not end the row; a
+    submission by a person ends it.
 
     Args:
         ledger: all events of the run; the newest checkpoint is read from it.
         jobs: all lines of jobs.jsonl, oldest first; a begin records the newest checkpoint of that moment.
     """
     reached_step = newest_checkpoint(ledger)
-    # Jobs with another verdict than "again", for example after a stop on purpose, are not counted.
     ends = [record for record in jobs if record["event"] == "end"]
-    not_counted = {start_identity(record) for record in ends if record["verdict"] != "again"}
+    without_crash = {start_identity(record) for record in ends if record["verdict"] != "again"}
     count = 0
     for record in reversed(jobs):  # the newest first
         if record["event"] == "submit":
@@ -152,7 +153,7 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
             continue
         if record.get("checkpoint_step") != reached_step:
             break  # A checkpoint was saved since this job began.
-        if start_identity(record) not in not_counted:
+        if start_identity(record) not in without_crash:
             count += 1
     return count
 
@@ -160,9 +161,9 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
 
-    One Slurm job may start the ranks several times. Counted are the starts after two moments: the first save of the
-    newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended with a stop
-    or a rollback (a return to an older checkpoint) are not counted.
+    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the first
+    save of the newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended
+    with a stop or a rollback (a return to an older checkpoint) are not counted.
 
     Args:
         ledger: all events of the run, oldest first.

@@ -39,20 +39,20 @@ def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
         StoreError: The failure of a request is final, or all retries failed (StoreExhausted).
     """
     tag = secrets.token_hex(16)
-    begin = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
-    answer = requests.call(key, "create_multipart_upload", begin)
+    create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
+    answer = requests.call(key, "create_multipart_upload", create_arguments)
     upload = {**requests.name_object(key), "UploadId": answer["UploadId"]}  # Names this upload in later requests.
     try:
         parts = _upload_parts(requests, path, key, upload)
         _complete(requests, key, upload, parts, tag)
     except BaseException:
-        with contextlib.suppress(*FAILURES, Again):
+        with contextlib.suppress(*FAILURES, Again):  # One attempt, so that the caller learns of the failure at once.
             requests.client.send("abort_multipart_upload", upload)
         raise
 
 
 def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Delete the parts of multipart uploads that were never completed; return the number of these uploads.
+    """Delete the parts of the unfinished multipart uploads that `doomed` selects; return the number of these uploads.
 
     Args:
         requests: Sends the requests of the store.
@@ -71,9 +71,9 @@ def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str]
     for upload in uploads:
         key = upload["Key"].removeprefix(requests.prefix)
         if doomed(key):
-            abort = {**requests.name_object(key), "UploadId": upload["UploadId"]}
+            abort_arguments = {**requests.name_object(key), "UploadId": upload["UploadId"]}
             with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
-                requests.call(key, "abort_multipart_upload", abort)
+                requests.call(key, "abort_multipart_upload", abort_arguments)
             num_deleted += 1
     return num_deleted
 
@@ -98,8 +98,8 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
         with path.open("rb") as stream:
             stream.seek((number - 1) * part_size)
             data = stream.read(part_size)
-        put = {**upload, "PartNumber": number, "ContentMD5": content_md5(data)}
-        answer = requests.call(key, "upload_part", put, data)
+        part_arguments = {**upload, "PartNumber": number, "ContentMD5": content_md5(data)}
+        answer = requests.call(key, "upload_part", part_arguments, data)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
@@ -113,18 +113,18 @@ def _complete(
 
     Args:
         requests: Sends the requests of the store.
-        key: Key of the object, for messages.
+        key: Key of the object.
         upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
         parts: Number and ETag of each part.
         tag: Random tag that this upload stores in the object's metadata. If the service answers "no such upload",
             the tag shows whether an earlier attempt, whose answer was lost, has completed the upload.
 
     Raises:
-        StoreMissing: The upload no longer exists and was not completed; another process has discarded it.
+        StoreMissing: The upload no longer exists, and the object is not its own: another process has discarded it.
     """
-    complete = {**upload, "MultipartUpload": {"Parts": parts}}
+    complete_arguments = {**upload, "MultipartUpload": {"Parts": parts}}
     try:
-        requests.call(key, "complete_multipart_upload", complete)
+        requests.call(key, "complete_multipart_upload", complete_arguments)
     except StoreMissing:
         # "No such upload": an earlier attempt may have completed it, and only its answer was lost.
         if requests.object_info(key).writer_tag != tag:

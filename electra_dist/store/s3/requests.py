@@ -1,9 +1,9 @@
 """Send the requests of a store to S3, and repeat those that fail until they succeed or a limit is reached.
 
-How: boto3's own retries are off, because they do not cover bodies and would multiply with those of `retry.py`.
-`failure_kinds.py` has the table of what is retried, `answers.py` checks that an answer with status 200 is one of S3,
-and `client.py` ends requests that take too long. Expired credentials are read again from their source before each
-further attempt.
+How: boto3's own retries are off, because they do not cover a failure while a body is read, and would multiply with
+those of `retry.py`. `errors.py` decides what is repeated by the table in `failure_kinds.py`, `answers.py` checks that
+an answer with status 200 comes from S3, and `client.py` ends requests that take too long. Expired credentials are read
+again from their source before each further attempt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class S3Requests:
         self.client = S3Client(endpoint_url, policy)
         self._endpoint_text = check_endpoint(endpoint_url)
         self._policy = policy
-        self._answered = False  # Whether the service has answered any of the requests.
+        self._answered = False  # Whether any request has succeeded.
 
     def name_object(self, key: str) -> dict[str, str]:
         """Return the arguments of a boto3 request that name an object: its bucket and its full key.
@@ -75,7 +75,7 @@ class S3Requests:
     ) -> Answer:
         """Send a request until it succeeds or fails for good, and return the answer.
 
-        A failure is repeated if `classify` returns Again for it, until a limit of the RetryPolicy is reached.
+        A request that fails is repeated if `classify` returns Again, until a limit of the RetryPolicy is reached.
 
         Args:
             key: Key of the object, for messages; "" for the store itself.
@@ -105,8 +105,8 @@ class S3Requests:
     def object_info(self, key: str) -> ObjectInfo:
         """Return the size of an object and the random tag that its writer stored in the metadata.
 
-        This costs a GET of one byte. A HEAD request is not used, because its answer does not show whether the bucket,
-        the key or the permission is missing.
+        This costs a GET of one byte, and a second GET if the object is empty. A HEAD request is not used, because its
+        answer does not show whether the bucket, the key or the permission is missing.
 
         Raises:
             StoreMissing: There is no such object.
@@ -123,7 +123,10 @@ class S3Requests:
         return object_info(answer)
 
     def download(self, key: str, sink: IO[bytes], *, must_exist: bool, span: Span | None = None) -> None:
-        """Download an object, or a span of its bytes, to a file; after a fault, continue from the last good byte.
+        """Download an object, or a span of its bytes, to a file.
+
+        After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
+        the meantime, it starts again from the beginning.
 
         Args:
             key: Key of the object.
@@ -133,7 +136,7 @@ class S3Requests:
 
         Raises:
             StoreMissing: There is no such object.
-            StoreExhausted: All retries failed.
+            StoreError: The failure is final, or all retries failed (StoreExhausted).
         """
         backoff = self.account.begin(self._describe(key))
         download = Download(key, sink, self._policy, backoff.progress, span)
@@ -170,10 +173,10 @@ class S3Requests:
             name_of: Returns what distinguishes an entry from all others.
 
         Raises:
-            StoreExhausted: The listing never ends, or all retries failed.
+            StoreError: The failure is final, or all retries failed, or the listing never ends (StoreExhausted).
         """
 
-        def request(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
+        def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             """Return a page of the listing that passes the check."""
             return self.call("", operation, arguments, check=check)
 
@@ -181,8 +184,8 @@ class S3Requests:
         backoff = self.account.begin(self._describe(""))
         while True:
             try:
-                return list(pages(request, first_page, entries_field, next_fields, name_of))
-            except Again as failure:
+                return list(pages(fetch_page, first_page, entries_field, next_fields, name_of))
+            except Again as failure:  # The listing does not advance; `call` has repeated pages that failed.
                 self._wait("", failure, backoff)
 
     @contextlib.contextmanager

@@ -10,7 +10,8 @@ transit.
 How: `requests.py` sends each request and repeats it if it fails. Size and existence come from a GET of one byte,
 because the answer to a HEAD does not show whether the bucket, the key or the permission is missing.
 
-Cost: one request per object when nothing fails; `benchmarks/loader.py --s3` measures it in use.
+Cost: one request per object when nothing fails, and one for each part of a large upload; `benchmarks/loader.py --s3`
+measures it in use.
 
 Limits: the service must be strongly consistent and support conditional PUT (AWS since 2024, Ceph, MinIO).
 """
@@ -114,7 +115,7 @@ class S3Store(Store):
         return sink.getbuffer()
 
     def exists(self, key: str) -> bool:
-        """Return whether there is an object with this key; costs one GET of one byte."""
+        """Return whether there is an object with this key; costs one GET of one byte, two if the object is empty."""
         try:
             self._requests.object_info(key)
         except StoreMissing:
@@ -196,10 +197,10 @@ class S3Store(Store):
         self._requests.call(key, "delete_object", self._requests.name_object(key))
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete several objects, up to a thousand with one request (DeleteObjects); a key without one is no error.
+        """Delete several objects, up to 1,000 in each request DeleteObjects; a key without an object is no error.
 
-        A key that the service's answer does not list as deleted gets a request of its own. If the service refuses
-        DeleteObjects, every key gets a request of its own, also in later calls.
+        A key that the answer does not list as deleted is deleted by a separate request. If the service refuses
+        DeleteObjects, this call and all later ones delete each key by a separate request.
 
         Raises:
             StoreError: an object cannot be deleted.

@@ -1,4 +1,4 @@
-"""Say why a run is in its state, and which commands its user may want to run next."""
+"""Explain the state of a run, and suggest the commands to run next."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def reason_of_state(snapshot: RunSnapshot) -> str:
     """
     state = snapshot.state
     if state in ("stopped", "dead"):
-        # The launcher's own reason explains more than the ledger's last event.
-        job_reason = snapshot.jobs[-1].get("why") if snapshot.jobs else None
-        if job_reason:
-            return str(job_reason)
+        # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
+        newest_job = snapshot.jobs[-1] if snapshot.jobs else {}
+        later_events = snapshot.ledger[newest_job.get("ledger_events", len(snapshot.ledger)) :]
+        was_continued = any(event["event"] in ("start", "resume") for event in later_events)
+        if newest_job.get("why") and not was_continued:
+            return str(newest_job["why"])
         if snapshot.ledger:
             return _describe_event(snapshot, snapshot.ledger[-1])
     if state in ("held", "waiting") and snapshot.queue:
@@ -32,10 +34,11 @@ def reason_of_state(snapshot: RunSnapshot) -> str:
 
 
 def next_commands(snapshot: RunSnapshot) -> list[str]:
-    """Return the shell commands that the status page suggests in this state of the run, the most likely one first.
+    """Return the shell commands that the status page suggests for the state of the run.
 
-    For example export for a finished run, tail -f of the log for a living one, and the command that starts it again
-    for a stopped one.
+    Alternatives begin with the most useful one; commands that belong together are in the order in which to run them.
+    For example: export and report for a finished run, `tail -f` of the log for a living run, and the command that
+    starts the run again if it is stopped or dead.
     """
     run = shlex.quote(str(snapshot.run))
     if snapshot.state == "finished":

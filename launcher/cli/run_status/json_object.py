@@ -12,7 +12,11 @@ from launcher.slurm.job_history import links_of
 
 
 def json_object(snapshot: RunSnapshot) -> dict[str, Any]:
-    """Return what the status page shows as a JSON object; unknown values are null. Times are in seconds."""
+    """Convert the content of the status page to a JSON object; a value that is unknown is None.
+
+    Keys that end in `_s`, and the values of "seconds", are durations in seconds. Events of the ledger keep their times
+    in ISO 8601. "jobs" are those in Slurm's queue, and "links" are the starts of the ranks by Slurm jobs.
+    """
     account = goodput(snapshot.ledger, snapshot.jobs)
     last = snapshot.last or {}
     evaluation = snapshot.last_eval or {}
@@ -26,7 +30,7 @@ def json_object(snapshot: RunSnapshot) -> dict[str, Any]:
         "loss": last.get("loss"),
         "step_s": last.get("step_s"),
         "eta_s": snapshot.remaining_s,
-        "checkpoint": snapshot.newest_checkpoint,
+        "checkpoint": snapshot.newest_checkpoint_event,
         "context_auc": evaluation.get("context_auc"),
         "owner": _owner(snapshot),
         "goodput": account.fraction,

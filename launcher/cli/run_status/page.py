@@ -47,14 +47,15 @@ def page_lines(snapshot: RunSnapshot) -> list[str]:
 def _progress(snapshot: RunSnapshot) -> str:
     """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
 
-    Step and loss are those of the newest metrics record. The remaining time is left out when all steps are done.
+    The loss is that of the newest metrics record. The remaining time is left out when all steps are done.
     """
     num_steps = snapshot.config.train.num_steps
-    if snapshot.last is None or snapshot.remaining_s is None:
-        return f"0 of {num_steps:,}"
     step = snapshot.steps_done
-    progress = f"{step:,} of {num_steps:,} ({100 * step / num_steps:.1f} %), loss {snapshot.last['loss']:.4f}"
-    if step >= num_steps:
+    progress = f"{step:,} of {num_steps:,}"
+    if snapshot.last is None:
+        return progress
+    progress += f" ({100 * step / num_steps:.1f} %), loss {snapshot.last['loss']:.4f}"
+    if step >= num_steps or snapshot.remaining_s is None:
         return progress
     return f"{progress}, eta {format_duration(snapshot.remaining_s)}"
 
@@ -76,7 +77,7 @@ def _phase_lines(snapshot: RunSnapshot) -> list[str]:
 
 def _newest_checkpoint(snapshot: RunSnapshot) -> str:
     """Return the step and the age of the last checkpoint, for example "step 10, 1m20s old"; "none yet" without one."""
-    newest = snapshot.newest_checkpoint
+    newest = snapshot.newest_checkpoint_event
     if newest is None:
         return "none yet"
     return f"step {newest['step']:,}, {format_duration(snapshot.age_s(newest))} old"
@@ -101,7 +102,7 @@ def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _owner_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line on the process that holds the lease of the run folder, and trains in it; none if nobody does."""
+    """Return a line on the process that holds the lease of the run folder, also if it has ended; none without one."""
     if snapshot.owner is None:
         return []
     owner, renewed = snapshot.owner
@@ -111,10 +112,10 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return lines about the jobs of the newest submission: what each did, and how it ended.
+    """Return a line for each link of the newest submission: what it did, and how it ended.
 
-    There is one line for each start of the ranks by a job. Only the newest eight are listed; a line before them has
-    the number of the others.
+    A link is one start of the ranks by a Slurm job. Only the newest `_LINKS_SHOWN` links are listed; if there are
+    more, the first line says how many.
     """
     links = links_of(snapshot.jobs)
     link_lines = []
@@ -135,6 +136,6 @@ def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
     for node in snapshot.excluded_nodes:
         newest = [strike for strike in snapshot.strikes if strike.node == node][-1]
         remaining = format_duration(newest.time + snapshot.strike_expires_s - snapshot.now)
-        line = f"  left out    {node} for {remaining} more: {newest.device} {newest.reason}"
-        node_lines.append(line.replace(":  ", ": "))  # The device is empty if the node as a whole is at fault.
+        fault = f"{newest.device} {newest.reason}".lstrip()  # The device is empty if the whole node is at fault.
+        node_lines.append(f"  left out    {node} for {remaining} more: {fault}")
     return node_lines

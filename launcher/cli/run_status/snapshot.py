@@ -46,6 +46,7 @@ class RunSnapshot:
     jobs: list[Record]  # the lines of slurm/jobs.jsonl
     last: Record | None  # newest record of a training step; None before the first
     last_eval: Record | None  # newest record of an evaluation; None before the first
+    metrics_written: float | None  # Unix time of the newest metrics record; None before the first
     beats: list[Beat]  # last heartbeat of each rank
     strikes: list[Strike]
     queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
@@ -83,8 +84,8 @@ class RunSnapshot:
         return float(step_s * max(0, self.config.train.num_steps - self.steps_done))
 
     @property
-    def newest_checkpoint(self) -> Record | None:
-        """Event of the last checkpoint that the ledger records; None if it records none."""
+    def newest_checkpoint_event(self) -> Record | None:
+        """Last event "checkpoint" of the ledger, also if an earlier one has a higher step; None if there is none."""
         checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
@@ -134,19 +135,22 @@ class RunSnapshot:
 
     @property
     def hung_ranks(self) -> list[Hung]:
-        """Hung ranks of a living run, the likely culprit first; empty for a run that is not living."""
+        """Ranks of a living run that make no progress, the probable cause of the hang first; empty for other runs.
+
+        A rank is hung if it is silent for longer than the limits in the config section `cluster`.
+        """
         return hung_ranks(self.beats, self.now, self.config.cluster) if self.state == "living" else []
 
     @property
     def waits_for_storage(self) -> list[dict[str, Any]]:
-        """What waits for storage in a living run, as `ranks.waits_for_storage` returns it; empty for other runs."""
+        """Waits of a living run for storage, as JSON objects (see `ranks.waits_for_storage`); empty for other runs."""
         if self.state != "living":
             return []
         return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)
 
     def age_s(self, event: Record) -> float:
-        """Return how long ago an event of the ledger was recorded, in seconds."""
-        return self.now - _unix_time(event["time"])
+        """Return how long ago an event of the ledger was recorded, in seconds; 0 if this node's clock is behind."""
+        return max(0.0, self.now - _unix_time(event["time"]))
 
     def _evidence(self) -> RunEvidence:
         """Return what shows the state of the run besides its ledger.
@@ -158,7 +162,7 @@ class RunSnapshot:
         return RunEvidence(
             now=self.now,
             sign_of_life=self._newest_sign_of_life(),
-            patience_s=self._patience_s(),
+            patience_s=self._longest_silence_s(),
             running=any(job.state == "RUNNING" for job in jobs),
             pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in jobs),
             held=any(job.is_held for job in jobs),
@@ -169,29 +173,31 @@ class RunSnapshot:
         times = [beat.time for beat in self.beats]
         if self.ledger:
             times.append(_unix_time(self.ledger[-1]["time"]))
-        metrics = self.run / METRICS_FILE
-        if metrics.exists():
-            times.append(metrics.stat().st_mtime)
+        if self.metrics_written is not None:
+            times.append(self.metrics_written)
         return max(times, default=None)
 
-    def _patience_s(self) -> float:
-        """Return how many seconds the run may write nothing (heartbeat, metric, event) and still count as living.
+    def _longest_silence_s(self) -> float:
+        """Return for how many seconds a living run may write nothing: no heartbeat, no metrics record, no event.
 
-        Between a start and the first training step this is the limit `cluster.hang_setup_s`. Afterwards it is the time
-        of ten steps, or of `log.every_steps` steps if that is more, and at least `cluster.hang_step_floor_s`. While a
-        rank waits for storage, it is the longest time for which a rank may.
+        The first of these cases that holds decides:
+
+        - A rank waits for storage, or the disk of the run folder takes no bytes: the longest wait that is allowed.
+        - Between a start and its first training step: `cluster.hang_setup_s`.
+        - Otherwise: the time of ten steps, or of `log.every_steps` steps if that is more, and at least
+          `cluster.hang_step_floor_s`.
         """
-        limits = self.config.cluster
-        has_just_started = bool(self.ledger) and self.ledger[-1]["event"] in ("start", "resume")
-        has_trained = bool(self.beats) and self.last is not None
-        if has_just_started and not has_trained:
-            return limits.hang_setup_s
-        is_waiting = any(beat.phase == "storage" for beat in self.beats) or self.disk_problem
-        if is_waiting:
-            return max(limits.hang_step_floor_s, hang_limits(limits).storage_s)
+        cluster = self.config.cluster
+        if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
+            return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
+        newest_event = self.ledger[-1] if self.ledger else None
+        if newest_event is not None and newest_event["event"] in ("start", "resume"):
+            has_trained = any(beat.step > newest_event["step"] for beat in self.beats)
+            if not has_trained:
+                return cluster.hang_setup_s
         step_s = 0.0 if self.last is None else self.last["step_s"]
         num_silent_steps = max(_STEPS_OF_PATIENCE, self.config.log.every_steps)
-        return max(limits.hang_step_floor_s, step_s * num_silent_steps)
+        return max(cluster.hang_step_floor_s, step_s * num_silent_steps)
 
 
 def take_snapshot(run: Path) -> RunSnapshot:
@@ -210,6 +216,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
     newest_script = scripts[-1] if scripts else None
     config_file = _config_file(run, newest_script)
     newest = newest_metrics(run)
+    metrics = run / METRICS_FILE
     return RunSnapshot(
         run=run,
         disk_problem=disk_problem(run),
@@ -219,6 +226,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
         jobs=read_jobs(run),
         last=newest.get("train"),
         last_eval=newest.get("eval"),
+        metrics_written=metrics.stat().st_mtime if metrics.exists() else None,
         beats=read_heartbeats(run),
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,

@@ -193,6 +193,30 @@ def test_a_run_that_the_launcher_ended_is_shown_as_dead_with_the_reason(run: Pat
     assert shown(run)[0].endswith(": dead (4 starts in a row)")
 
 
+def test_the_reason_of_a_job_is_not_shown_for_a_run_that_was_continued_without_slurm(run: Path):
+    by_hand = [event("resume", 40, step=10, attempt=2), event("stop", 30, step=15, why="SIGINT")]
+    ledger(run, event("crash", 50, step=12), *by_hand)
+    with open(run / "slurm" / "jobs.jsonl", "a") as file:
+        ended = event("end", job="7", restart=0, ledger_events=3, verdict="stop", why="4 starts in a row")
+        file.write(json.dumps(ended) + "\n")
+    assert shown(run)[0].endswith(": stopped (stop: SIGINT, 30s ago)")
+
+
+def test_a_resumed_run_that_compiles_its_first_step_lives(run: Path):
+    """Until its first step a start may be silent for `hang_setup_s`, although earlier starts have trained."""
+    ledger(run, event("resume", 0, step=10, attempt=2))
+    Heartbeat(run, 0, attempt=2).beat("step", 10)
+    assert dataclasses.replace(take_snapshot(run), now=time.time() + 200).state == "living"
+    Heartbeat(run, 0, attempt=2).beat("step", 11)
+    assert dataclasses.replace(take_snapshot(run), now=time.time() + 200).state == "dead"
+
+
+def test_a_run_that_ended_before_its_first_record_has_all_its_steps(run: Path):
+    (run / "metrics.jsonl").unlink()
+    ledger(run, event("done", 5, step=20))
+    assert "  step        20 of 20" in shown(run)
+
+
 def test_a_finished_run_is_shown_with_the_export_command(run: Path):
     ledger(run, event("done", 5, step=20))
     page = shown(run)

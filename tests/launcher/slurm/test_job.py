@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.errors import StoreAway
+from electra_dist.errors import StoreAway, UserError
 from electra_dist.run.jsonl import Record
 from electra_dist.run.ledger import Ledger, read_jobs
 from launcher.slurm import job
@@ -80,6 +80,11 @@ def test_the_end_of_a_job_that_was_already_restarted_decides_nothing():
     jobs = [begin(1), begin(1, restart=1)]
     assert decide([START], jobs, job_end(1, {"n1": 1}, restart=0)).action == "leave"
     assert decide([START], jobs, job_end(1, {"n1": 1}, restart=1)).action == "again"
+
+
+def test_the_end_of_a_job_whose_begin_is_missing_is_refused():
+    with pytest.raises(UserError, match="the begin of job 2 is missing"):
+        decide([START], [begin(1)], job_end(2))
 
 
 def test_a_stop_of_an_earlier_job_does_not_hide_a_crash_of_this_one():
@@ -217,16 +222,18 @@ def test_a_job_that_would_begin_a_new_run_where_an_earlier_one_has_saved_is_refu
 ):
     config, run = tiny_config("run"), tmp_path / "run"
     arguments = ["--config", str(config), "--nodes", "n1"]
+    assert main(["begin", str(run), "--job", "7", *arguments]) == 0
     ledger = Ledger(run)
+    ledger.append("start", 0)
     ledger.append("checkpoint", 5)
     ledger.close()
     (run / "config.yaml").touch()
-    assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+    assert main(["end", str(run), "--job", "7", "--config", str(config), "--state", str(run / "slurm")]) == 0
     (run / "ledger.jsonl").unlink()
     (run / "config.yaml").unlink()
     assert main(["begin", str(run), "--job", "8", *arguments]) == 78
     assert "restore the run folder" in capsys.readouterr().err
-    assert [record["job"] for record in read_jobs(run)] == ["7"]
+    assert [record["job"] for record in read_jobs(run)] == ["7", "7"]
 
 
 def test_a_job_whose_config_names_another_run_folder_is_refused(
