@@ -128,7 +128,7 @@ def _write_records(run: Path) -> None:
         ledger_events=0,
         checkpoint_step=0,
     )
-    note(run, "end", job="1", restart=0, codes={"n0": 75}, verdict="again", why="it crashed")
+    note(run, "end", job="1", restart=0, codes={"n0": 75}, ledger_events=1, verdict="again", why="it crashed")
     job_state = run / "slurm" / "job-1-0"
     job_state.mkdir()
     (job_state / "exit-n0").write_text("75\n")
