@@ -37,7 +37,7 @@ from electra_dist.finetune.task_metrics import (
     regression_metrics,
 )
 from electra_dist.finetune.training_loop import Examples, Ids, Progress, predict
-from electra_dist.pretrained.hf_conversion import TaskHead
+from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
 
 

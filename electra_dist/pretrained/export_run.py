@@ -14,7 +14,7 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
 from electra_dist.pretrained.run_weights import load_chosen_weights
 from electra_dist.tokenizer import VOCAB_FILE

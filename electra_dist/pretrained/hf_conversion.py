@@ -1,38 +1,27 @@
-"""Convert weights to and from the names and files of Hugging Face's ELECTRA and ModernBERT models.
+"""Convert weights to and from the parameter names of Hugging Face's ELECTRA and ModernBERT models.
 
-Guarantee: `export_towers` writes folders that AutoModel, ElectraForPreTraining, ElectraForMaskedLM and AutoTokenizer
-load, with the same logits, whichever weights generator and discriminator share and whichever objective trained them.
-`from_hf_discriminator` and `from_hf_generator` invert the name maps exactly. Weights are in fp32. The exported token
-table has no pad rows, which round its size up in this project.
+Guarantee: `from_hf_discriminator` and `from_hf_generator` invert `to_hf_discriminator` and `to_hf_generator` exactly.
+Weights are in fp32. Hugging Face's token table has no pad rows, which round its size up in this project.
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
-has one fused parameter for query, key and value; it is split and joined. transformers is not imported: config.json,
-model.safetensors and the tokenizer's files are written directly. The table of names for the architecture `modern` is
-in `hf_modernbert.py`.
+has one fused parameter for query, key and value; it is split and joined. The table of names for the architecture
+`modern` is in `hf_modernbert.py`. `hf_export.py` writes the folders.
 
-Limits: the tied output projection is not written, because Hugging Face ties it to the table while loading. The copy
+Limits: the tied output projection is not converted, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
 (`objective.discriminator_mlm_weight`) have no counterpart in Hugging Face's models and are left out.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
-from safetensors.torch import save
-from tokenizers import BertWordPieceTokenizer
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
-from electra_dist.store.atomic_files import replacing
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 State = Mapping[str, torch.Tensor]  # parameter name -> value
 
@@ -56,9 +45,9 @@ _DISCRIMINATOR_HEAD = {
     "discriminator_head.out": "discriminator_predictions.dense_prediction",
 }
 _TABLE = "embeddings.word.weight"  # our name of the token table
-_OUTPUT_BIAS = "generator_lm_head.bias"  # Hugging Face's name of a token head's output bias
 _HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # tower -> its head that predicts tokens
-_SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
+
+OUTPUT_BIAS = "generator_lm_head.bias"  # Hugging Face's name of a token head's output bias
 TowerName = Literal["discriminator", "generator"]
 
 
@@ -147,130 +136,6 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
     return weights
 
 
-def export_towers(
-    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
-) -> dict[str, Path]:
-    """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
-
-    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
-    is none for the pair of causal towers of the objective `electric`, nor for a generator of the architecture `modern`
-    whose layers have another width than its token table.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
-
-    Returns:
-        The folders written, by the names "discriminator" and "generator".
-    """
-    folders = {"discriminator": out_dir / "discriminator"}
-    export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
-    # "towers.generator_head.bias" is in the module "generator_head".
-    modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
-    has_generator = "generator_head" in modules
-    is_causal_pair = "generator_reverse" in modules
-    has_class = model.architecture == "bert" or not hf_modernbert.find_obstacle(model)
-    if has_generator and has_class and not is_causal_pair:
-        folders["generator"] = out_dir / "generator"
-        export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
-    return folders
-
-
-def export_discriminator(
-    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
-) -> None:
-    """Write the discriminator with its tokenizer as a Hugging Face folder.
-
-    The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
-    tokens instead of detecting replaced ones (objective `mlm`, for example). With `model.architecture: modern` the
-    corresponding classes are ModernBertForTokenClassification and ModernBertForMaskedLM.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
-    """
-    tensors = to_hf_discriminator(state, model)
-    if model.architecture == "modern":
-        predicts_tokens = hf_modernbert.OUTPUT_BIAS in tensors
-        architecture = "ModernBertForMaskedLM" if predicts_tokens else "ModernBertForTokenClassification"
-        config = hf_modernbert.hf_config(model, "discriminator", special, architecture)
-        if not predicts_tokens:
-            config |= hf_modernbert.DETECTION_LABELS
-    else:
-        predicts_tokens = _OUTPUT_BIAS in tensors
-        architecture = "ElectraForMaskedLM" if predicts_tokens else "ElectraForPreTraining"
-        config = _hf_config(model, "discriminator", special, architecture)
-    _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
-
-
-def export_generator(
-    state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
-) -> None:
-    """Write the generator with its tokenizer as a Hugging Face folder.
-
-    The model class is ElectraForMaskedLM; with `model.architecture: modern` it is ModernBertForMaskedLM.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
-    """
-    tensors = to_hf_generator(state, model)
-    if model.architecture == "modern":
-        config = hf_modernbert.hf_config(model, "generator", special, "ModernBertForMaskedLM")
-    else:
-        config = _hf_config(model, "generator", special, "ElectraForMaskedLM")
-    _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
-
-
-class TaskHead(NamedTuple):
-    """Head of a fine-tuned model under Hugging Face's names: model class, weights, and entries of config.json."""
-
-    architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
-    weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
-    config: dict[str, Any]  # entries that config.json has besides those of the encoder, such as "id2label"
-
-
-def export_task_model(
-    encoder: State,
-    head: TaskHead,
-    model: ModelConfig,
-    special: SpecialIds,
-    vocabulary_text: str,
-    lowercase: bool,
-    out_dir: Path,
-) -> None:
-    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder.
-
-    Args:
-        encoder: weights of the encoder: `embeddings.` and, for its layers, `discriminator.`.
-        head: the head under Hugging Face's names.
-        model: section `model` of a config whose discriminator has the encoder's shape.
-        special: ids of the special tokens.
-        vocabulary_text: content of vocab.txt.
-        lowercase: whether the tokenizer lower-cases.
-        out_dir: created if missing; files of the same names are replaced.
-    """
-    tensors = to_hf_discriminator(encoder, model) | head.weights
-    make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
-    config = make_config(model, "discriminator", special, head.architecture) | head.config
-    with tempfile.TemporaryDirectory() as folder:
-        vocab_file = Path(folder) / VOCAB_FILE
-        vocab_file.write_text(vocabulary_text, "utf-8")
-        _write(tensors, config, vocab_file, lowercase, model.max_positions, out_dir)
-
-
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
     """Return the shape of a tower (generator or discriminator), and the width of the embedding tables that it reads.
 
@@ -309,7 +174,7 @@ def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str
     for ours, theirs in _module_names(model, tower):
         for kind in ("weight", "bias"):
             yield f"{ours}.{kind}", f"{theirs}.{kind}"
-    yield f"{_HEADS[tower]}.bias", _OUTPUT_BIAS
+    yield f"{_HEADS[tower]}.bias", OUTPUT_BIAS
 
 
 def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
@@ -387,102 +252,3 @@ def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, t
     rows_at_end = (0, num_pad_rows)
     ours[_TABLE] = torch.nn.functional.pad(token_table, no_columns + rows_at_end)
     return ours
-
-
-def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower.
-
-    Args:
-        model: gives widths, dropout and the size of the vocabulary.
-        tower: the tower that the config describes.
-        special: ids of the special tokens.
-        architecture: Hugging Face's model class, such as "ElectraForPreTraining".
-    """
-    shape, width = tower_of(model, tower)
-    return {
-        "architectures": [architecture],
-        "model_type": "electra",
-        "vocab_size": model.vocab_size,
-        "embedding_size": width,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "intermediate_size": shape.intermediate_size,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "max_position_embeddings": model.max_positions,
-        "type_vocab_size": model.type_vocab_size,
-        "initializer_range": model.initializer_range,
-        "layer_norm_eps": model.layer_norm_eps,
-        "pad_token_id": special.pad,
-        "torch_dtype": "float32",
-    }
-
-
-def _write(
-    tensors: dict[str, torch.Tensor],
-    config: dict[str, Any],
-    vocab_file: Path,
-    lowercase: bool,
-    max_positions: int,
-    out_dir: Path,
-) -> None:
-    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer.
-
-    The files of the tokenizer are tokenizer.json, tokenizer_config.json and, only for WordPiece, vocab.txt.
-
-    Args:
-        tensors: weights under Hugging Face's names.
-        config: content of config.json.
-        vocab_file: the corpus's vocab.txt, whose content may be a tokenizer.json.
-        lowercase: whether the tokenizer lower-cases.
-        max_positions: longest row in tokens, for the tokenizer's settings.
-        out_dir: created if missing; each file is replaced atomically.
-
-    Raises:
-        StoreError: a file cannot be written.
-        UserError: `vocab_file` is damaged.
-    """
-    vocabulary = Vocabulary.read(vocab_file)
-    _write_json(out_dir / "config.json", config)
-    if vocabulary.tokenizer_json is None:
-        _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
-        tokenizer_text = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase).to_str(pretty=False)
-    else:
-        tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
-    _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
-    tokenizer_config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_positions,
-    }
-    if vocabulary.tokenizer_json is None:
-        tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}
-    if config["model_type"] == hf_modernbert.MODEL_TYPE:
-        # ModernBERT has no token types, and its models refuse them as inputs.
-        tokenizer_config |= {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "attention_mask"],
-        }
-    for role in _SPECIAL_TOKENS:
-        token_id = vocabulary.special[f"[{role.upper()}]"]
-        tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
-    _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
-    # Last, so that a folder with weights is complete.
-    _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    _write_file(path, text.encode())
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    """Write or replace a file atomically; other users may read it unless the process's umask forbids it.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
-    with replacing(path) as file:
-        file.write(content)

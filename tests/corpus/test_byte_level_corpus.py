@@ -22,7 +22,7 @@ from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.pretrained.starting_weights import check_vocabulary
 from electra_dist.store.open_store import open_store

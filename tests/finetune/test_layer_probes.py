@@ -19,7 +19,7 @@ from electra_dist.finetune.task_metrics import metric_standard_error
 from electra_dist.finetune.tasks import TextSpec, TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.tokenizer import Vocabulary
 

@@ -20,7 +20,7 @@ from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.hf_conversion import export_generator
+from electra_dist.pretrained.hf_export import export_generator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary
 

@@ -34,7 +34,7 @@ from electra_dist.finetune.tasks import Task, TextSpec, TextTask
 from electra_dist.finetune.token_scores import build_token_scorer
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary
 

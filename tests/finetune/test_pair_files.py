@@ -19,7 +19,7 @@ from electra_dist.finetune.minimal_pairs import score_sentence_pairs
 from electra_dist.finetune.pair_files import SentencePair, read_pair_files
 from electra_dist.finetune.token_scores import pseudo_log_likelihood, sentence_log_probs
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.tokenizer import Vocabulary
 from launcher.cli.main import app

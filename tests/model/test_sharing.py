@@ -15,7 +15,7 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.model.row_layout import attention_bias, derive
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 
 SHARING = [
     pytest.param({"sharing": "embeddings"}, id="embeddings"),

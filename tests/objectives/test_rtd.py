@@ -13,12 +13,8 @@ from transformers import ElectraForMaskedLM, ElectraForPreTraining
 from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
-from electra_dist.pretrained.hf_conversion import (
-    export_discriminator,
-    export_generator,
-    from_hf_discriminator,
-    from_hf_generator,
-)
+from electra_dist.pretrained.hf_conversion import from_hf_discriminator, from_hf_generator
+from electra_dist.pretrained.hf_export import export_discriminator, export_generator
 
 PURPOSE_SAMPLE = 5  # the word of a random number's key that stands for sampling
 SEED = 99

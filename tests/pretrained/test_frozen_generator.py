@@ -18,7 +18,7 @@ from electra_dist.model.parameter_counts import frozen_generator_parameters, par
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.frozen_generator import read_frozen_generator, weights_sha256, with_generator_digest
-from electra_dist.pretrained.hf_conversion import export_generator
+from electra_dist.pretrained.hf_export import export_generator
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 

@@ -16,13 +16,12 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import (
-    export_discriminator,
-    export_generator,
     from_hf_discriminator,
     from_hf_generator,
     to_hf_discriminator,
     to_hf_generator,
 )
+from electra_dist.pretrained.hf_export import export_discriminator, export_generator
 from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]

@@ -15,7 +15,7 @@ from electra_dist.finetune.minimal_pairs import pseudo_log_likelihood, replaced_
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.run_weights import RunWeights
 from electra_dist.tokenizer import Vocabulary

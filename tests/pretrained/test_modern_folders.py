@@ -29,7 +29,7 @@ from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import export_generator, export_towers
+from electra_dist.pretrained.hf_export import export_generator, export_towers
 from electra_dist.pretrained.load_encoder import load_pretrained as load_tower
 from electra_dist.pretrained.load_towers import load_pretrained
 

@@ -13,7 +13,7 @@ from electra_dist.config_file import load_config
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_towers import load_pretrained
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -20,7 +20,7 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.pretrained.hf_conversion import export_towers
+from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
 from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines

@@ -23,7 +23,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.task_heads import TaskModel
-from electra_dist.pretrained.hf_conversion import TaskHead, export_task_model
+from electra_dist.pretrained.hf_export import TaskHead, export_task_model
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object

@@ -41,7 +41,7 @@ from electra_dist.finetune.squad.squad_metrics import squad1_metrics, squad2_met
 from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel, new_features
 from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, predict
-from electra_dist.pretrained.hf_conversion import TaskHead
+from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
 
 _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files

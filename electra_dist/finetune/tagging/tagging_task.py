@@ -36,7 +36,7 @@ from electra_dist.finetune.training_loop import Examples, Progress, padded, pred
 from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.hf_conversion import TaskHead
+from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
 
 _NO_WORD = -100  # target of a token that is not the first piece of a word

@@ -21,7 +21,7 @@ from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcess
 from electra_dist.finetune.seeds.run_seeds import SeedJob, run_all
 from electra_dist.finetune.tasks import Task
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.tokenizer import Vocabulary
 

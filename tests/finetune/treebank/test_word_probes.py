@@ -17,7 +17,7 @@ from electra_dist.finetune.treebank.conllu_files import Sentence, Treebank, read
 from electra_dist.finetune.treebank.word_probes import probe_words
 from electra_dist.finetune.treebank.word_states import WordStates, compute_word_states
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.tokenizer import Vocabulary
 

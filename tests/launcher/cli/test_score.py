@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.hf_conversion import export_discriminator
+from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.scoring.text_scores import TextScorer
 from launcher.cli.main import app
