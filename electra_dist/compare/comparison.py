@@ -26,11 +26,11 @@ from electra_dist.compare.checkpoint_scores import Score, Scores, open_measures,
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults
-from electra_dist.compare.context_auc import CONTEXT_AUC_METRIC, read_context_auc
 from electra_dist.compare.criterion import record_criterion
 from electra_dist.compare.measure import Measure
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
-from electra_dist.compare.score_plot import panel_titles, write_picture
+from electra_dist.compare.run_evaluations import CONTEXT_AUC_METRIC, read_context_auc, read_curves
+from electra_dist.compare.score_plot import panel_titles, write_curves, write_picture
 from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
@@ -244,9 +244,10 @@ class Comparison:
         )
 
     def write(self) -> list[Path]:
-        """Write compare.json, compare.md and compare.png from the scores that exist, and return their paths.
+        """Write compare.json, compare.md and the pictures from what exists by now, and return the paths.
 
-        Existing files are replaced, each at once, so a reader never sees half a file.
+        compare.png shows the scores. curves.png shows what the runs have recorded at their evaluations; it is not
+        written before the first one. Existing files are replaced, each at once, so a reader never sees half a file.
         """
         results = self.results()
         failures = self.failures()
@@ -256,7 +257,13 @@ class Comparison:
         _replace_file(page_file, results.markdown_page(failures).encode())
         picture_file = self.folder / "compare.png"
         write_picture(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
-        return [json_file, page_file, picture_file]
+        written = [json_file, page_file, picture_file]
+        curves = read_curves(self.plan.cells)
+        if curves:
+            curves_file = self.folder / "curves.png"
+            write_curves(curves, curves_file)
+            written.append(curves_file)
+        return written
 
     @property
     def _command(self) -> str:

@@ -14,9 +14,9 @@ from rich.table import Table
 from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import CONTEXT_AUC, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
-from electra_dist.compare.context_auc import CONTEXT_AUC_METRIC
 from electra_dist.compare.criterion import Verdict, judge, verdict_lines
 from electra_dist.compare.measure import Measure
+from electra_dist.compare.run_evaluations import CONTEXT_AUC_METRIC
 from electra_dist.compare.score_tables import Failure, ScoreRow, console_table, markdown, summarize_rows
 from electra_dist.compare.significance import (
     console_differences,

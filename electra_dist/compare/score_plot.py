@@ -1,4 +1,7 @@
-"""Draws the scores of a comparison against training FLOPs as a PNG, one panel per task and one for their average.
+"""Draws the scores of a comparison, and the curves of its runs, against training FLOPs as PNGs.
+
+The picture of the scores has one panel per task and one for their average, that of the curves one per value that the
+runs record.
 
 How: each objective has one color. A line joins the medians over the seeds, and a vertical bar at each of its points
 goes from the lowest to the highest seed. The objectives are drawn beside each other at each number of FLOPs, so that
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
@@ -23,6 +27,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import RANDOM
+from electra_dist.compare.run_evaluations import CURVE_TITLES, RunCurves
 from electra_dist.compare.score_tables import AVERAGE, ScoreRow
 from electra_dist.report.plot_style import print_style
 from electra_dist.store.atomic_files import replacing
@@ -42,6 +47,42 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
         titles: task -> title of its panel, in the order of the panels; at least one.
         path: the PNG file; an existing file is replaced at once, so readers never see half a picture.
     """
+    with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
+        for axes, task in zip(panels, titles):
+            _draw_panel(axes, rows, task)
+
+
+def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
+    """Draw what runs have recorded at their evaluations against training FLOPs, and write the picture as a PNG.
+
+    Each value has a panel, and each run a line in it, in the color of its objective.
+
+    Args:
+        curves: the curves of all runs; at least one.
+        path: the PNG file; an existing file is replaced at once.
+    """
+    color_of = _colors(run.entry for run in curves)
+    titles = {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
+    handles = [Line2D([], [], color=color, linewidth=2, label=entry) for entry, color in color_of.items()]
+    with _new_picture(titles.values(), handles, path) as panels:
+        for axes, field in zip(panels, titles):
+            for run in curves:
+                flops = [point[0] for point in run.points[field]]
+                values = [point[1] for point in run.points[field]]
+                axes.plot(flops, values, color=color_of[run.entry], linewidth=1.3, alpha=0.8)
+            _label_flops(axes)
+
+
+@contextmanager
+def _new_picture(titles: Iterable[str], legend_handles: Sequence[Line2D], path: Path) -> Iterator[list[Axes]]:
+    """Yield empty panels with titles below a common legend, and write them as a PNG when the `with` block ends.
+
+    Args:
+        titles: titles of the panels.
+        legend_handles: entries of the legend; there may be none.
+        path: the PNG file.
+    """
+    titles = list(titles)
     num_columns = min(_MAX_COLUMNS, len(titles))
     num_rows = math.ceil(len(titles) / num_columns)
     with matplotlib.rc_context(print_style()):
@@ -50,17 +91,16 @@ def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) 
         height_inches = 0.5 + 2.7 * num_rows
         figure = Figure(figsize=(width_inches, height_inches), layout=layout, facecolor="white", dpi=150)
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-        for axes, (task, title) in zip(panels, titles.items()):
-            _draw_panel(axes, rows, task)
+        for axes, title in zip(panels, titles):
             axes.set_title(title, loc="left")
-        # The grid may have more panels than there are tasks.
+        # The grid may have more panels than there are titles.
         for unused_axes in panels[len(titles) :]:
             unused_axes.set_axis_off()
+        yield panels[: len(titles)]
         # All panels have the same colors, so one legend above them serves for the picture.
-        handles = _legend_handles(rows)
-        if handles:
-            num_legend_columns = min(_MAX_LEGEND_COLUMNS, len(handles))
-            figure.legend(handles=handles, loc="outside upper left", ncols=num_legend_columns, fontsize=9)
+        if legend_handles:
+            num_legend_columns = min(_MAX_LEGEND_COLUMNS, len(legend_handles))
+            figure.legend(handles=legend_handles, loc="outside upper left", ncols=num_legend_columns, fontsize=9)
         with replacing(path) as file:
             FigureCanvasAgg(figure).print_png(file)
 
@@ -81,16 +121,20 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
     return titles
 
 
-def _objectives(rows: Sequence[ScoreRow]) -> dict[str, str]:
-    """Return objective -> color, in the order of the rows; colors repeat if there are more objectives than colors."""
-    names = dict.fromkeys(row.entry for row in rows if row.entry != RANDOM)
+def _colors(entries: Iterable[str]) -> dict[str, str]:
+    """Return objective -> color, in the order of `entries`; colors repeat if there are more objectives than colors.
+
+    Args:
+        entries: names of objectives, each once or several times; the initial weights have no color.
+    """
+    names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
     return dict(zip(names, itertools.cycle(_COLORS)))
 
 
 def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
     """Return the entries of the legend: each objective, and the initial weights if they have a score."""
     handles = []
-    for objective, color in _objectives(rows).items():
+    for objective, color in _colors(row.entry for row in rows).items():
         handles.append(Line2D([], [], color=color, linewidth=2, marker="o", markersize=5, label=objective))
     if any(row.entry == RANDOM for row in rows):
         handles.append(Line2D([], [], color=_BASELINE_COLOR, linestyle="--", linewidth=1, label="random weights"))
@@ -113,7 +157,7 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
     scored_rows = [row for row in rows if row.entry != RANDOM and task in row.columns]
     is_scored_once = len({row.flops for row in scored_rows}) == 1
     if is_scored_once:
-        _draw_columns(axes, scored_rows, task, _objectives(rows))
+        _draw_columns(axes, scored_rows, task, _colors(row.entry for row in rows))
     else:
         _draw_lines(axes, rows, task)
     axes.margins(y=0.12)
@@ -154,7 +198,7 @@ def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
     """
     max_flops = max((row.flops for row in rows), default=0)
     right_end = 1.06 * max_flops if max_flops > 0 else 1
-    color_of = _objectives(rows)
+    color_of = _colors(row.entry for row in rows)
     for number, (objective, color) in enumerate(color_of.items()):
         shift = (number - (len(color_of) - 1) / 2) * _DODGE * right_end
         scored_rows = [row for row in rows if row.entry == objective and task in row.columns]
@@ -166,6 +210,11 @@ def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
         axes.vlines(flops, lows, highs, color=color, alpha=0.45, linewidth=2)
         axes.plot(flops, medians, color=color, linewidth=1.5, marker="o", markersize=4.5)
     axes.set_xlim(0, right_end)
+    _label_flops(axes)
+
+
+def _label_flops(axes: Axes) -> None:
+    """Label the horizontal axis of a panel as training FLOPs."""
     axes.set_xlabel("training FLOPs")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(_format_flops))

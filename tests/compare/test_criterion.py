@@ -1,4 +1,4 @@
-"""Differences paired by seed against SciPy and values by hand; the verdict of a criterion; context AUC of a run."""
+"""Differences paired by seed against SciPy and values by hand; the verdict of a criterion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from scipy import stats
 
 from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import CompareConfig, Criterion
-from electra_dist.compare.context_auc import read_context_auc
 from electra_dist.compare.criterion import CRITERION_FILE, judge, record_criterion, verdict_lines
 from electra_dist.compare.significance import (
     difference_rows,
@@ -155,22 +154,3 @@ def test_a_criterion_needs_two_seeds_and_columns_need_different_names(make_compa
         load_section(make_comparison(criterion=tree), CompareConfig)
     with pytest.raises(UserError, match="two have the same name"):
         load_section(make_comparison(minimal_pairs=["pairs/words.txt"]), CompareConfig)
-
-
-def test_the_context_auc_of_a_checkpoint_is_that_of_the_last_evaluation_up_to_it(tmp_path: Path) -> None:
-    records = [
-        {"kind": "train", "step": 10, "grad_norm": 1.0},
-        {"kind": "eval", "step": 10, "context_auc": 0.51, "context_auc_se": 0.01},
-        {"kind": "eval", "step": 20, "context_auc": 0.55, "context_auc_se": 0.02},
-        {"kind": "eval", "step": 30, "context_auc": "NaN"},
-        {"kind": "eval", "step": 45, "context_auc": 0.6, "context_auc_se": 0.02},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    measured = read_context_auc(tmp_path, after=10, step=35)
-
-    assert measured is not None
-    assert (measured.value, measured.standard_error) == (0.55, 0.02)
-    assert read_context_auc(tmp_path, after=20, step=40) is None
-    assert read_context_auc(tmp_path, after=40, step=50) is None  # the run has not got to step 50
-    assert read_context_auc(tmp_path / "missing", after=0, step=40) is None
