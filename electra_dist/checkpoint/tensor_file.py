@@ -26,7 +26,7 @@ from typing import BinaryIO, cast
 import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import FileEntry, Kind, TensorEntry
-from electra_dist.store.atomic_files import make_folder, sync_folder, writable
+from electra_dist.store.atomic_files import create_file, sync_folder, writable
 
 PIECE = 1 << 22  # elements of fp32: 16 MiB
 _LENGTH_BYTES = 8  # of the number that precedes the JSON of a header
@@ -94,8 +94,7 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
     entries = []
     offset = len(header)  # at which the next piece begins in the file
     with writable(path):
-        make_folder(path.parent)
-        with path.open("wb") as file:
+        with create_file(path, "wb") as file:
             file.write(header)
             for piece in pieces:
                 data = piece.values.numpy().data.cast("B")  # the bytes of the values, without a copy

@@ -13,10 +13,12 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO, Literal
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failure
+
+_FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes remove again and again.
 
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 
@@ -46,10 +48,9 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
         FileExistsError: `only_new` is set and `path` exists.
     """
     with writable(path):
-        make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         try:
-            with temporary.open("xb") as out:
+            with create_file(temporary, "xb") as out:
                 yield out
                 # The bytes must be on the disk before the name: after a power failure, `path` is never half a file.
                 out.flush()
@@ -72,6 +73,27 @@ def file_sha256(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def create_file(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
+    """Create the missing folders of a file, and open the file for writing.
+
+    Another process that deletes the last file of the folder removes the folder, too (`LocalStore.delete`), perhaps
+    before this file is in it. The folder is then created again.
+
+    Args:
+        path: The file.
+        mode: "wb" empties an existing file, "xb" refuses it with FileExistsError.
+
+    Raises:
+        OSError: The folder or the file cannot be created.
+    """
+    for _ in range(_FOLDER_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            make_folder(path.parent)
+            return path.open(mode)
+    make_folder(path.parent)
+    return path.open(mode)
 
 
 def make_folder(folder: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.store.atomic_files import writable
+from electra_dist.store import atomic_files
+from electra_dist.store.atomic_files import create_file, replacing, writable
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.open_store import open_store
 
@@ -138,6 +139,30 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o055)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert f"{folder}/a: not writable; give this user the right to write" in done.stderr
+
+
+def test_a_folder_that_another_process_removes_before_the_first_file_is_in_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a node stage their files in one folder; each deletes its own, and the last one the folder."""
+    make_folder = atomic_files.make_folder
+    num_removed = 0
+
+    def make_and_remove(folder: Path) -> None:
+        """Create the folder; the first three times another process removes it."""
+        nonlocal num_removed
+        make_folder(folder)
+        if num_removed < 3:
+            num_removed += 1
+            folder.rmdir()
+
+    monkeypatch.setattr(atomic_files, "make_folder", make_and_remove)
+    with replacing(tmp_path / "step-1" / "rank-0.json") as file:
+        file.write(b"1")
+    num_removed = 0
+    with create_file(tmp_path / "step-2" / "rank-0.safetensors", "wb") as file:
+        file.write(b"2")
+    assert [file.read_bytes() for file in sorted(tmp_path.rglob("rank-*"))] == [b"1", b"2"]
 
 
 def test_an_object_whose_writer_was_killed_has_its_old_or_new_bytes(tmp_path: Path) -> None:

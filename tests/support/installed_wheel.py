@@ -23,7 +23,9 @@ class Installation:
         self.cwd.mkdir()
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, str(wheel)], check=True)
+        # With the repository on PYTHONPATH, pip would take the wheel for installed.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run([*pip, str(wheel)], check=True, env=environment)
         # The dependencies are those of this environment. A path in a .pth file does not bring its editable packages.
         (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
         (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
