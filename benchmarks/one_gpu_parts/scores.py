@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from one_gpu_parts.experiment import PAIRS, TREEBANK
 
 from electra_dist.compare.comparison_config import TaskEntry
-from electra_dist.compare.context_auc import read_context_auc
 from electra_dist.compare.language_measures import BuiltInPairsMeasure, PairFilesMeasure, TreebankMeasure
 from electra_dist.compare.measure import Measure, Measured
+from electra_dist.compare.run_evaluations import read_context_auc
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
