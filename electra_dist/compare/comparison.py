@@ -30,7 +30,7 @@ from electra_dist.compare.criterion import record_criterion
 from electra_dist.compare.measure import Measure
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
 from electra_dist.compare.run_evaluations import CONTEXT_AUC_METRIC, read_context_auc, read_curves
-from electra_dist.compare.score_plot import panel_titles, write_curves, write_picture
+from electra_dist.compare.score_plot import panel_titles, write_curves, write_scores
 from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
@@ -256,7 +256,7 @@ class Comparison:
         page_file = self.folder / "compare.md"
         _replace_file(page_file, results.markdown_page(failures).encode())
         picture_file = self.folder / "compare.png"
-        write_picture(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
+        write_scores(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
         written = [json_file, page_file, picture_file]
         curves = read_curves(self.plan.cells)
         if curves:

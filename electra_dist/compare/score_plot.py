@@ -39,7 +39,7 @@ _MAX_LEGEND_COLUMNS = 6  # entries of the legend beside each other
 _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the width of a panel
 
 
-def write_picture(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
+def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
     """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from electra_dist.compare.checkpoint_scores import Score
-from electra_dist.compare.score_plot import panel_titles, write_picture
+from electra_dist.compare.score_plot import panel_titles, write_scores
 from electra_dist.compare.score_tables import AVERAGE, Failure, console_table, markdown, score_failures, summarize_rows
 
 
@@ -105,7 +105,7 @@ def test_a_picture_is_drawn_of_all_scores_of_the_baseline_alone_and_of_none(tmp_
         titles = panel_titles({"a": "accuracy", "b": "mcc"}, rows)
         picture = tmp_path / f"{number}.png"
 
-        write_picture(rows, titles, picture)
+        write_scores(rows, titles, picture)
 
         expected_panels = ["a", "b", AVERAGE] if scores else ["a", "b"]
         assert list(titles) == expected_panels

@@ -37,17 +37,9 @@ class S3Requests:
 
         Raises:
             UserError: A URL is malformed or holds credentials.
+            StoreError: The prefix is not a valid relative path.
         """
-        bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        if "@" in bucket or ":" in bucket:
-            raise UserError(
-                "s3:// URL with a colon or @ in its bucket: keep credentials out of URLs; set them as AWS_* variables"
-            )
-        prefix = prefix.strip("/")
-        if not bucket:
-            raise UserError(f"{url}: the URL has no bucket; give s3://bucket/prefix")
-        if prefix:
-            check_key(prefix)
+        bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""  # what the full key of each object begins with
@@ -238,6 +230,26 @@ class S3Requests:
             key: Key of the object; "" for the store itself.
         """
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """Return the bucket and the prefix of an s3:// URL; the prefix has no slash at its ends and may be empty.
+
+    Raises:
+        UserError: The URL has no bucket or holds credentials.
+        StoreError: The prefix is not a valid relative path.
+    """
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise UserError(
+            "s3:// URL with a colon or @ in its bucket: keep credentials out of URLs; set them as AWS_* variables"
+        )
+    if not bucket:
+        raise UserError(f"{url}: the URL has no bucket; give s3://bucket/prefix")
+    prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix)
+    return bucket, prefix
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:

@@ -123,7 +123,7 @@ class S3Store(Store):
         return True
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes, or raise StoreMissing; costs one GET of one byte."""
+        """Return the size of an object in bytes, or raise StoreMissing; costs one GET, or two if it is empty."""
         return self._requests.object_info(key).size
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:

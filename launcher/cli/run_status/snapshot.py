@@ -55,12 +55,12 @@ class RunSnapshot:
 
     @cached_property
     def state(self) -> State:
-        """State of the run: living, finished, stopped, dead, held, waiting or not begun."""
+        """Return the state of the run: living, finished, stopped, dead, held, waiting or not begun."""
         return run_state(self.ledger, self._evidence())
 
     @property
     def steps_done(self) -> int:
-        """Number of steps that the run has recorded as done.
+        """Return the number of steps that the run has recorded as done.
 
         The last steps of a finished run may have no metrics record, but its `done` event has the step.
         """
@@ -70,7 +70,7 @@ class RunSnapshot:
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimate of the seconds until the last step is done; None before the first step.
+        """Return an estimate of the seconds until the last step is done; None before the first step.
 
         Each rank writes the median of its newest step times into its heartbeat, and every further step is assumed to
         take the largest of these. If no heartbeat has one, the step time of the newest metrics record is used, which
@@ -85,33 +85,33 @@ class RunSnapshot:
 
     @property
     def newest_checkpoint_event(self) -> Record | None:
-        """Last event "checkpoint" of the ledger, also if an earlier one has a higher step; None if there is none."""
+        """Return the last event "checkpoint" of the ledger, also if an earlier one has a higher step, or None."""
         checkpoints = [event for event in self.ledger if event["event"] == "checkpoint"]
         return checkpoints[-1] if checkpoints else None
 
     @property
     def queued_jobs(self) -> tuple[QueuedJob, ...]:
-        """The run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
+        """Return the run's jobs in Slurm's queue; empty if there is no Slurm or the run was never submitted."""
         return self.queue.jobs if self.queue else ()
 
     @property
     def queue_is_unknown(self) -> bool:
-        """Whether the run was submitted to Slurm, and squeue gave no answer."""
+        """Return whether the run was submitted to Slurm, and squeue gave no answer."""
         return bool(self.submitted_by) and self.queue is None
 
     @property
     def running_job_id(self) -> str:
-        """Slurm's id of the run's job that is in state RUNNING; empty if there is none."""
+        """Return Slurm's id of the run's job that is in state RUNNING; empty if there is none."""
         return next((job.job for job in self.queued_jobs if job.state == "RUNNING"), "")
 
     @property
     def job_name(self) -> str:
-        """Name that the jobs of this run have in Slurm's queue."""
+        """Return the name that the jobs of this run have in Slurm's queue."""
         return job_name(self.run.absolute())
 
     @property
     def nodes_out(self) -> list[NodeOut]:
-        """Nodes of the run's last started job that Slurm does not use now, because they are drained or down.
+        """Return the nodes of the run's last started job that Slurm does not use now: drained nodes and those down.
 
         Other drained nodes of the cluster are left out. Empty without Slurm, or if no job of the run has started yet.
         """
@@ -125,17 +125,17 @@ class RunSnapshot:
 
     @property
     def excluded_nodes(self) -> list[str]:
-        """Nodes that new jobs of the run do not use, because of a fault within `cluster.strike_expires_h` hours."""
+        """Return the nodes that new jobs do not use, because of a fault within `cluster.strike_expires_h` hours."""
         return list(excluded_nodes(self.strikes, self.now, expires_s=self.strike_expires_s))
 
     @property
     def strike_expires_s(self) -> float:
-        """Seconds after which a recorded fault of a node no longer counts."""
+        """Return after how many seconds a recorded fault of a node no longer counts."""
         return 3600 * self.config.cluster.strike_expires_h
 
     @property
     def hung_ranks(self) -> list[Hung]:
-        """Ranks of a living run that make no progress, the probable cause of the hang first; empty for other runs.
+        """Return the ranks of a living run that make no progress, the probable cause first; none for other runs.
 
         A rank is hung if it is silent for longer than the limits in the config section `cluster`.
         """
@@ -143,7 +143,7 @@ class RunSnapshot:
 
     @property
     def waits_for_storage(self) -> list[dict[str, Any]]:
-        """Waits of a living run for storage, as JSON objects (see `ranks.waits_for_storage`); empty for other runs."""
+        """Return what waits for storage in a living run, as `ranks.waits_for_storage` does; none for other runs."""
         if self.state != "living":
             return []
         return waits_for_storage(self.run, self.disk_problem, self.beats, self.now)

@@ -217,23 +217,30 @@ def test_the_batch_scripts_calls_of_begin_and_end_print_the_verdict_and_record_t
     assert json.dumps(last)
 
 
+@pytest.mark.parametrize("saved_before", [True, False], ids=["before the earlier job", "in the earlier job"])
 def test_a_job_that_would_begin_a_new_run_where_an_earlier_one_has_saved_is_refused(
-    tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], saved_before: bool
 ):
+    """The begin of a job records the newest checkpoint; so does its end, if it lives to write one."""
     config, run = tiny_config("run"), tmp_path / "run"
     arguments = ["--config", str(config), "--nodes", "n1"]
-    assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+    if not saved_before:
+        assert main(["begin", str(run), "--job", "7", *arguments]) == 0
     ledger = Ledger(run)
     ledger.append("start", 0)
     ledger.append("checkpoint", 5)
     ledger.close()
     (run / "config.yaml").touch()
-    assert main(["end", str(run), "--job", "7", "--config", str(config), "--state", str(run / "slurm")]) == 0
+    if saved_before:
+        assert main(["begin", str(run), "--job", "7", *arguments]) == 0
+    else:
+        assert main(["end", str(run), "--job", "7", "--config", str(config), "--state", str(run / "slurm")]) == 0
     (run / "ledger.jsonl").unlink()
     (run / "config.yaml").unlink()
     assert main(["begin", str(run), "--job", "8", *arguments]) == 78
     assert "restore the run folder" in capsys.readouterr().err
-    assert [record["job"] for record in read_jobs(run)] == ["7", "7"]
+    recorded = ["begin"] if saved_before else ["begin", "end"]
+    assert [(record["event"], record["job"]) for record in read_jobs(run)] == [(event, "7") for event in recorded]
 
 
 def test_a_job_whose_config_names_another_run_folder_is_refused(
