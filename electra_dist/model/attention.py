@@ -1,8 +1,8 @@
 """Computes attention inside each example of a row with one of three backends.
 
     sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
-           any dropout. With dropout on a CPU the same function is computed with plain operations, and the dropped
-           probabilities follow from (seed, step, row, layer, position).
+           any dropout. On a CPU the same function is computed with plain operations in two cases: with dropout, where
+           the dropped probabilities follow from (seed, step, row, layer, position), and for short rows in bf16.
     flash  FlashAttention over the examples as sequences of any length, with dropout (`flash_attention.py`). Pairs of
            tokens from different examples are never computed, and no [B, 1, S, S] bias exists. It needs a GPU, and
            bf16 or fp16.
@@ -32,7 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
+
+# Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
+# there: on one core of an Intel Xeon with AMX, forward and backward take 3.2 times as long at 64 tokens, 2.2 at 128
+# (32 and 16 rows, 4 heads of 64), and 0.65 at 512, where the probabilities of a row do not fit into the cache.
+_MAX_PLAIN_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +133,10 @@ def attend(
     """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
-        return _attend_with_factors(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
+        return _attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
     if isinstance(attention_mask, torch.Tensor):
+        if not dropout and _is_short_bf16_on_cpu(query_BNSD):
+            return _attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask)
         return F.scaled_dot_product_attention(
             query_BNSD, key_BNSD, value_BNSD, attn_mask=attention_mask, dropout_p=dropout
         )
@@ -142,31 +150,44 @@ def attend(
     return out_BNSD
 
 
-def _attend_with_factors(
+def _is_short_bf16_on_cpu(query_BNSD: torch.Tensor) -> bool:
+    """Return whether plain operations are faster than torch's fused attention for these queries."""
+    return (
+        HAS_BF16_PRODUCTS
+        and query_BNSD.device.type == "cpu"
+        and query_BNSD.dtype == torch.bfloat16
+        and query_BNSD.shape[2] <= _MAX_PLAIN_TOKENS
+    )
+
+
+def _attend_with_plain_operations(
     query_BNSD: torch.Tensor,
     key_BNSD: torch.Tensor,
     value_BNSD: torch.Tensor,
     bias_B1SS: torch.Tensor,
-    keep_BNSS: torch.Tensor,
+    keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention with given dropout factors, [B, N, S, D], computed with plain operations in fp32 or wider.
-
-    Every attention probability is multiplied by its factor in `keep_BNSS` before it weighs the values.
+    """Return attention, [B, N, S, D], computed with products and a softmax whose scores are in fp32 or wider.
 
     Args:
         query_BNSD: queries, not scaled yet.
         key_BNSD: keys.
         value_BNSD: values; the result has their dtype.
         bias_B1SS: added to the scores; -inf where a query must not see a key.
-        keep_BNSS: dropout factor of each attention probability, 0 or 1 / (1 - p).
+        keep_BNSS: dropout factor by which each attention probability is multiplied, 0 or 1 / (1 - p); None for no
+            dropout.
     """
     compute = torch.promote_types(query_BNSD.dtype, torch.float32)
+    # The operands of this product are rounded to bf16 only where a CPU has instructions for it.
+    value_dtype = value_BNSD.dtype if HAS_BF16_PRODUCTS else compute
     scale = query_BNSD.shape[-1] ** -0.5
     with torch.autocast(query_BNSD.device.type, enabled=False):
         scaled_query_BNSD = query_BNSD.to(compute) * scale
         score_BNSS = (scaled_query_BNSD @ key_BNSD.to(compute).transpose(-1, -2)).add_(bias_B1SS)
-        weight_BNSS = score_BNSS.softmax(-1) * keep_BNSS.to(compute)
-        return (weight_BNSS @ value_BNSD.to(compute)).to(value_BNSD.dtype)
+        weight_BNSS = score_BNSS.softmax(-1)
+        if keep_BNSS is not None:
+            weight_BNSS = weight_BNSS * keep_BNSS.to(compute)
+        return (weight_BNSS.to(value_dtype) @ value_BNSD.to(value_dtype)).to(value_BNSD.dtype)
 
 
 @functools.cache

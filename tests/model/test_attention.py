@@ -9,6 +9,7 @@ from electra_kernels.keyed_random import Purpose, bits_grid
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.model import attention
 from electra_dist.model.attention import AttentionChoice, attend, same_example
 from electra_dist.model.row_layout import RowLayout, SpecialIds, derive
 from electra_dist.objectives.base import StepInput
@@ -54,6 +55,32 @@ def test_gradients_of_sdpa_are_those_of_the_definition() -> None:
     expected = definition(query, key, value, layout)
     ours, theirs = (torch.autograd.grad(each, (query, key, value), upstream) for each in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("tokens", [37, 64, 128])
+def test_short_bf16_rows_on_a_cpu_are_near_the_definition(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """The gradients are at least as near to float64 as those of torch's fused attention, the output to a rounding."""
+    layout = derive(packed_rows(3, tokens), SPECIAL)
+    bias = same_example(layout, torch.bfloat16, "sdpa")
+    assert isinstance(bias, torch.Tensor)
+    inputs = [each.requires_grad_() for each in (2 * torch.randn(3, 3, 2, tokens, 64)).bfloat16()]
+    upstream = torch.randn(3, 2, tokens, 64).bfloat16()
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    exact_out = definition(*exact, layout)
+    expected = [exact_out, *torch.autograd.grad(exact_out, exact, upstream.double())]
+
+    def errors() -> list[float]:
+        out = attend(*inputs, bias)
+        results = [out, *torch.autograd.grad(out, inputs, upstream)]
+        return [float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(results, expected, strict=True)]
+
+    monkeypatch.setattr(attention, "HAS_BF16_PRODUCTS", False)
+    fused = errors()
+    monkeypatch.setattr(attention, "HAS_BF16_PRODUCTS", True)
+    plain = errors()
+    assert plain != fused
+    assert plain[0] < 2**-8, plain  # the distance of two neighbouring numbers in bf16
+    assert all(ours <= 1.1 * theirs for ours, theirs in zip(plain[1:], fused[1:], strict=True)), (plain, fused)
 
 
 @pytest.mark.parametrize("tokens", [64, 37])
