@@ -22,14 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from one_gpu_parts.experiment import PAIRS, TREEBANK
 
 from electra_dist.compare.comparison_config import TaskEntry
-from electra_dist.compare.language_measures import BuiltInPairsMeasure, PairFilesMeasure, TreebankMeasure
-from electra_dist.compare.measure import Measure, Measured
-from electra_dist.compare.run_evaluations import read_context_auc
+from electra_dist.compare.measures.context_measure import ContextMeasure
+from electra_dist.compare.measures.language_measures import BuiltInPairsMeasure, PairFilesMeasure, TreebankMeasure
+from electra_dist.compare.measures.measure import Measure, Measured
+from electra_dist.config import Config
 from electra_dist.errors import EXIT_USER_ERROR, UserError
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.store.atomic_files import replacing
+from electra_dist.train.input_checks import open_corpus
 
 SCORES_FILE = "scores.json"
 # As in configs/compare_tiny_rtd.yaml.
@@ -39,16 +41,20 @@ _PROGRESS_S = 10.0  # between two lines about one measure
 Json = dict[str, Any]
 
 
-def open_measures(data: Path) -> list[Measure]:
-    """Return the ways to score: built-in minimal pairs, those in DATA/pairs, and probes on DATA/treebank.
+def open_measures(data: Path, config: Config) -> list[Measure]:
+    """Return the ways to score: context AUC, built-in minimal pairs, those in DATA/pairs, probes on DATA/treebank.
 
     Args:
         data: folder of the carried data; what it lacks is not scored.
+        config: config of the run, with its held-out corpus.
 
     Raises:
         UserError: a file is not valid.
     """
     measures: list[Measure] = [BuiltInPairsMeasure(_PAIRS_PER_KIND)]
+    if config.data.heldout:
+        heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
+        measures.insert(0, ContextMeasure(heldout))
     if (data / PAIRS).exists():
         measures += [PairFilesMeasure(path, _PAIRS_PER_KIND) for path in sorted((data / PAIRS).iterdir())]
     treebank = data / TREEBANK
@@ -81,14 +87,12 @@ def score_run(run_dir: Path, data: Path, console: Console) -> list[Json]:
     Raises:
         UserError: the run has no checkpoint, or a data file is not valid.
     """
-    step = load_run_weights(run_dir).state.step
+    weights = load_run_weights(run_dir)
+    step = weights.state.step
     known = {(score["name"], score["digest"]): score for score in read_scores(run_dir) if score["step"] == step}
     scores = []
-    context = read_context_auc(run_dir, after=0, step=step)
-    if context is not None:
-        scores.append(_record("context-auc", "ROC-AUC", "", step, context, seconds=0.0))
     encoder: Pretrained | None = None  # loaded when the first score is missing
-    for measure in open_measures(data):
+    for measure in open_measures(data, weights.config):
         score = known.get((measure.name, measure.digest))
         if score is None:
             encoder = encoder or load_pretrained(str(run_dir))

@@ -18,22 +18,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from electra_dist.compare.comparison_config import CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.compare.language_measures import (
-    BuiltInPairsMeasure,
-    PairFilesMeasure,
-    TreebankMeasure,
-    layer_details,
-)
-from electra_dist.compare.measure import Measure, Measured, digest_of
-from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_and_probe import PROBED_LAYERS, finetune_task, probe_task
-from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
-from electra_dist.finetune.seed_results import summarize
-from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
+from electra_dist.compare.measures.measure import Measure, digest_of
 from electra_dist.finetune.training_loop import Progress
-from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
@@ -65,105 +53,6 @@ class Score:
 _SCORE = TypeAdapter(Score)
 
 
-class TaskMeasure(Measure):
-    """Measure of how well an encoder solves a task on texts.
-
-    The encoder is either frozen, and a linear model (probe) is trained on its states, or fine-tuned with one or
-    several seeds.
-    """
-
-    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Store a task and the way in which encoders are scored on it.
-
-        Args:
-            name: name of the entry in the comparison's `tasks`.
-            task: the task with its data.
-            entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
-            settings: settings of fine-tuning; a probe uses only those that shape its examples.
-        """
-        self.name = name
-        self.metric = task.metric
-        self.at = entry.at
-        self._task = task
-        self._entry = entry
-        self._settings = settings
-        identity = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.identity()}
-        if entry.how == "probe":
-            identity["layers"] = PROBED_LAYERS
-        self.digest = digest_of(identity)
-
-    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
-
-        The score is None if all seeds diverged. Each seed that counts as failed, because its loss diverged or all its
-        predictions are equal, has a line among the failures.
-
-        Args:
-            encoder: the pretrained weights; they are not changed.
-            progress: called while the encoder is trained or computes features.
-        """
-        device = device_of_choice()
-        if self._entry.how == "probe":
-            result = probe_task(encoder, self._task, self._settings, device, progress)
-            return Measured(
-                value=result.score,
-                failures=(result.failure,) if result.failure else (),
-                standard_error=result.standard_error,
-                layer=result.layer,
-                details=layer_details(result.layer_scores),
-            )
-        results = [
-            finetune_task(encoder, self._task, self._settings, seed, device, progress)
-            for seed in range(self._entry.seeds)
-        ]
-        summary = summarize(results)
-        return Measured(value=summary.median, failures=tuple(summary.failed.values()))
-
-
-def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
-    """Read the data of all tasks of a comparison, and return the ways to score its encoders.
-
-    These are the tasks in the order of the config, then the minimal pairs of `minimal_pairs`.
-
-    Args:
-        compare: the config of the comparison.
-        file: the file from which it was read, for error messages.
-        glue: folder of the GLUE tasks; None if every task has its own `data`.
-        cell: any run of the comparison. Its encoder's hidden size and number of positions, from which the default
-            settings follow, stand for those of all runs.
-
-    Raises:
-        UserError: data are missing or not valid; the message names the task and the file.
-    """
-    measures: list[Measure] = []
-    model = cell.config.model
-    for name, entry in compare.tasks.items():
-        try:
-            if entry.how in ("tags", "heads"):
-                measures.append(TreebankMeasure(name, _treebank_folder(entry), entry.how, entry))
-                continue
-            task = _open_task(name, entry, glue)
-            overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
-            settings = settings_for(
-                task=entry.task or name,
-                width=model.discriminator.hidden_size,
-                max_positions=model.max_positions,
-                overrides=overrides,
-            )
-            measures.append(TaskMeasure(name, task, entry, settings))
-        except UserError as error:
-            raise UserError(f"{file}: tasks.{name}: {error}") from None
-    if compare.minimal_pairs is True:
-        measures.append(BuiltInPairsMeasure(compare.minimal_pairs_per_kind))
-    elif compare.minimal_pairs:
-        try:
-            for path in compare.minimal_pairs:
-                measures.append(PairFilesMeasure(Path(path), compare.minimal_pairs_per_kind))
-        except UserError as error:
-            raise UserError(f"{file}: minimal_pairs: {error}") from None
-    return measures
-
-
 def with_prefix(progress: Progress, prefix: str) -> Progress:
     """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`.
 
@@ -175,51 +64,6 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
         progress(f"{prefix}{activity}", done, total)
 
     return report
-
-
-def _treebank_folder(entry: TaskEntry) -> Path:
-    """Return the folder of a treebank.
-
-    Raises:
-        UserError: the task's entry has no key `data`.
-    """
-    if entry.data is None:
-        raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
-    return Path(entry.data)
-
-
-def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
-    """Read the data of a task: a GLUE task if its name is one of GLUE's, otherwise a custom task.
-
-    Args:
-        name: name of the entry in the comparison's `tasks`; also that of the task if the entry has no key `task`.
-        entry: the task's entry in the comparison's config: where the data are, and the columns of a custom task.
-        glue: folder of the GLUE tasks, used if the entry has no key `data`; may be None.
-
-    Raises:
-        UserError: there is no folder with data, the columns of a custom task are not set, or the data are not valid.
-    """
-    folder = Path(entry.data) if entry.data else glue
-    if folder is None:
-        raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")
-
-    task_name = entry.task or name
-    if task_name in GLUE:
-        return TextTask(GLUE[task_name], folder, entry.max_train)
-    if entry.text_a is None or entry.label is None:
-        raise UserError(
-            f"not a GLUE task ({', '.join(GLUE)}), and a custom task needs `text_a` and `label`; "
-            f"correct the name, or set both keys"
-        )
-    spec = TextSpec(
-        name=name,
-        text_a=entry.text_a,
-        text_b=entry.text_b,
-        label=entry.label,
-        kind=entry.kind,
-        metric="accuracy" if entry.kind == "classification" else "spearman",
-    )
-    return TextTask(spec, folder, entry.max_train)
 
 
 class Scores:

@@ -22,14 +22,16 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from electra_dist.compare.checkpoint_scores import Score, Scores, open_measures, with_prefix
-from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
+from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
+from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults
 from electra_dist.compare.criterion import record_criterion
-from electra_dist.compare.measure import Measure
+from electra_dist.compare.measures.context_measure import ContextMeasure
+from electra_dist.compare.measures.measure import Measure
+from electra_dist.compare.measures.open_measures import open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress, saved_steps
-from electra_dist.compare.run_evaluations import CONTEXT_AUC_METRIC, read_context_auc, read_curves
+from electra_dist.compare.run_evaluations import read_curves
 from electra_dist.compare.score_plot import panel_titles, write_curves, write_scores
 from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
@@ -71,6 +73,8 @@ class Comparison:
             inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
             corpus = inputs.corpus  # the same one for all runs
             vocabulary = inputs.vocabulary
+        if inputs.heldout is not None:
+            self._measures.append(ContextMeasure(inputs.heldout))
 
         # Everything is valid, so the output folder may be written.
         tokenizer = corpus.manifest.tokenizer
@@ -171,8 +175,7 @@ class Comparison:
     def scores(self) -> list[Score]:
         """Read all scores that exist: those of the initial weights, then those of each objective by seed and step.
 
-        A stored score that was computed with another config, corpus or data is left out. The context AUC, which the
-        runs record themselves, comes last for each checkpoint.
+        A stored score that was computed with another config, corpus or data is left out.
         """
         checkpoints = []  # (name of the objective, run, step)
         first_objective = self._compare.objectives[0].name
@@ -189,38 +192,7 @@ class Comparison:
                 score = self._scores.find(entry, cell, step, measure)
                 if score is not None:
                     scores.append(score)
-            context_auc = self._context_auc(entry, cell, step)
-            if context_auc is not None:
-                scores.append(context_auc)
         return scores
-
-    def _context_auc(self, entry: str, cell: Cell, step: int) -> Score | None:
-        """Return the context AUC that a run has recorded up to a checkpoint and after the one before it, or None.
-
-        Args:
-            entry: name of the objective, or `RANDOM` for the initial weights, which have none.
-            cell: the run that made the checkpoint.
-            step: step of the checkpoint; 0 for the initial weights.
-        """
-        if step == 0:
-            return None
-        earlier_steps = [mark for mark in cell.marks if mark < step]
-        previous_step = max(earlier_steps, default=0)
-        measured = read_context_auc(Path(cell.config.run_dir), previous_step, step)
-        if measured is None:
-            return None
-        return Score(
-            entry=entry,
-            seed=cell.seed,
-            step=step,
-            flops=cell.flops(step),
-            task=CONTEXT_AUC,
-            metric=CONTEXT_AUC_METRIC,
-            score=measured.value,
-            failures=(),
-            seconds=0.0,
-            standard_error=measured.standard_error,
-        )
 
     def failures(self) -> list[Failure]:
         """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.

@@ -15,8 +15,7 @@ from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import CONTEXT_AUC, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan
 from electra_dist.compare.criterion import Verdict, judge, verdict_lines
-from electra_dist.compare.measure import Measure
-from electra_dist.compare.run_evaluations import CONTEXT_AUC_METRIC
+from electra_dist.compare.measures.measure import Measure
 from electra_dist.compare.score_tables import Failure, ScoreRow, console_table, markdown, summarize_rows
 from electra_dist.compare.significance import (
     console_differences,
@@ -65,13 +64,10 @@ class ComparisonResults:
 
         existing = {score.task for score in scores}
         self.metric_of: dict[str, str] = {measure.name: measure.metric for measure in measures}
-        if CONTEXT_AUC in existing:
-            self.metric_of[CONTEXT_AUC] = CONTEXT_AUC_METRIC
         self._columns = [name for name in self.metric_of if name in existing]
         # The initial weights have one row, with step 0. Only tasks that are scored at all checkpoints count in the
-        # average: a task with `at: ends` lacks the rows in between, and only some objectives have a context AUC.
-        is_averaged = {measure.name: measure.at == "all" for measure in measures}
-        is_averaged[CONTEXT_AUC] = False
+        # average: a task with `at: ends` lacks the rows in between. The context AUC is no task.
+        is_averaged = {measure.name: measure.at == "all" and measure.name != CONTEXT_AUC for measure in measures}
         self.rows: list[ScoreRow] = summarize_rows(scores, is_averaged)
 
         last_step_of = {(cell.entry, cell.seed): cell.marks[-1] for cell in plan.cells}

@@ -12,7 +12,7 @@ Cost: one forward pass of a sentence; for a masked language model one pass for e
 
 Source of the pseudo-log-likelihood: Salazar et al., "Masked language model scoring", ACL 2020.
 
-Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the vocabulary.
+Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the vocabulary, C copies of rows.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
     """
     if predicts_tokens(encoder):
         if encoder.reads_masks:
-            # Masked language model: one pass for each token, which is masked in it.
-            return _build_masked_scorer(encoder, device)
+            return _masked_scorer(encoder, device)
         # Replace MLM and All-Tokens MLM: log P(original), from a distribution over the vocabulary.
         token_scores = _kept_log_prob_function(encoder, device)
     else:
@@ -80,6 +79,34 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
         return _values_between_ends(token_scores, encoder, ids, device, progress)
 
     return score
+
+
+def score_places(
+    encoder: Pretrained,
+    ids: Ids,
+    places: Sequence[tuple[int, int]],
+    device: torch.device,
+    progress: Progress = quiet,
+) -> torch.Tensor:
+    """Return the scores of the tokens at some places of rows, fp32 [n] on the host.
+
+    The scores are those of `build_token_scorer`. A masked language model reads one copy of a row for each place, every
+    other model reads each row once.
+
+    Args:
+        encoder: a model with its pretraining head.
+        ids: N rows of token ids with [CLS] and [SEP], without padding.
+        places: index of the row and position in it, of n tokens; neither the first nor the last of their row.
+        device: where the model runs.
+        progress: called after each batch with ("predict", rows done, rows in total).
+
+    Raises:
+        UserError: the model has no pretraining head.
+    """
+    if predicts_tokens(encoder) and encoder.reads_masks:
+        return _masked_log_probs(encoder, ids, places, device, progress)
+    scores = build_token_scorer(encoder, device)(ids, progress)
+    return torch.stack([scores[row][position - 1] for row, position in places])
 
 
 def sentence_log_probs(
@@ -223,11 +250,39 @@ def pseudo_log_likelihood(
     Raises:
         UserError: the model has no head that predicts tokens.
     """
-    return _row_sums(_build_masked_scorer(encoder, device)(ids, progress))
+    return _row_sums(_masked_scorer(encoder, device)(ids, progress))
 
 
-def _build_masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Load a masked language model to a device; return a function that scores each token when it is masked.
+def _masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
+    """Return a function that scores each token of rows when it is masked, by a masked language model.
+
+    Raises:
+        UserError: the model has no head that predicts tokens; the function raises it.
+    """
+
+    def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
+        """Return log p(token | all other tokens) of the tokens of each row; the model reads one copy per token."""
+        # All places but [CLS] and the last [SEP].
+        places = [(row, position) for row, row_ids in enumerate(ids) for position in range(1, len(row_ids) - 1)]
+        logp_C = _masked_log_probs(encoder, ids, places, device, progress)
+        return list(logp_C.split([len(row_ids) - 2 for row_ids in ids]))
+
+    return score
+
+
+def _masked_log_probs(
+    encoder: Pretrained, ids: Ids, places: Sequence[tuple[int, int]], device: torch.device, progress: Progress
+) -> torch.Tensor:
+    """Return log p(token | all other tokens) of the tokens at C places of rows, fp32 [C] on the host.
+
+    The model reads one copy of a row for each place, in which the token at this place is masked.
+
+    Args:
+        encoder: a masked language model.
+        ids: rows of token ids with [CLS] and [SEP], without padding.
+        places: index of the row and position in it, of each token.
+        device: where the model runs.
+        progress: called after each batch with ("predict", copies done, copies in total).
 
     Raises:
         UserError: the model has no head that predicts tokens.
@@ -236,27 +291,19 @@ def _build_masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScor
     backbone = encoder.backbone().to(device).eval()
     mask = encoder.special.mask
 
-    def masked_log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
         state_BSH = backbone(ids_BS)
         masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
         return token_log_probs(masked_state_BH)
 
-    def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return log p(token | all other tokens) of the tokens of each row; the model reads one copy per token."""
-        originals = []  # originals[i] is the id of the token that is masked in copies[i]
-        copies = []
-        for row in ids:
-            for position in range(1, len(row) - 1):  # all but [CLS] and the last [SEP]
-                originals.append(row[position])
-                copies.append(_with_mask(row, position, mask))
-        logp_C = torch.empty(len(copies))
-        for copy_numbers, logp_BV in predict(masked_log_probs, copies, encoder.special.pad, _BATCH, device, progress):
-            original_B = torch.tensor([originals[number] for number in copy_numbers], device=logp_BV.device)
-            logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
-        return list(logp_C.split([len(row) - 2 for row in ids]))
-
-    return score
+    copies = [_with_mask(ids[row], position, mask) for row, position in places]
+    logp_C = torch.empty(len(copies))
+    for copy_numbers, logp_BV in predict(log_probs, copies, encoder.special.pad, _BATCH, device, progress):
+        masked_places = [places[number] for number in copy_numbers]
+        original_B = torch.tensor([ids[row][position] for row, position in masked_places], device=logp_BV.device)
+        logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
+    return logp_C
 
 
 def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:

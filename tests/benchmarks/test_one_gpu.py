@@ -95,7 +95,10 @@ def test_what_prepare_carries_is_what_a_leg_unpacks(prepare_command: Callable[..
     whole = read_manifest(open_store(str(tmp_path / "whole")))
     assert read_manifest(open_store(str(folder / "corpus"))).shards == whole.shards
     assert read_manifest(open_store(str(folder / "corpus" / "heldout"))).num_rows == 5
-    assert [measure.name for measure in scores.open_measures(folder)] == ["minimal-pairs", "pairs", "tags", "heads"]
+    heldout = f"data.heldout={folder / 'corpus' / 'heldout'}"
+    config = config_of([*SMOKE, "data.seq_len=32", "model.max_positions=32", "model.vocab_size=300", heldout])
+    names = [measure.name for measure in scores.open_measures(folder, config)]
+    assert names == ["context-auc", "minimal-pairs", "pairs", "tags", "heads"]
 
 
 def test_prepare_refuses_what_a_leg_could_not_use(

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import json
 import os
 import tarfile
 import time
@@ -17,7 +16,7 @@ from one_gpu_parts.experiment import ARCHIVE
 from rich.console import Console
 from transformers import ElectraConfig, ElectraForPreTraining
 
-from electra_dist.compare.measure import Measure, Measured
+from electra_dist.compare.measures.measure import Measure, Measured
 from electra_dist.errors import UserError
 from electra_dist.pretrained.load_towers import read_weights
 
@@ -179,22 +178,18 @@ class _FakeMeasure(Measure):
 def test_an_interrupted_scoring_computes_the_missing_scores_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = argparse.Namespace(state=argparse.Namespace(step=20))
+    state = argparse.Namespace(state=argparse.Namespace(step=20), config=None)
     monkeypatch.setattr(scores, "load_run_weights", lambda run_dir: state)
     monkeypatch.setattr(scores, "load_pretrained", lambda run_dir: "encoder")
     first, second = _FakeMeasure("first"), _FakeMeasure("second", KeyboardInterrupt())
     refused = _FakeMeasure("refused", UserError("its vocabulary lacks the words"))
-    monkeypatch.setattr(scores, "open_measures", lambda data: [first, second, refused])
-    (tmp_path / "metrics.jsonl").write_text(
-        json.dumps({"kind": "eval", "step": 20, "context_auc": 0.7, "context_auc_se": 0.01}) + "\n"
-    )
+    monkeypatch.setattr(scores, "open_measures", lambda data, config: [first, second, refused])
     with pytest.raises(KeyboardInterrupt):
         scores.score_run(tmp_path, tmp_path, Console(file=io.StringIO()))
     second.error = None
     found = scores.score_run(tmp_path, tmp_path, Console(file=io.StringIO()))
     assert (first.calls, second.calls) == (1, 2)
     assert [(score["name"], score["score"]) for score in found] == [
-        ("context-auc", 0.7),
         ("first", 0.5),
         ("second", 0.5),
         ("refused", None),

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 from support.real_runs import write_tiny_config
+from support.small_encoder import encoder, model, vocabulary
+
+__all__ = ["encoder", "model", "vocabulary"]
 
 
 @pytest.fixture(scope="session")

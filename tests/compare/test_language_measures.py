@@ -19,15 +19,8 @@ from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 
 
 def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:
-    """Record an evaluation for each checkpoint, whose context AUC is 0.5 + seed / 100 for rtd, and none for mlm."""
-    run_dir = Path(cell.config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lines = []
-    if cell.entry == "rtd":
-        for step in cell.marks:
-            record = {"kind": "eval", "step": step, "context_auc": 0.5 + cell.seed / 100, "context_auc_se": 0.001}
-            lines.append(json.dumps(record) + "\n")
-    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    """Make the folder of a run, without training."""
+    Path(cell.config.run_dir).mkdir(parents=True, exist_ok=True)
     return ""
 
 
@@ -88,18 +81,18 @@ def test_all_measures_are_scored_paired_and_judged(
         assert probed["score"] == probed["details"][f"layer {probed['layer']}"]
         assert len(probed["details"]) == 3  # the embeddings and two layers
     assert score_of["rtd", 1, "tags"]["score"] == 1.0
-    assert score_of["rtd", 2, "context-auc"]["score"] == 0.52
-    assert ("mlm", 2, "context-auc") not in score_of
+    for entry in ("rtd", "mlm"):
+        assert 0.3 < score_of[entry, 2, "context-auc"]["score"] < 0.7  # of random weights
     differences = {(difference["entry"], difference["task"]): difference for difference in tree["differences"]}
     assert differences["rtd", "tags"]["num_seeds"] == 2
-    assert ("rtd", "context-auc") not in differences  # the baseline has none
+    assert differences["rtd", "context-auc"]["num_seeds"] == 2
     assert tree["verdict"]["answer"] == "not met"
     page = (tmp_path / "out" / "compare.md").read_text()
     assert "* Criterion: Tags are better." in page
     assert "before the first score." in page
     assert "| minus mlm | heads | tags | words | order | context-auc |" in page
     mlm_row = next(line for line in page.splitlines() if line.startswith("| mlm |"))
-    assert mlm_row.split(" | ")[-2] == "-"  # mlm has no context AUC; the last column is the average
+    assert mlm_row.split(" | ")[-2] != "-"  # the context AUC; the last column is the average
 
 
 def test_missing_data_are_named_with_their_key(make_comparison: Callable[..., Path], data: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothi
     assert "run the same command again" in output
     baseline_scores = list(out.glob("scores/random-seed1/*.json"))
     baseline_times = write_times(baseline_scores)
-    assert len(baseline_scores) == 2  # the initial weights are scored first, on two tasks
+    assert len(baseline_scores) == 3  # the initial weights are scored first: two tasks and the context AUC
 
     # Second start: it finishes the comparison.
     finished = subprocess.run(compare_command(file), capture_output=True, text=True, timeout=200)
@@ -78,8 +78,8 @@ def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothi
     assert write_times(baseline_scores) == baseline_times
 
     score_of = {(score["entry"], score["step"], score["task"]): score["score"] for score in results["scores"]}
-    num_baseline_scores = 2  # two tasks
-    num_checkpoint_scores = 2 * 2 * 2  # objectives, checkpoints, tasks
+    num_baseline_scores = 3  # two tasks and the context AUC
+    num_checkpoint_scores = 2 * 2 * 3  # objectives, checkpoints, measures
     assert len(score_of) == num_baseline_scores + num_checkpoint_scores
     words_scores = {score for (_, _, task), score in score_of.items() if task == "words"}
     assert len(words_scores) > 1  # the checkpoints do not all have the score of the initial weights

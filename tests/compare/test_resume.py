@@ -6,6 +6,7 @@ Pretraining is replaced (`FakePretraining`); scoring is real.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
-from electra_dist.compare.checkpoint_scores import TaskMeasure
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Cell, make_plan
+from electra_dist.compare.measures import open_measures
+from electra_dist.compare.measures.task_measure import TaskMeasure
 from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config_file import load_section
 from electra_dist.finetune.tasks import TextSpec
@@ -169,7 +171,7 @@ def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_wei
 ) -> None:
     """One task has two entries; `words-tuned` has `at: ends`, so the checkpoints after half of the steps lack it."""
     words_spec = TextSpec(name="words", text_a=0, text_b=None, label=1, metric="accuracy")
-    monkeypatch.setitem(checkpoint_scores.GLUE, "words", words_spec)
+    monkeypatch.setitem(open_measures.GLUE, "words", words_spec)
     pretraining = FakePretraining(monkeypatch)
     common: dict[str, Any] = {"data": str(words_task)}
     probed = {**common, "task": None, "set": {"max_length": 16}}
@@ -178,7 +180,7 @@ def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_wei
     assert compare(make_comparison(tasks={"words": probed, "words-tuned": tuned}))
 
     tree = results(tmp_path / "out")
-    checkpoints_of: dict[str, list[tuple[str, int]]] = {task: [] for task in tree["config"]["tasks"]}
+    checkpoints_of = defaultdict[str, list[tuple[str, int]]](list)
     for score in tree["scores"]:
         checkpoints_of[score["task"]].append((score["entry"], score["step"]))
     probed_checkpoints = checkpoints_of["words"]

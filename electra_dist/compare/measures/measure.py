@@ -51,3 +51,8 @@ class Measure(abc.ABC):
 def digest_of(tree: dict[str, Any]) -> str:
     """Return the sha256, in hexadecimal, of nested dicts and lists; equal contents give equal digests."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()
+
+
+def layer_details(layer_scores: list[float]) -> dict[str, float]:
+    """Return "layer 0", "layer 1", ... -> the probe's score at that layer; layer 0 is the embeddings."""
+    return {f"layer {layer}": score for layer, score in enumerate(layer_scores)}

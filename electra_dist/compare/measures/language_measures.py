@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, TaskEntry
-from electra_dist.compare.measure import Measure, Measured, digest_of
+from electra_dist.compare.measures.measure import Measure, Measured, digest_of, layer_details
 from electra_dist.finetune.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
 from electra_dist.finetune.pair_files import read_pair_files
 from electra_dist.finetune.training_loop import Progress
@@ -103,11 +103,6 @@ class TreebankMeasure(Measure):
             layer=result.layer,
             details=layer_details(result.layer_scores),
         )
-
-
-def layer_details(layer_scores: list[float]) -> dict[str, float]:
-    """Return "layer 0", "layer 1", ... -> the probe's score at that layer; layer 0 is the embeddings."""
-    return {f"layer {layer}": score for layer, score in enumerate(layer_scores)}
 
 
 def _of_pair_scores(scores: list[PairScore]) -> Measured:

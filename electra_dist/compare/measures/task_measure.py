@@ -1,0 +1,67 @@
+"""Scores encoders on tasks on texts, by a probe of frozen states or by fine-tuning."""
+
+from __future__ import annotations
+
+from electra_dist.compare.comparison_config import TaskEntry
+from electra_dist.compare.measures.measure import Measure, Measured, digest_of, layer_details
+from electra_dist.finetune.finetune_and_probe import PROBED_LAYERS, finetune_task, probe_task
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.seed_results import summarize
+from electra_dist.finetune.tasks import TextTask
+from electra_dist.finetune.training_loop import Progress
+from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
+
+
+class TaskMeasure(Measure):
+    """Measure of how well an encoder solves a task on texts.
+
+    The encoder is either frozen, and a linear model (probe) is trained on its states, or fine-tuned with one or
+    several seeds.
+    """
+
+    def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
+        """Store a task and the way in which encoders are scored on it.
+
+        Args:
+            name: name of the entry in the comparison's `tasks`.
+            task: the task with its data.
+            entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
+            settings: settings of fine-tuning; a probe uses only those that shape its examples.
+        """
+        self.name = name
+        self.metric = task.metric
+        self.at = entry.at
+        self._task = task
+        self._entry = entry
+        self._settings = settings
+        identity = {"task": task.digest, "how": entry.how, "seeds": entry.seeds, "settings": settings.identity()}
+        if entry.how == "probe":
+            identity["layers"] = PROBED_LAYERS
+        self.digest = digest_of(identity)
+
+    def score(self, encoder: Pretrained, progress: Progress) -> Measured:
+        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
+
+        The score is None if all seeds diverged. Each seed that counts as failed, because its loss diverged or all its
+        predictions are equal, has a line among the failures.
+
+        Args:
+            encoder: the pretrained weights; they are not changed.
+            progress: called while the encoder is trained or computes features.
+        """
+        device = device_of_choice()
+        if self._entry.how == "probe":
+            result = probe_task(encoder, self._task, self._settings, device, progress)
+            return Measured(
+                value=result.score,
+                failures=(result.failure,) if result.failure else (),
+                standard_error=result.standard_error,
+                layer=result.layer,
+                details=layer_details(result.layer_scores),
+            )
+        results = [
+            finetune_task(encoder, self._task, self._settings, seed, device, progress)
+            for seed in range(self._entry.seeds)
+        ]
+        summary = summarize(results)
+        return Measured(value=summary.median, failures=tuple(summary.failed.values()))
