@@ -35,7 +35,7 @@ from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.patience import Patience
 
-_WAIT_SLICE_S = 1.0  # between two calls of `on_wait`
+_WAIT_SLICE_S = 1.0  # seconds between two calls of `on_wait`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,8 +316,9 @@ class CheckpointWriter:
 def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:
     """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed.
 
-    A stage that does not depend on the one that failed is run nevertheless, but nothing is committed before its
-    metrics are on the disk.
+    After a failure of the first stage, which stores files, the others run nevertheless, for the targets that have this
+    rank's file. After a failure of any other stage no further one runs: nothing is committed before `before_commit`
+    has brought the metrics to the disk.
     """
     first_failure = None
     for stage in stages:

@@ -1,9 +1,9 @@
 """Define the manifest of a checkpoint, a JSON file that is written last: without a manifest there is no checkpoint.
 
 Guarantee: every byte of a checkpoint is covered by a SHA-256 digest. A tensor file consists of a header, whose length
-and digest are in the manifest, and of tensors, whose offsets and digests are in the manifest; they leave no gap up to
-the end of the file. The manifest contains its own digest. It is accepted only in the exact bytes that `Manifest.dump`
-writes.
+and digest are in the manifest, and of tensors, whose offsets and digests are in the manifest. Header and tensors
+follow one another without a gap up to the end of the file. The manifest contains its own digest. It is accepted only
+in the exact bytes that `Manifest.dump` writes.
 
 How: every start of a run has a number, its "attempt". A store that receives checkpoints holds these files:
     attempts/0003.json                  written by start 3 of the run; contains the identity of the run
@@ -145,7 +145,7 @@ class RunState(_Frozen):
     bit_settings: dict[str, str] = {}  # what may change the last bits (engine/bit_settings.py); {} in older versions
     rows_seen: int = 0  # rows trained on since step 0
     rows_digest: int = 0  # sum of their hashes modulo 2**64 (data/row_receipt.py)
-    skipped: tuple[int, ...] = ()  # steps below `step` that made no update, ascending
+    skipped: tuple[int, ...] = ()  # steps below `step` on the skip list (train/skip_list_file.py), ascending
     recent_losses: tuple[float, ...] = ()  # of the last accepted steps, oldest first; the guard compares with them
     # Of the evaluation at this step, if there was one. Checkpoints of older versions have `eval_rtd_loss` only.
     eval_rtd_loss: float | None = None  # loss of replaced-token detection

@@ -71,8 +71,8 @@ def begin_attempt(
     Args:
         targets: all stores that the run writes its checkpoints to.
         run: what identifies the run (digest of its identity, corpus fingerprint); stored with the number.
-        older_runs: numerics (number of the random draws and the rounding) -> what identified this run in versions of
-            these numerics.
+        older_runs: numerics (version number of random draws and rounding) -> what identified this run in package
+            versions with these numerics.
         accept_new_numerics: whether the run may continue although its newest start had older numerics. Later starts
             need no acceptance, because this start stores `run` with its number.
 
@@ -114,7 +114,7 @@ def _check_older_run(
     Args:
         target: the store, for messages.
         found_document: content of the file of the newest start.
-        older_runs: each numerics (number of the random draws and the rounding) below this run's -> what identified
+        older_runs: each numerics (version number of random draws and rounding) below this run's -> what identified
             this run then.
         accept_new_numerics: whether the user accepts the change.
 
@@ -213,7 +213,8 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 def sweep(target: Store, attempt: int) -> list[str]:
     """Delete a target's files that no checkpoint needs (`leftovers`), and unfinished uploads of earlier starts.
 
-    Every start of the run has a number, its attempt; a file is of the start that is named in its folder.
+    Every start of the run has a number, its attempt. The name of a checkpoint folder ends with the number of the start
+    that writes to it.
 
     Args:
         target: the store to clean.

@@ -83,7 +83,7 @@ def file_faults(store: Store, folder: str, file: FileEntry, rereading: Rereading
         store: the store to read from.
         folder: the checkpoint's folder in the store.
         file: manifest entry of the file.
-        rereading: the readings of this checkpoint.
+        rereading: repeats a faulty reading; one object serves all readings of a checkpoint.
 
     Returns:
         One line for each fault of the last reading, empty for a good file; exactly `[missing(file.name)]` if there is
@@ -156,7 +156,7 @@ def read_tensors(
         request: neighbouring tensors of one file, which one read covers.
         use: called with the manifest entry and the bytes (little-endian fp32) of a tensor. After a fault it is called
             again for tensors of the request that it has received before.
-        rereading: the readings of this checkpoint.
+        rereading: repeats a faulty reading; one object serves all readings of a checkpoint.
 
     Returns:
         One line for each tensor that did not match its digest at the last reading, empty if all are good. A missing

@@ -15,7 +15,7 @@ from electra_dist.store.interface import Store
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest parent that exists: the disk that it will be on."""
+    """Return the folder itself if it exists, otherwise its nearest existing parent, on whose disk it will be."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -35,7 +35,8 @@ def save_folders(targets: Sequence[Store], staging: Path) -> list[Path]:
 def shortage(folders: Sequence[Path], needed_bytes: int) -> str:
     """Return which disk has too little space for a checkpoint, and how much it has; "" if all have enough.
 
-    The needs of folders on the same disk are added up. A disk that does not answer is left to the save itself.
+    The needs of folders on the same disk are added up. A disk that does not answer is passed over; the save itself
+    reports it.
 
     Args:
         folders: local folders that each receive the checkpoint; they need not exist.

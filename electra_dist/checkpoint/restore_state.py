@@ -57,8 +57,8 @@ class _Candidate(NamedTuple):
 class _Fault(NamedTuple):
     """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable.
 
-    It proves that if a file is damaged or missing, or if the checkpoint is of another run. It does not if the store
-    cannot be read: the checkpoint may then be good.
+    A file that is damaged or missing is a proof, and so is a checkpoint of another run. A store that cannot be read is
+    no proof: the checkpoint may then be good.
     """
 
     text: str
@@ -76,7 +76,8 @@ def load_newest(
 
     If a checkpoint is damaged or of another run, its copy in another store is tried, or the next older checkpoint. All
     ranks load the same one. Those that were rejected are then set aside: their manifests are renamed, so that no later
-    load takes them. If none is good, nothing is renamed, and the run must not begin again by itself.
+    load takes them. If there are checkpoints and none is good, nothing is renamed and UserError is raised, so that the
+    run does not begin again by itself.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
@@ -223,7 +224,8 @@ def check_belongs(found: RunState, expected: RunState, older_identities: Collect
     """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ.
 
     A skipped step makes no update of the weights. The config (`train.skip_steps`) and skipped_steps.json in the run
-    folder list them. The lists must agree for all steps before that of the checkpoint; later steps are not compared.
+    folder list the steps that this run skips. Below the checkpoint's step they must be those that the checkpoint
+    records; later steps are not compared.
 
     Args:
         found: state of the checkpoint.

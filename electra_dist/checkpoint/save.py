@@ -1,4 +1,4 @@
-"""Store one checkpoint in several targets, each at its own pace: what is done stays done when a target is tried again.
+"""Store one checkpoint in several targets; after a failure of one target only its unfinished stages are repeated.
 
 Guarantee: every stage can be repeated after a failure. A file is written once on this node, and then copied to all
 other targets at the same time. An entry is submitted after its file is complete. If a commit is repeated, a manifest

@@ -78,7 +78,7 @@ class BuildConsole:
 
         Args:
             num_bytes: size of its files, on disk.
-            num_documents: its documents.
+            num_documents: number of its documents.
         """
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
@@ -89,7 +89,7 @@ class BuildConsole:
         Args:
             num_bytes: size of the documents, undecoded.
             num_documents: their number.
-            num_tokens: their tokens of text.
+            num_tokens: number of their tokens, without [CLS], [SEP] and [PAD].
         """
         self._documents += num_documents
         self._tokens += num_tokens

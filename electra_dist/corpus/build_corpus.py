@@ -10,8 +10,8 @@ How: the build has three stages (package `stages/`).
 2. Workers take buckets, which are ranges of keys: they collect the documents of a bucket from all spill files, turn
    them into rows and write shards (`bucket_rows.py`). The documents of all sources are thereby shuffled.
 3. One process joins the records: held-out corpus, build.json, corpus.json (`join_parts.py`). No shard is rewritten.
-A part i of n does the stages 1 and 2, each for its share of the groups and buckets; it also reads groups of other
-parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
+Part i of n does stages 1 and 2 for its share of the groups and buckets. After its own groups it also reads the groups
+of other parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
 (`build_records.py`), and a build or part that is started again goes on after these steps.
 
 Cost: 0.5 to 0.8 million tokens per second and core. Memory of a worker: 400 MB at a shard size of 16 MB. The spill
@@ -45,7 +45,7 @@ from electra_dist.corpus.stages.workers import WorkerPool
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store
 
-_MANY_BUCKETS = 1024  # buckets above which a bucket is made larger than the text of one shard
+_MANY_BUCKETS = 1024  # a corpus of more shards than this has several shards in a bucket
 _LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in memory
 
 
@@ -141,7 +141,11 @@ class _PartOfBuild:
         self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
-        """Return whether the output holds the finished corpus already; raises if it holds another one."""
+        """Return whether the output holds this corpus already, finished.
+
+        Raises:
+            ManifestMismatch: it holds a finished corpus of other inputs or parameters.
+        """
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
@@ -169,10 +173,10 @@ class _PartOfBuild:
         return resumed_shards
 
     def _changed_groups(self) -> set[int]:
-        """Return the numbers of the groups of inputs whose documents are not those that were recorded.
+        """Return the numbers of the groups of inputs whose documents have changed since they were recorded.
 
-        Files of other names or sizes are other documents. Files that only have another time of modification are read
-        again, to compare their documents.
+        A group counts as changed if its files have other names or sizes. If only times of modification differ, the
+        group is read again, and its documents are compared with the recorded digest.
         """
         recorded = self._records.groups()
         changed: set[int] = set()
@@ -207,11 +211,11 @@ class _PartOfBuild:
             pass
 
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
-        """Yield the records of groups that workers read, as they come, and show the progress.
+        """Let workers read groups of inputs, yield the record of each group when it is ready, and show the progress.
 
         Args:
             groups: all groups that may be read.
-            tasks: those to read, taken when a worker is free.
+            tasks: the groups to read, some or all of `groups`; each is taken when a worker will soon be free.
         """
         if not groups:
             return
@@ -238,7 +242,7 @@ class _PartOfBuild:
 
         Args:
             missing: groups without a good record when this call began.
-            changed: numbers of those among them that have a record, of other documents.
+            changed: numbers of the groups in `missing` whose record describes other documents than they have now.
         """
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
@@ -247,7 +251,13 @@ class _PartOfBuild:
                     yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> CorpusOrder:
-        """Return the record of the order of the corpus, which follows from the records of all groups."""
+        """Decide how many buckets the corpus has and how often each source is used; return this as a record.
+
+        The result follows from the records of all groups, so all parts of a build decide the same.
+
+        Raises:
+            UserError: `corpus.source_epochs`, `source_shares` or `licences` do not fit the sources of the inputs.
+        """
         request = self._request
         records = self._group_records()
         source_bytes: dict[str, int] = {}
@@ -317,11 +327,12 @@ class _PartOfBuild:
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
     """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
-    Up to 1,024 buckets have one shard each. A larger corpus has several shards in a bucket, because each bucket reads
-    a piece of each spill file; but the documents of a bucket must fit in the memory of a worker.
+    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket reads
+    a piece of each spill file, and more buckets would mean more and smaller pieces. The number of buckets is higher if
+    the documents of a bucket would otherwise exceed 256 MB, because a worker holds them in memory.
 
     Args:
-        total_bytes: bytes of all documents, those that are used several times counted so often.
+        total_bytes: bytes of all documents; a document that is used several times counts each time.
         num_shards: number of shards that the rows of the corpus fill.
     """
     shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1

@@ -23,9 +23,9 @@ from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 BUILDER_VERSION = 2  # increase it when the same input begins to give other rows
-_EXAMPLES = 0  # numbers of the seeds that are derived from the seed of the corpus
-_ORDER = 1
-_GROUP_SHARDS = 4  # input files on disk are read in groups of this many shards' bytes, of documents of twice that
+_EXAMPLES = 0  # number by which `example_seed` is derived from the seed of the corpus
+_ORDER = 1  # number by which `order_seed` is derived from it
+_GROUP_SHARDS = 4  # size of a group of input files, as a multiple of the size of a shard
 _MIN_CHUNK_BYTES = 1 << 16  # 64 KiB
 _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 
@@ -79,7 +79,8 @@ class BuildRequest:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
 
         They are stored in corpus.json and, while the build is not finished, in progress/build.json. A build with other
-        values in the same folder is refused. Those of `PARAMETERS_LEFT_OUT` are stored at other values only.
+        values in the same folder is refused. A parameter is left out if it has the value that `PARAMETERS_LEFT_OUT`
+        gives for it.
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {

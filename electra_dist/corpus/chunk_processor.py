@@ -4,9 +4,9 @@ A chunk is a group of consecutive documents of the corpus's order. The documents
 [CLS] A [SEP] B [SEP], and one or more examples fill a row of seq_len ids.
 
 Guarantee: the rows depend on the chunk and the rules alone. Every document of the chunk is counted once: as used, held
-out or one kind of skipped. Every token of a used document is in exactly one row.
+out or one kind of skipped. Every token of a used or held-out document is in exactly one row.
 
-How: a chunk's seeds follow from its place in the corpus (`build/bucket_rows.py`), so the number of workers cannot
+How: a chunk's seeds follow from its place in the corpus (`stages/bucket_rows.py`), so the number of workers cannot
 change the rows. Examples of different chunks never share a row.
 
 Cost: tokenization takes most of the time. A worker process imports this module, which does not import torch.
@@ -49,10 +49,10 @@ class Rules:
     vocabulary_text: str  # the text of vocab.txt
     lowercase: bool  # lower-case the text and strip its accents
     seq_len: int  # tokens of a row
-    packing: Literal["rows", "none"]  # several examples in a row, or one
-    single_segment_prob: float  # of an example that has one segment only
-    short_target_prob: float  # of an example with a target length below seq_len
-    heldout_fraction: float  # of documents that go to the held-out corpus
+    packing: Literal["rows", "none"]  # rows: as many examples in a row as fit; none: one example in each row
+    single_segment_prob: float  # probability that an example has one segment only
+    short_target_prob: float  # probability that the target length of an example is drawn from [5, seq_len]
+    heldout_fraction: float  # share of the documents that go to the held-out corpus
     heldout_key: int  # 64-bit key of the hash that chooses held-out documents
     text_field: str  # field of a JSON line that holds the text
     undecodable: Undecodable  # what happens to a document with bytes that are not UTF-8
@@ -91,9 +91,8 @@ class ChunkRows:
     heldout: Rows
     documents: Counter[str]  # documents by outcome: in (all), used, heldout and each kind of SKIPPED_KINDS
     sources: SourceCounts = field(default_factory=dict)  # counts of the documents of each source for the report
-    names: dict[int, DocumentNames] = field(
-        default_factory=dict
-    )  # index of a decoded document in the chunk -> its names
+    # Index of a decoded document in the chunk -> the id and the source that its own record gives it.
+    names: dict[int, DocumentNames] = field(default_factory=dict)
 
 
 class _Text(NamedTuple):
@@ -102,7 +101,7 @@ class _Text(NamedTuple):
     index_in_chunk: int
     text: str
     document_bytes: int  # size of the document before it was decoded
-    counts: DocumentCounts
+    counts: DocumentCounts  # of the document's source; updated in place
 
 
 class ChunkProcessor:

@@ -36,7 +36,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
 
     Args:
         store: folder or S3 prefix with the shards.
-        vocabulary: the vocabulary whose line numbers are the ids in the rows.
+        vocabulary: the vocabulary to which the ids in the rows refer.
         lowercase: whether the text was lower-cased and stripped of accents; recorded, not checked.
 
     Raises:

@@ -5,8 +5,8 @@ by their name below the input path. A damaged file (cut-off compression, broken 
 that names the file: a corpus is never silently smaller than its inputs. What is left out is counted (`StreamCounts`).
 
 How: a reader yields undecoded bytes (`RawDocument`); worker processes decode them (`text_decoding.py`).
-`inputs/formats.py` reads the formats, `inputs/archives.py` tar and zip. A file on S3 is downloaded to a temporary file
-first, by the retries of its store.
+`inputs/formats.py` reads the formats, `inputs/archives.py` tar and zip. A file on S3 is first downloaded to a
+temporary file; its store repeats failed requests.
 
 Cost: one core reads 150 (.gz, .zst) to 400 MB of text a second, or 250,000 small documents; that feeds 40 cores.
 
@@ -81,7 +81,10 @@ class DocumentStream:
             yield document
 
     def numbered(self) -> Iterator[tuple[int, int, RawDocument]]:
-        """Yield every document, undecoded, with the position of its file in `files` and its own in the file, from 0.
+        """Yield (file, number, document) for every document, in order; the document is undecoded.
+
+        `file` is the position of the document's file in `files`, and `number` the position of the document in its
+        file, both from 0.
 
         Raises:
             UserError: a file cannot be read to its end, or a table that the user gave, or a parquet file, has no

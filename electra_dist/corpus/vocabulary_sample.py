@@ -1,7 +1,8 @@
 """Take a bounded sample of the documents of a corpus, to train a vocabulary on.
 
 Guarantee: the sample depends on the inputs, the seed and the limit alone. Every document has the same chance, whatever
-its source and place. It holds at most `limit_bytes` of documents, and at least half of it if there are more.
+its source and place. The sample holds at most `limit_bytes` of documents. If the documents exceed the limit, it holds
+about half of the limit or more, unless its documents are few and large.
 
 How: each document has a level: 0 with probability 1/2, 1 with probability 1/4, and so on, by a keyed hash. Its text is
 appended to the file of its level. Whenever the files together exceed the limit, the file of the lowest level is
@@ -72,8 +73,9 @@ class VocabularySample:
         """Read all documents, and keep the sample in the folder; an unfinished sample there is replaced.
 
         Args:
-            texts: position of the file, position in the file, and text of each document.
-            progress: called with the position of the file of each document.
+            texts: (file, number, text) of each document: the position of its file among the inputs, its position in
+                the file, and its text.
+            progress: called for each document with the position of its file among the inputs.
 
         Raises:
             StoreError: the folder cannot be written.

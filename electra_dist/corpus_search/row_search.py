@@ -4,7 +4,8 @@ Guarantee: the rows that are found are exactly those that contain what was searc
 texts, `corpus/origins/document_search.py` for sources and documents).
 
 Cost: a search for a text reads all shards once; a search for a source or a document reads all side files once. The
-found rows take 16 bytes of memory each, and Python objects for each row whose documents the caller asks for.
+result takes 16 bytes of memory for each found row, or 24 for a text. `RowSearch.hits` makes Python objects for each
+row that it lists.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class RowSearch:
         return FoundRows(shards=np.concatenate(shards), rows=np.concatenate(rows))
 
     def hits(self, found: FoundRows, num_listed: int) -> list[Hit]:
-        """Return the first `num_listed` found rows, with their documents if the corpus has side files that name these.
+        """Return the first `num_listed` found rows, each with its documents if its corpus has side files.
 
         A query for a text returns all documents of each row. A query for a source or a document returns only the
         documents that match it.
@@ -157,7 +158,7 @@ class RowSearch:
         return hits
 
     def sources(self) -> list[str]:
-        """Return the names of all sources in the side files, sorted."""
+        """Return the names of all sources in the side files, sorted; all corpora must have side files."""
         names: set[str] = set()
         for shard in self._progress(range(len(self._manifest.shards))):
             names |= sources_of_table(self._table(shard))

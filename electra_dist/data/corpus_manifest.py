@@ -162,7 +162,7 @@ class CorpusManifest(Section):
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
-    """Read and validate the manifest of the corpus in `store`; a wrong body from S3 is read again a few times.
+    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times.
 
     Args:
         store: Store of the corpus.

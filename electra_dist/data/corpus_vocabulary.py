@@ -33,15 +33,18 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
 
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
-    """Return the vocabulary in an object of a store, whose digest a file beside it names.
+    """Return the vocabulary in an object of a store, after a check of its digest if one is recorded.
+
+    A wrong body from S3 is read again a few times.
 
     Args:
         store: store of the object.
         key: key of the vocabulary.
-        expected: the digest, who names it, and the user's next step; None if nothing names one.
+        expected: the SHA-256 that the vocabulary must have, and the file that records it; None if no file does.
 
     Raises:
         StoreMissing: the object is missing.
         ManifestMismatch: the object has another digest.
+        UserError: the object is not a vocabulary.
     """
     return read_verified(store, key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))

@@ -6,8 +6,9 @@ cut into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader
 which the checksum of every row was verified, or raises an error. A step in `skip_steps` uses no rows, and the rows of
 all other steps do not shift.
 
-How: one thread reads `_DEPTH` steps ahead. While it reads rows of one window (a group of shards whose rows are
-shuffled together), the shards of the next window are downloaded. `RowLoader.next` raises the thread's errors.
+How: one background thread reads batches ahead of training, into a queue of `_DEPTH` batches. While it reads rows of
+one window (a group of shards whose rows are shuffled together), the threads of the `ShardCache` fetch and verify the
+shards of the next window. `RowLoader.next` raises the errors of the background thread.
 
 Cost: about 3 us of CPU per row of 512 tokens, spent outside the training thread. The time to verify the SHA-256 of the
 shards comes on top (`benchmarks/loader.py`).
@@ -33,9 +34,9 @@ from electra_dist.data.row_receipt import Receipt
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError
 
-_DEPTH = 2  # Number of steps read ahead.
+_DEPTH = 2  # Batches that the queue holds; the thread reads one more and then waits for room in the queue.
 _LOCATED = 16  # Number of steps whose rows are located together.
-_WAIT_SLICE_S = 1.0  # Between two calls of `on_wait`.
+_WAIT_SLICE_S = 1.0  # Seconds between two calls of `on_wait`.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for a thread that is in the middle of a read.
 
 
@@ -85,8 +86,9 @@ class RowLoader:
             start_step: First step to load, counted from 0.
             skip_steps: Steps for which `next` returns no batch. Their rows are not used, and the rows of all other
                 steps do not shift.
-            call: Calls the function that reads a batch, and may call it again after an error; the background thread
-                uses it. The default calls it once.
+            call: Receives a function that reads one batch, calls it in the background thread and returns the batch. It
+                may call the function again after an error: a run passes `Patience.call`, which waits while storage
+                does not respond. The default calls the function once.
             on_wait: Called about every second while `next` waits, with the seconds waited so far.
 
         Raises:
@@ -147,9 +149,7 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how many times this rank has fetched a shard again because its bytes were wrong.
-
-        They may have been wrong on arrival or have changed on the disk since.
+        """Return how often this rank has fetched a shard again because its bytes were wrong, on arrival or on disk.
 
         A number above 0 points to a faulty network, disk or storage service. Training used only verified rows.
         """

@@ -8,7 +8,7 @@ run on a corpus that was built again never reads an old shard.
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
 times; after that the run ends with an error that names the object. Before a download, shards are deleted (evicted) if
-the folder would exceed `limit_bytes` or the disk would fill up, in an order by which a fixed part of the corpus stays
+the folder would exceed `limit_bytes` or the disk would fill up. The order of deletion keeps a fixed part of the corpus
 in the folder (`shard_cache/eviction_order.py`). A process that has a shard open holds a shared flock on it, which
 protects the shard from eviction. The shards that a process will open next are protected by the attribute `wanted`. A
 download first creates a sparse file of the shard's size, so that all processes count its bytes from the beginning.
@@ -37,7 +37,7 @@ from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMi
 from electra_dist.store.atomic_files import file_sha256, is_temporary, readable, writable
 from electra_dist.store.interface import Store
 
-_FETCHES = 5  # Attempts to fetch a shard whose bytes do not have the right SHA-256.
+_FETCHES = 5  # Downloads with a wrong SHA-256, one after another, after which `NodeCache.ensure` raises an error.
 _SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
 _SHARD_SUFFIX = ".tar"
 _UNVERIFIED_SUFFIX = ".unverified"

@@ -3,8 +3,8 @@
 The checksum of a row is the sum, modulo 2**64, of its 32-bit words times their keys. The keys are fixed odd numbers of
 32 bits, one for each word of the row.
 
-Guarantee: a row in which one word has changed, in any of its bits, always has another checksum, and so has a row of
-which two words have changed places. Other damage is missed with a probability of about 2**-64.
+Guarantee: if one word of a row changes, in any of its bits, or if two different words of a row are exchanged, the
+checksum of the row always changes. Other damage is missed with a probability of about 2**-64.
 
 Cost: `benchmarks/loader.py` measures it. Where `electra_kernels.native.cpu_library` was not built, NumPy computes the
 same sums several times slower.
@@ -32,8 +32,8 @@ _ROWS_AT_A_TIME = 1024  # Rows for which NumPy holds the products at once.
 def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
     """Return the keys of the checksums of rows of `row_bytes` bytes: uint32, odd, one for each word of 4 bytes.
 
-    They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. The bytes after the last whole
-    word are a word of their own, so the number of keys is rounded up.
+    They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. If `row_bytes` is not a multiple
+    of 4, the remaining bytes, padded with zeros, are one more word.
     """
     num_words = -(-row_bytes // _WORD_BYTES)
     upper_halves = row_hash(np.arange(num_words)) >> np.uint64(32)

@@ -37,7 +37,7 @@ Integers = NDArray[np.int64]
 # need more rounds to reach all permutations equally often: for 6 shards, 10 and 16 rounds fail a chi-squared test over
 # 60,000 permutations (p = 1e-197 and 3e-4), and 20 rounds pass it (p = 0.85).
 NUM_ROUNDS = 20
-_EPOCHS_KEPT = 32  # Layouts kept in memory; each takes 65 bytes per shard.
+_EPOCHS_KEPT = 32  # Layouts kept in memory; each takes 16 to 24 bytes per shard.
 
 
 def permute(
@@ -49,10 +49,10 @@ def permute(
     epoch: NDArray[Any],
     block: NDArray[Any],
 ) -> Words:
-    """Return to which place a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
+    """Return the place to which a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
-    Each of the k elements may belong to another permutation: (seed, purpose, epoch, block) select it. No permutation
-    is stored. A Feistel network (`_feistel`) permutes [0, n) for an n slightly above `size`; a result of `size` or
+    Element i uses the permutation of [0, size[i]) that (seed, purpose, epoch[i], block[i]) select. No permutation is
+    stored. A Feistel network (`_feistel`) permutes [0, n) for an n slightly above `size`; a result of `size` or
     more goes through it again until it is below `size` (cycle walking), so no two indexes get the same place. The C
     function in `electra_kernels.native.cpu_library`, which is used where it was built, gives equal results.
 
@@ -97,7 +97,10 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
     Args:
         place: [k] numbers in [0, num_left * num_right).
         size: [k] length that the permutation should have, for each place.
-        seed: 64-bit key; `purpose`, `epoch` and `block`, the last two [k], are the rest of the key.
+        seed: 64-bit key.
+        purpose: Number of the `Purpose`, below 256.
+        epoch: [k] epoch of each place.
+        block: [k] number of each place's permutation within its epoch.
     """
     num_left, num_right = halves(size)
     left = place // num_right
@@ -115,7 +118,7 @@ def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words
 
 
 def halves(size: Words) -> tuple[Words, Words]:
-    """Return num_left (root of `size`, rounded up) and num_right (size / num_left, rounded up) for each `size`."""
+    """Return num_left, the square root of `size`, and num_right = size / num_left, both rounded up, uint64 [k]."""
     num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     num_right = (size + num_left - np.uint64(1)) // num_left
     return num_left, num_right
@@ -151,7 +154,7 @@ class Epoch:
     or windows: the last one is the number of rows in the epoch.
     """
 
-    shards: Integers  # [num_shards] index of the shard at each place
+    shards: Integers  # [num_shards] index in the manifest of the shard at each place
     shard_start: Integers  # [num_shards + 1]
     window_start: Integers  # [num_windows + 1]
 
@@ -193,7 +196,7 @@ class RowSequence(Protocol):
         """Return the id of each row, [P] int64, unique among the rows of all corpora of the run.
 
         Args:
-            shards: [P] number of each row's shard; shards are numbered on from corpus to corpus.
+            shards: [P] number of each row's shard, counted over the shards of all corpora.
             rows: [P] number of each row within its shard.
         """
 
@@ -242,9 +245,9 @@ class RowOrder:
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
-        A window is a group of consecutive shards of an epoch whose rows are shuffled together. The position's offset
-        from the start of its epoch is first replaced by another offset in the same window. The shards of the epoch,
-        laid one after another in the epoch's order, then have the wanted row at that offset.
+        A window is a group of consecutive shards of an epoch whose rows are shuffled together. First, the offset of a
+        position from the start of its epoch is replaced by another offset in the same window. The row is then the one
+        at that offset if the shards are laid one after another in the order of the epoch.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch

@@ -33,7 +33,7 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
 
     Args:
         order: sequence of the run's rows.
-        shards: [k] number of each row's shard; shards are numbered on from corpus to corpus.
+        shards: [k] number of each row's shard, counted over the shards of all corpora.
         rows: [k] number of each row within its shard.
         num_positions: number of rows that the whole run uses (steps x global batch); later positions are left out.
     """
@@ -57,12 +57,13 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
 
 
 def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
-    """Return the position of each row in one epoch of a run's sequence, int64 [k].
+    """Return the position of each row in one epoch of the sequence `order`, int64 [k].
 
-    Step t of a run with global batch G uses the positions [t * G, (t + 1) * G).
+    Positions count from the beginning of `order`. If the sequence is that of a later phase of a run, the caller adds
+    the phase's first position.
 
     Args:
-        order: the run's sequence of rows.
+        order: sequence of the rows of one corpus.
         epoch: number of the epoch, from 0.
         shards: [k] index of each row's shard in the manifest.
         rows: [k] number of each row within its shard.
@@ -108,7 +109,7 @@ def permute_back(
 
 
 def _undo_feistel(place: Words, size: Words, seed: int, purpose: int, epoch: int, block: Words) -> Words:
-    """Return each place before one pass through the Feistel network of `row_order.py`."""
+    """Invert `row_order._feistel`: return the number that one pass through the network turns into each `place`."""
     num_left, num_right = halves(size)
     left = place // num_right
     right = place % num_right

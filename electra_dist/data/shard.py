@@ -1,10 +1,11 @@
-"""Write shards and read rows from them; a shard is a WebDataset tar with blocks of rows in `NNNNNN.rows.npy` members.
+"""Read rows from shards; a shard is a WebDataset tar with blocks of rows in `NNNNNN.rows.npy` members.
 
-A row is a training sequence of token ids; each member is a NumPy array of rows, called a block.
+A row is a training sequence of token ids; each member is a NumPy array of rows, called a block. `shard_writer.py`
+writes shards.
 
-Guarantee: equal rows and equal block size give equal bytes, on every machine and at any time. The reader accepts every
-tar with these members, also those of webdataset's TarWriter and ShardWriter. It takes the members in their order in
-the tar and ignores members with other endings. Nothing is unpacked to disk, and no pickle is ever read.
+Guarantee: every tar with these members is accepted, also those of webdataset's TarWriter and ShardWriter. The members
+are taken in their order in the tar, and members with other endings are ignored. Nothing is unpacked to disk, and no
+pickle is ever read.
 
 How: an uncompressed tar holds each member in one piece at a known offset, and an .npy file is a short header followed
 by the array, so a row is a slice of the memory-mapped file. The greatest common divisor of the distances between rows
@@ -42,7 +43,7 @@ from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
 
-_BYTES_AT_A_TIME = 1 << 18  # of a shard that is read whole; it stays in the cache of a core
+_BYTES_AT_A_TIME = 1 << 18  # a whole shard is read in pieces of this size, which fit into the cache of a core
 
 
 class _Block(NamedTuple):
@@ -59,7 +60,7 @@ class ChangedRow(Exception):
         """Remember which row has changed.
 
         Args:
-            shard_index: Index of the row's shard in the list that `rows_of` was called with.
+            shard_index: Index of the row's shard in the list that `rows_of` was called with; 0 from `Shard.rows`.
             row: Number of the row in that shard.
         """
         super().__init__(f"row {row} of shard {shard_index} has changed")
@@ -99,7 +100,7 @@ class Shard:
             StoreError: The file cannot be read.
         """
         self.path = path
-        self.kind = (seq_len, dtype.newbyteorder("<"))
+        self.kind = (seq_len, dtype.newbyteorder("<"))  # tokens per row, and type of the token ids in the file
         blocks = self._map_file(lock)
         # Byte offset of each block's first row in the file.
         self._offsets = np.array([block.offset for block in blocks], np.int64)
@@ -148,10 +149,11 @@ class Shard:
         return int(np.searchsorted(self._block_starts, row, side="right")) - 1
 
     def digest_and_checksums(self) -> tuple[str, Checksums]:
-        """Read the whole file once; return its SHA-256, in hexadecimal, and the checksum of each row, uint64.
+        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
 
-        Both are of the same bytes, so checksums that come with the right SHA-256 are those of the right rows. If the
-        file has become shorter since it was mapped, the SHA-256 is that of what is left, and checksums are missing.
+        Both are computed from the same bytes: if the SHA-256 is right, the checksums are those of the right rows. If
+        the file has become shorter since it was mapped, the SHA-256 is that of the bytes that are left, and the
+        checksums of the missing rows are left out.
 
         Raises:
             StoreError: The file cannot be read.

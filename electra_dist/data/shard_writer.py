@@ -16,7 +16,8 @@ MEMBER_SUFFIX = ".rows.npy"
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
     """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
 
-    Equal rows give equal bytes. The write is not atomic; write to a temporary name and rename the file afterwards.
+    Equal rows and equal `block_rows` give equal bytes, on any machine, at any time. The write is not atomic: write
+    to a temporary name, and rename the file afterwards.
 
     Args:
         target: Path or binary stream.

@@ -1,4 +1,4 @@
-"""Read the headers of stored arrays, so that a damaged header is an error before memory is allocated for it.
+"""Read and check the headers of .npy and tar files, so that damage raises an error before memory is allocated.
 
 Guarantee: `parse_array` allocates no memory for a shape that the bytes do not hold, and executes no pickle. A tar that
 is opened with `CheckedTarInfo` ends with an error at a member of a negative size; without it, reading such a tar with
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
-_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}  # of the field that holds the length of the header, by version
-# The text that NumPy writes, and those who write as it does. It is not evaluated as Python, as NumPy itself does: in
-# threads, CPython 3.11 may then fail at a good header (SystemError, "AST constructor recursion depth mismatch").
+_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}  # .npy version -> size in bytes of the field with the header's length
+# Header in the form in which NumPy writes it. NumPy itself evaluates a header as Python. This module does not, because
+# CPython 3.11 may then fail in threads at a good header (SystemError, "AST constructor recursion depth mismatch").
 _HEADER = re.compile(
     r"\{'descr': '(?P<dtype>[<>|=][a-zA-Z][0-9]{0,3})', 'fortran_order': (?P<order>True|False), "
     r"'shape': \((?P<shape>(?:-?[0-9]{1,19}, ?)*(?:-?[0-9]{1,19})?)\),? ?\} *\n?"
@@ -41,7 +41,9 @@ class CheckedTarInfo(tarfile.TarInfo):
 
 
 def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, whether the order is Fortran's, and type of an .npy file; leave the stream after its header.
+    """Return the shape of the array in an .npy file, whether it is in Fortran order, and its NumPy type.
+
+    The stream is left at the first byte of the array.
 
     Args:
         header: the file, at least its first `MAX_HEADER_BYTES` bytes.

@@ -1,4 +1,4 @@
-"""Read an object whose content can be checked, again if the check fails, because a service may send a wrong body.
+"""Read an object and check its content; read it again if the check fails, because a service may send a wrong body.
 
 Guarantee: what `read_verified` returns has passed the caller's check. A body that a service or a proxy sends in place
 of the object, for example an error document with status 200, is not taken for the object.
@@ -6,7 +6,7 @@ of the object, for example an error document with status 200, is not taken for t
 How: an object of a local folder is read once. One that is fetched is read up to `READINGS` times, with pauses in
 between, and the error of the last reading is raised.
 
-Limits: the check is the caller's; the bytes of a file that nothing names a digest for are checked by their form alone.
+Limits: the check is the caller's. If no digest of a file is recorded anywhere, the caller can check its format only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TypeVar
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 
-READINGS = 5  # wrong bodies in a row that count as damage in the store
-_FIRST_PAUSE_S = 0.2  # doubles with each wrong body; three seconds in all
+READINGS = 5  # readings of a wrong body after which the object itself counts as damaged
+_FIRST_PAUSE_S = 0.2  # pause after the first wrong body; it doubles after each further one, 3 s in all
 _Content = TypeVar("_Content")
 
 

@@ -1,6 +1,6 @@
 """Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
 
-Guarantee: when a process opens a shard first, its bytes have the SHA-256 and the number of rows that the manifest
+Guarantee: when a process first opens a shard, its bytes have the SHA-256 and the number of rows that the manifest
 lists. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row had then, so a bit that
 flips on the disk afterwards does not reach a batch. A cached shard is then fetched again, and the reading goes on; a
 local one ends the run with an error that names the shard and the block. No shard is skipped silently.
@@ -44,7 +44,7 @@ from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, 
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
-_KEPT_BYTES = 64 << 20  # Checksums of closed shards that stay in memory.
+_KEPT_BYTES = 64 << 20  # Limit on the checksums that are kept in memory for the next opening of their shards.
 _READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
@@ -81,10 +81,10 @@ class ShardCache:
         digests = {entry.sha256 for entry in manifest.shards}
         self._node_cache = NodeCache(directory, limit_bytes, digests, peers)
         self._shards: dict[int, Shard] = {}  # the open shards, by index in the manifest
-        # Checksums of a shard's rows, when it is on this node and verified.
+        # For each shard that is queued, being fetched or open: the checksums of its rows, once it is verified.
         self._prepared: dict[int, Future[Checksums]] = {}
-        self._checksums: dict[int, Checksums] = {}  # of shards that this process has verified
-        # None ends a thread.
+        self._checksums: dict[int, Checksums] = {}  # of shards that this process has verified, up to `_KEPT_BYTES`
+        # Shards to fetch and verify, with the futures of `_prepared`. The thread that takes None ends.
         self._queue: queue.SimpleQueue[tuple[int, Future[Checksums]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
         for thread in self._threads:
@@ -171,7 +171,9 @@ class ShardCache:
         )
 
     def _verify_again(self, index: int, row: int, block: int) -> None:
-        """Close a shard of which a row has changed, verify it again, fetch it again if it is wrong, and report it.
+        """Close a shard in which a row has changed, and open it again, which verifies it and, if wrong, fetches it.
+
+        One line on stderr reports the result.
 
         Args:
             index: Index of the shard in the manifest.

@@ -1,7 +1,8 @@
 """List the settings that may change the last bits of a result without changing what is computed.
 
 They are not part of a run's identity, because a run may continue with others: on another number of ranks, on another
-type of machine, with more threads. A checkpoint records them, and a start that differs says so (`changes`).
+type of machine, with more threads. A checkpoint records them, and a start with other settings logs the differences
+(`changes`).
 """
 
 from __future__ import annotations

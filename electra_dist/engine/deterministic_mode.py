@@ -1,4 +1,4 @@
-"""Sets torch's deterministic mode on a GPU (`engine.deterministic`), so that a repeated step gives the same bits.
+"""Set torch's deterministic mode on a GPU (`engine.deterministic`), so that a repeated step gives the same bits.
 
 Guarantee: nothing changes on a CPU, whose results repeat without it. On a GPU torch takes deterministic kernels where
 it has them, for example for the gradients of embedding tables, and warns once of each operation that has none.
@@ -34,5 +34,6 @@ def set_deterministic_mode(enabled: bool) -> None:
         return
     os.environ.setdefault(CUBLAS_VARIABLE, _CUBLAS_WORKSPACES)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # By default the mode also fills new tensors with NaN, a launch each, to show reads of uninitialised memory.
+    # By default the mode also fills each new tensor with NaN, to show reads of uninitialised memory. That costs a
+    # kernel launch for each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -11,8 +11,9 @@ How each precision and ZeRO stage runs (tested with DeepSpeed 0.19.8):
          loss_scale.py. Ranks exchange fp32 on any device.
 
 What differs between devices in bf16 at stages 1 to 3: on a GPU ranks exchange gradients in fp32, so that the sum over
-ranks is fp32 as well. On a CPU DeepSpeed's default stays, which rounds gradients to bf16 before the exchange: a change
-would round differently from the runs that exist. In fp32, and at stage 0, both devices exchange fp32.
+ranks is fp32 as well. On a CPU they do so with `engine.overlap_communication` only. Otherwise DeepSpeed's default
+stays there, which rounds gradients to bf16 before the exchange; to change it would change the bits of runs that exist.
+In fp32, and at stage 0, both devices exchange fp32.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
             config["bf16"]["check_grad_overflow"] = False
         if device_type == "cuda" or engine.overlap_communication:
             config["communication_data_type"] = "fp32"
-            # Without it a gradient is first added to a zeroed bf16 buffer. The sums are the same bit for bit; the
-            # buffer and two operations per parameter and micro-batch are saved. Only stage 1 reads the key.
+            # Without this key a gradient is first added to a zeroed bf16 buffer. The key saves the buffer and two
+            # operations per parameter and micro-batch, and the sums are the same bit for bit. Only stage 1 reads it.
             config["bf16"]["immediate_grad_update"] = True
     elif is_fp16 and stage == 0:
         # DeepSpeed's own fp16 path would accumulate gradients in fp16 at stage 0, too.
@@ -134,7 +135,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Raise if the device of this process does not compute in a precision: its first GPU, or the CPU without one.
+    """Raise unless this process can compute in a precision, on its current GPU or, without a GPU, on the CPU.
 
     Args:
         precision: "bf16", "fp16" or "fp32", as in `train.precision`.
@@ -259,11 +260,11 @@ class Engine:
         return implementation
 
     def _reduces_for_nothing(self) -> bool:
-        """Return whether DeepSpeed would exchange gradients although there is only one rank, without any effect.
+        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank.
 
-        That is so for BF16_Optimizer, if the exchange has the dtype of its fp32 sums: it then copies all sums to a new
-        buffer and back. An exchange in bf16 would round the sums, so it is kept. At the other stages DeepSpeed keeps
-        its books in the same function.
+        That is so for BF16_Optimizer, if the exchange has the dtype of its fp32 sums: it then only copies all sums to
+        a new buffer and back. An exchange in bf16 would round the sums, so it is kept. At the other stages the
+        function that exchanges gradients also keeps state of the optimizer up to date, so it must be called.
         """
         exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
         is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
@@ -347,7 +348,7 @@ class Engine:
         self._accept = accept
         self._applied = None
         self._numbers = StepNumbers() if numbers is None else numbers
-        # Stage 0 does not report the norm, and clips the gradients in place: it must be computed before.
+        # At stage 0 DeepSpeed clips the gradients in place and does not report the norm, so it is computed here.
         if self.zero_stage == 0:
             self._unscale_unpartitioned_gradients()
             self._norm = self._numbers.read_with(self._unpartitioned_grad_norm())
@@ -362,7 +363,7 @@ class Engine:
             self._norm = float(self.deepspeed.get_global_grad_norm())
             self._clean_up_skipped_step()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
-        # It is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
+        # `_applied` is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
         if was_updated and self.loss_scale is not None:
             self.loss_scale.count_update()
@@ -399,12 +400,12 @@ class Engine:
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
-        """Do what DeepSpeed 0.19.8 forgets after a step that it has skipped for gradients not finite. Collective.
+        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step with non-finite gradients. Collective.
 
-        It keeps the gradients at ZeRO stages 1 and 2 with `engine.offload_optimizer`, and would add those of the next
-        step to them. At stage 3 it leaves the small parameters partitioned that are otherwise whole on every rank
-        ("persistent" ones). If it has recorded the order of parameters with whole ones, as after a restart, the next
-        step then fails.
+        At ZeRO stages 1 and 2 with `engine.offload_optimizer` DeepSpeed keeps the gradients, and would add those of
+        the next step to them; they are dropped. At stage 3 it leaves its "persistent" parameters partitioned, small
+        ones that are otherwise whole on every rank; they are gathered again. Without that, the next step fails if
+        DeepSpeed has recorded the order of parameters while these were whole, as after a restart.
         """
         optimizer = self.optimizer
         if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:

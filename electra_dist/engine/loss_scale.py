@@ -1,4 +1,4 @@
-"""Scales the loss of a run in fp16, so that small gradients are not rounded to zero (`train.precision: fp16`).
+"""Scale the loss of a run in fp16, so that small gradients are not rounded to zero (`train.precision: fp16`).
 
 Guarantee: the scale is a power of 2, so it changes gradients only where fp16 would lose them. A step whose gradients
 overflow changes neither weights nor moments; it changes the scale alone. The state is three numbers, equal on all
@@ -6,11 +6,12 @@ ranks and independent of the number of ranks and of the ZeRO stage; a checkpoint
 leaves the state as it was, as if the step had been skipped from the start.
 
 How: the rule is that of DeepSpeed's `DynamicLossScaler` with DeepSpeed's default settings. The scale begins at 65,536.
-Of two overflows without a growth of the scale between them, the first one changes nothing, and each further one halves
-the scale, down to 1. After 1,000 updates without an overflow the scale is doubled. DeepSpeed changes the scale in the
-middle of a step, before it divides the gradients by it, so that each step in which the scale grows would make half an
-update. Here the scale changes after the step. At ZeRO stage 0, where DeepSpeed would use the scaler of torch with
-another rule, the engine multiplies and divides by this scale.
+The first overflow of a run, and the first one after the scale has grown, changes nothing. Each further overflow halves
+the scale, down to 1. The first update after 1,000 updates without an overflow doubles it, and so does the first one
+after each further 1,000. DeepSpeed changes the scale in the middle of a step, before it divides the gradients by it,
+so that each step in which the scale grows would make half an update. Here the scale changes after the step. At ZeRO
+stage 0, where DeepSpeed would use the scaler of torch with another rule, the engine multiplies and divides by this
+scale.
 
 Limits: a forward pass that overflows gives a loss that is not finite, which no scale can repair; the guard stops it.
 """
@@ -24,7 +25,7 @@ from electra_dist.checkpoint.checkpoint_manifest import LossScaleState
 
 INITIAL_SCALE = 2.0**16
 STEPS_UNTIL_GROWTH = 1000
-HYSTERESIS = 2  # the overflow with this number is the first one that halves the scale
+HYSTERESIS = 2  # number of the first overflow that halves the scale, counted since it last grew
 LEAST_SCALE = 1.0
 
 

@@ -1,16 +1,16 @@
-"""Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring two numbers of rows.
+"""Find the largest micro-batch that fits into memory (`train.micro_batch: auto`) by measuring two sizes.
 
 Guarantee: the global batch stays the same; gradients of its micro-batches are accumulated. The size is stored in the
 run folder for each kind of device and number of ranks. A restart on the same ones takes the same size, and so repeats
 the same sums bit for bit. Each rank measures for itself, and all ranks take the smallest of their results.
 
-How: full rows go forward and backward through a copy of the towers without an optimizer, first few rows and then twice
-as many. Every further row is assumed to take as much as these. On a GPU the measure is the allocator's peak for half
-of the rows that the caller predicts to fit and for all of them, but for at least 8 and 16: with 1 and 2 rows the peak
-comes at the end of the backward pass, where the gradients of all parameters hide what a row takes. If the larger
-number does not fit, both are halved. On a CPU the measure is the bytes that autograd keeps for 1 and 2 rows, without
-gradients. A tenth of the free memory is not used, and the training state that DeepSpeed allocates later
-(`engine/state_layout.py`) is subtracted first.
+How: full rows go forward and backward through a copy of the towers without an optimizer, first n rows and then 2 n.
+Every further row is assumed to take as much as the second n did on average. On a GPU the allocator's peak is measured.
+There 2 n is the number of rows that the caller predicts to fit, but at least 16: with 1 or 2 rows the peak comes at
+the end of the backward pass, where the gradients of all parameters hide what a row takes. If 2 n rows do not fit, n is
+halved. On a CPU n is 1, and the bytes that autograd keeps for the backward pass are measured, without gradients. A
+tenth of the free memory is not used, and the training state that DeepSpeed allocates later (`engine/state_layout.py`)
+is subtracted first.
 
 Limits: communication buffers must fit into that tenth. The largest micro-batch is the fastest on a GPU; on a CPU it
 mostly is not. Evaluation uses the same micro-batch and keeps less.
@@ -46,7 +46,7 @@ from electra_dist.store.json_file import read_json_as
 _UNUSED_FRACTION = 0.1  # of the free memory, for communication buffers
 _LEAST_MEASURED_ROWS = 16  # on a GPU, for the larger of the two measurements, if they fit
 
-# Predicts how many rows of a config fit into some free bytes of one GPU of a number of ranks.
+# (config, free bytes of one GPU, number of ranks) -> number of rows that are predicted to fit on that GPU.
 PredictRows = Callable[[Config, float, int], int]
 
 
@@ -183,7 +183,7 @@ class RowMemory:
     extra_row_bytes: float
 
     def bytes_of(self, num_rows: int) -> float:
-        """Return the bytes of a micro-batch; fewer rows than the measured ones are taken to need as much as those.
+        """Return the estimated bytes of a micro-batch: `self.num_bytes` for up to `self.num_rows` rows, then the line.
 
         The line does not hold for fewer rows, because of the gradients, which exist for any number of rows.
         """
@@ -233,7 +233,8 @@ def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> C
     dtype = torch.float32 if has_fp32_weights else low_precision
     trial_module = copy.deepcopy(module).to(device, dtype).train()
     measure_pass = _kept_on_cpu if device.type == "cpu" else _peak_on_gpu
-    # The engine runs fp32 weights under autocast on any device. On a CPU the larger measure without it stays.
+    # The engine runs fp32 weights under autocast on any device. On a CPU the measurement leaves autocast out, and so
+    # gives more bytes than the engine needs.
     under_autocast = device.type == "cuda" and has_fp32_weights and low_precision is not None
 
     def measure(num_rows: int) -> int | None:

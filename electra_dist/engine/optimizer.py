@@ -38,7 +38,7 @@ from electra_dist.objectives.two_stage import TwoStageDetection
 def parameter_groups(
     module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None, *, use_muon: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: one with weight decay and one without.
+    """Return the optimizer's parameter groups, which separate parameters with weight decay from those without.
 
     LayerNorm parameters and biases are not decayed; all other parameters are, embeddings included. A shared parameter
     is in one group only. In two-stage training (`TwoStageDetection`) first the generator and then the discriminator
@@ -111,7 +111,7 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
 
 
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Refuse optimizer settings that cannot work: LAMB or Muon at some ZeRO stages, or in code without them.
+    """Refuse LAMB or Muon at a ZeRO stage where it cannot work, or with an implementation that does not have it.
 
     LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters. Muon gathers its matrices
     at stages 1 and 2, but not at stage 3. Every setting of AdamW is accepted.
@@ -141,7 +141,7 @@ def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
 
 
 def _check_muon(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise unless Muon can run: at the ZeRO stages 0 to 2, in this project's code.
+    """Raise unless Muon can run, which is so at the ZeRO stages 0 to 2 with this project's implementation.
 
     Raises:
         UserError: names the key that does not fit and the value to set.
@@ -235,8 +235,9 @@ def _fastest_on_gpu(optimizer_name: str) -> Implementation:
 def _problem_of(implementation: str) -> str | None:
     """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can.
 
-    It builds a FusedAdam for one number. That imports the extension; DeepSpeed's is compiled first where it was not
-    yet. A lack of nvcc, headers, ninja or cudart shows in errors of many classes, so all of them count.
+    It builds a FusedAdam for a parameter of one element. That imports the CUDA extension; DeepSpeed's is compiled
+    first if it was not compiled before. A lack of nvcc, headers, ninja or cudart shows in errors of many classes, so
+    all of them count.
     """
     if implementation == "apex" and not has_nvidia_apex():
         return "NVIDIA's apex with its CUDA extension amp_C is not installed"

@@ -17,7 +17,7 @@ from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S, agreed_port
 # All ranks wait for the node whose preflight takes longest; imports and the first collective then get ten minutes.
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)
 
-# What a process without a launcher gets: a group of a single rank on this machine.
+# Values of the environment variables that no launcher has set: those of a single rank on this machine.
 _SINGLE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 _ANY_FREE_PORT = "0"
 _DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks that names none
@@ -49,7 +49,8 @@ def init_distributed() -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
-        # Used only by inference; it needs a compiler and leaks 66 MiB of /dev/shm per rank and port.
+        # DeepSpeed's collectives in shared memory serve inference only. Their extension needs a compiler and leaks
+        # 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
     local_device()

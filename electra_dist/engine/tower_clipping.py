@@ -1,4 +1,4 @@
-"""Clips the gradients of generator and discriminator each to a norm of its own, at every ZeRO stage.
+"""Clip the gradients of generator and discriminator each to a norm of its own, at every ZeRO stage.
 
 Guarantee: with `optimizer.generator` the gradients of the generator's parameter groups are scaled by
 min(1, clip / (norm + 1e-6)), with the norm and the bound of the generator, and all other gradients by the same formula
@@ -29,7 +29,7 @@ _EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
 
 
 class TowerClipping:
-    """Clips the gradients of generator and discriminator by two norms.
+    """Clipping of gradients by two norms: one over the generator's own parameters, one over all others.
 
     In each step call `measure` once, when the gradients of the step are reduced, and then `apply` for the parameter
     groups that are updated.

@@ -1,7 +1,7 @@
 """Record the environment of a run in environment.json at every start: software, hardware, commit, command and hosts.
 
-Guarantee: it holds no user and no environment variable. It does name the hosts and the command line of rank 0, so that
-a run can be traced; a report, which may be passed on, shows neither.
+Guarantee: the file holds no user name and no environment variable. It does name the hosts and the command line of rank
+0, so that a run can be traced; a report, which may be passed on, shows neither.
 
 Cost: some 70 ms with torch already imported.
 

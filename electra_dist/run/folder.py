@@ -55,7 +55,7 @@ LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
-_OLD_S = 3600.0  # age from which a temporary file is no longer being written
+_OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer
 # Created by a person.
 STOP_FILE = "stop"
 SAVE_FILE = "save"
@@ -108,8 +108,9 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
     """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
 
     A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
-    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. Numerics is the number of the
-    random draws and the rounding of a version, which `--accept-new-numerics` allows to change.
+    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. Numerics is a number that
+    rises when a version of this package changes a random draw or a rounding; `--accept-new-numerics` lets a run
+    continue with a higher one.
 
     Args:
         config: the resolved config of the run.
@@ -171,7 +172,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 def recorded_numerics(run_dir: Path) -> int | None:
     """Return the numerics with which the run in a folder was last started; None if there is no run.
 
-    Numerics is the number of the random draws and the rounding of a version of this package. It is read from
+    Numerics is a number that rises when a version of this package changes a random draw or a rounding. It is read from
     identity.json, where the number 1 is left out.
     """
     if not (run_dir / IDENTITY_FILE).exists():
@@ -273,9 +274,10 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
 def delete_unfinished_files(run_dir: Path) -> None:
     """Delete the temporary files that killed processes left in a run folder, `.NAME.<hex>.tmp` and `preflight-<hex>`.
 
-    Those of files that only the process that trains writes are deleted at once. Another process may be about to write
-    any other file, such as report.html or one in `meeting/`, so such a temporary file is deleted when it is an hour
-    old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it, with the folder's lease.
+    If only the training process writes the final file, the temporary file is deleted at once. Another process may be
+    writing any other file at this moment, such as report.html or one in `meeting/`, so its temporary file is deleted
+    only when it is an hour old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it,
+    with the folder's lease.
 
     Args:
         run_dir: folder of the run, which need not exist.

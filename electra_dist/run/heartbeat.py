@@ -1,15 +1,16 @@
 """Write and read heartbeats: each rank records its phase and step, so that a supervisor notices a hang quickly.
 
-Guarantee: a rank writes one file, RUN/heartbeats/rank-00000.json, one JSON object of fixed length. A beat overwrites
-it in place by one write and carries a checksum, so a reader gets a whole record or none. `analysis/hung_ranks.py`
-decides from these files which ranks hang.
+Guarantee: each rank has one file, such as RUN/heartbeats/rank-00000.json, with one JSON object of fixed length. A beat
+overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none.
+`analysis/hung_ranks.py` decides from these files which ranks hang.
 
 Cost: 10 us a beat, measured on a local disk and in memory alike; no fsync, and no disk block is allocated after the
 first beat. Imports no torch.
 
-Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did; the loop reads a result
-back at log steps. Other nodes see a beat only when the shared file system shows it to them (NFS: up to a minute
-later), so each node's supervisor should watch its own ranks.
+Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
+its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes
+see a beat only when the shared file system shows it to them (NFS: up to a minute later), so each node's supervisor
+should watch its own ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Beat:
     step: Count  # optimizer steps done
     time: Number  # of this beat
     phase_since: Number  # first beat of this phase
-    step_s: Number | None  # median time of the newest steps; None until `EXEMPT_STEPS` steps are done
+    step_s: Number | None  # median time of the newest steps; None until more than `EXEMPT_STEPS` are timed
     reason: str = ""  # what this rank waits for, in the training thread (phase "storage") or in another one
 
 

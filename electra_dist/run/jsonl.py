@@ -2,9 +2,10 @@
 
 Guarantee: a record is one `write` of one whole line, so a process that is killed leaves whole lines and at most one
 torn line at the end, which is dropped when the file is next opened or read. A record that a full or silent disk
-refuses stays in memory and is written before later ones, after what reached the disk of it is cut off. Floats are
-written by `repr`, so reading returns them bit for bit. Every line is strict JSON: NaN and the infinities, which JSON
-lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for them.
+refuses stays in memory. It is written before later ones, after the part of it that had reached the disk is cut off.
+Floats are written by `repr`, so reading returns them bit for bit. Every line is strict JSON: NaN and the infinities,
+which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for
+them.
 
 Cost: 5 us a record to encode; `sync` (fsync) is a disk round trip of some milliseconds, meant for checkpoints.
 

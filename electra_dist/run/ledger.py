@@ -1,8 +1,9 @@
 """Write and read the ledger of a run, ledger.jsonl: every start, checkpoint and end, in order of time.
 
-Guarantee: an event is on the disk (fsync) when `append` returns, so the ledger is at least as new as anything that the
-process did afterwards. A torn last line of a killed process is dropped. Events are never rewritten, not even when
-steps are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once.
+Guarantee: an event is on the disk (fsync) when `append` returns, so nothing that the process does afterwards can
+survive a crash without the event. A torn last line of a killed process is dropped. Events are never rewritten, not
+even when steps are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step
+once.
 
 Cost: one fsync an event, some milliseconds; events are rare.
 
@@ -74,7 +75,11 @@ class Ledger:
         self._file.sync()
 
     def close(self) -> None:
-        """Close the ledger file. Calling it twice is fine."""
+        """Write the events that the disk has refused so far, and close the file. Calling it twice is fine.
+
+        Raises:
+            StoreAway: the disk is full or away; the file stays open, and a later call tries again.
+        """
         self._file.close()
 
     def discard(self) -> None:
@@ -113,8 +118,9 @@ def read_jobs(run_dir: Path) -> list[Record]:
 def has_event(run_dir: Path, event: Event, step: int) -> bool:
     """Return whether the ledger of a run has an event of this kind and step.
 
-    It is for what a run decides once and then stores elsewhere. Such an event is recorded first. A start that was
-    killed before it stored the decision is followed by one that decides the same again, and must not record it twice.
+    Some decisions, such as a rollback, are recorded as an event first and stored in a file of their own afterwards. If
+    a start is killed in between, the next start decides the same again. This function keeps it from recording the
+    event twice.
 
     Args:
         run_dir: folder of the run.

@@ -1,4 +1,4 @@
-"""Keep beside metrics.jsonl where its newest records are, so that nobody has to read all of it to find them.
+"""Keep a summary file that locates the newest records of metrics.jsonl, so that no reader has to read all of it.
 
 Guarantee: the file metrics.summary.json only saves time. It names the part of metrics.jsonl that it was made from by
 its length and by a digest of that part's last bytes; a summary that does not fit is not used, and whoever needs it
@@ -50,7 +50,7 @@ class MetricsSummary:
 
     @property
     def last_step(self) -> int | None:
-        """Return the highest step of all kinds; None without records. It is not known unless `in_order` is true."""
+        """Return the highest step of all kinds; None without records. Right only if `in_order` is true."""
         return max(self.last_steps.values(), default=None)
 
     def with_record(self, record: Mapping[str, Any], offset: int, end: int) -> MetricsSummary:

@@ -33,7 +33,7 @@ from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, validate_json
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
-_MOST_AHEAD_S = 48 * 3600.0  # in the future of this node's clock at which a strike is not believed
+_MOST_AHEAD_S = 48 * 3600.0  # a strike dated further ahead of this node's clock is ignored
 # A character takes at most 6 bytes of JSON, so with these limits a line stays within PIPE_BUF (4096 bytes).
 _REASON_CHARS = 300
 _NAME_CHARS = 64

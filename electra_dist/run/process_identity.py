@@ -39,7 +39,7 @@ def identity_of(pid: int) -> ProcessIdentity:
 def is_running(process: ProcessIdentity) -> bool | None:
     """Return whether a process exists and is no zombie; None if that cannot be seen from this process.
 
-    It cannot be seen for a process of another machine or container, or of an unknown one.
+    It cannot be seen for a process of another machine, boot or container, or if `process` does not name them.
     """
     is_of_this_boot = process.boot_id != "" and process.boot_id == _boot_id()
     is_visible = is_of_this_boot and process.pid_namespace != "" and process.pid_namespace == _pid_namespace()

@@ -75,7 +75,7 @@ class EvalRecord:
     recall: float  # fraction of the replaced tokens that are classified as replaced
     rows: int  # held-out rows evaluated, those of the context AUC not counted
     token_loss: float = 0.0  # nats per token that the large tower predicts itself; 0 for objectives without it
-    # ROC-AUC on replacements that token frequency alone does not show; NaN for objectives without a discriminator
+    # ROC-AUC on replacements that token frequency alone cannot tell from originals; NaN without a discriminator
     context_auc: float = math.nan
     context_auc_se: float = math.nan  # standard error of context_auc over held-out rows
     context_replaced: int = 0  # replaced tokens that context_auc compares with as many original ones

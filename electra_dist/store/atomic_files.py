@@ -122,7 +122,7 @@ def sync_folder(folder: Path) -> None:
 def disk_problem(folder: Path) -> str:
     """Return why the disk of a folder takes no new bytes now, such as "read-only file system"; "" if it takes them.
 
-    Nothing is written. A quota is not seen, and a folder that is missing has no problem.
+    Nothing is written, so a quota that is used up is not noticed. The result is "" if the folder is missing.
     """
     try:
         disk = os.statvfs(folder)

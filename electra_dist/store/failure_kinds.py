@@ -4,8 +4,8 @@ Guarantee: this file has the only table of storage failures. Every caller that m
 below, so that equal failures have equal consequences wherever they are met.
 
 How: one row for each error number of the operating system, for each error code and each HTTP status of an S3 service,
-and for each exception of boto3. An error number without a row is permanent. An S3 answer without a row is transient
-from status 500 on, and the user's below.
+and for each exception of boto3. An error number without a row is permanent. An S3 answer of which neither the code nor
+the status has a row is transient if its status is 500 or higher; below 500 it is an error of the user's.
 
 Limits: an operating system reports a network file system that went away in many ways, and a hard mount (NFS) reports
 nothing: its calls block until the server is back, which no table can shorten. Services other than AWS may have error
@@ -39,7 +39,7 @@ class Failure:
     kind: FailureKind
     reason: str  # what is wrong, in a few words without the path
     advice: str  # the user's next step, as an imperative
-    kind_after_success: FailureKind | None = None  # if the service has answered before; None: the same kind
+    kind_after_success: FailureKind | None = None  # kind if the service has answered before; None: as `kind`
     renew_credentials: bool = False  # whether the next try must read the credentials from their source again
 
     def kind_for(self, *, answered: bool) -> FailureKind:

@@ -36,7 +36,7 @@ class Store(ABC):
     url: str  # the folder or the s3:// URL, for messages; without credentials
     retries: int = 0  # requests repeated since the store was opened
     retry_wait_s: float = 0.0  # seconds slept before these requests
-    reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # before each further reading of bytes that are wrong
+    reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds before each further reading of bytes that are wrong
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:

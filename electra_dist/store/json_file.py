@@ -1,4 +1,4 @@
-"""Read JSON. Every reader of a JSON file or of a line of JSON uses this module, so that each damage is one error.
+"""Read JSON. Every reader of a JSON file or of a line of JSON uses this module, which reports all damage alike.
 
 Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
 

@@ -119,7 +119,7 @@ class LocalStore(Store):
         except FileExistsError:
             return False
         except StoreError:
-            # A start that has taken the name may have deleted the temporary file of this one.
+            # The process that created the object first may have deleted this call's temporary file as a leftover.
             if path.exists():
                 return False
             raise
@@ -202,7 +202,7 @@ class LocalStore(Store):
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed, because a folder that is away must not look empty.
+    """Raise the error of a folder that cannot be listed, because a folder that does not respond must not look empty.
 
     A folder that is missing, or that another process has just deleted, is empty.
     """

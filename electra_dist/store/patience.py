@@ -29,7 +29,7 @@ _SLICE_S = 1.0  # a pause is cut into slices, after each of which `on_wait` is c
 
 
 def print_line(text: str) -> None:
-    """Print a line to stderr; do nothing if stderr is a file on the storage that is away."""
+    """Print a line to stderr; do nothing if stderr is a file on storage that does not respond."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -64,12 +64,12 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """First failure of an operation that some thread waits for, as one line; empty if none waits."""
+        """Return the first failure of an operation that some thread waits for, as one line; "" if none waits."""
         return next(iter(list(self._reasons.values())), "")
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether `abandon` was called."""
+        """Return whether `abandon` was called."""
         return self._is_abandoned.is_set()
 
     def abandon(self) -> None:
@@ -95,7 +95,10 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Return, for a `with` block, the account of the failures of one operation that its caller repeats itself."""
+        """Provide an `Outage` for a `with` block in which the caller repeats one operation itself.
+
+        The caller passes each failure to `Outage.wait_after`. The end of the block closes the outage.
+        """
         outage = Outage(self)
         try:
             yield outage

@@ -229,7 +229,8 @@ class Rereading:
 
     Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
     that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
-    serves the readings of one checkpoint: once damage is confirmed, no further reading of it pauses.
+    serves readings that belong together, such as those of one checkpoint: once it has confirmed a damage, its further
+    readings make no pauses.
     """
 
     def __init__(self, pauses_s: Sequence[float]) -> None:

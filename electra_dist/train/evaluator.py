@@ -1,10 +1,10 @@
 """Evaluate on held-out rows: the losses and the discriminator's ROC-AUC, with the same rows and masks every time.
 
-Guarantee: rows, masks, the generator's samples and the tokens that the context AUC puts in their place depend on the
-corpus and the seed only. Samples are drawn at temperature 1, without random replacements, and at the share of masked
-tokens of the end of the run, whatever the schedules of the objective are. So two evaluations of a run differ by the
-weights alone, and the number of ranks changes nothing except the order in which sums are added up. An evaluation is
-collective: every rank calls it after the same step.
+Guarantee: rows, masks, the generator's samples and the replacements for the context AUC depend on the corpus and the
+seed only. Samples are drawn at temperature 1, without random replacements, and at the share of masked tokens of the
+end of the run, whatever the schedules of the objective are. So two evaluations of a run differ by the weights alone,
+and the number of ranks changes nothing except the order in which sums are added up. An evaluation is collective: every
+rank calls it after the same step.
 
 How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
 which gives the losses and `auc`. The second time they are replaced by tokens of other places
@@ -87,7 +87,8 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
-    call: Callable[[Callable[[], np.ndarray]], np.ndarray] = lambda read: read()  # calls what reads rows, maybe again
+    # Calls a function that reads rows, and may call it again after an error; the default calls it once.
+    call: Callable[[Callable[[], np.ndarray]], np.ndarray] = lambda read: read()
     num_shown_rows: int = 0  # rows that the result has as text samples; at most a micro-batch
 
     def run(self, engine: Engine, step: int) -> Evaluation:

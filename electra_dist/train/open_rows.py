@@ -21,7 +21,7 @@ from electra_dist.train.input_checks import RunInputs
 from electra_dist.train.node_cache import open_shared_cache, shard_folder
 from electra_dist.train.saving.checkpointer import TrainState
 
-_SILENT_READ_S = 10.0  # a longer wait for rows is reported as one for storage
+_SILENT_READ_S = 10.0  # a longer wait for rows is reported as a wait for storage
 
 
 def open_loader(

@@ -63,9 +63,8 @@ def run(
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
     Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. Only the checks of the inputs at the beginning raise UserError or StorageLost. If any
-    rank meets such an error after them, it is printed once, and all ranks return its exit code, 78 or 75, instead of
-    raising it.
+    destroyed within the call. UserError and StorageLost are raised only before the process group exists. If any rank
+    meets such an error later, it is printed once, and all ranks return its exit code, 78 or 75, instead of raising it.
 
     Args:
         config: the resolved config of the run.
@@ -81,7 +80,7 @@ def run(
 
     Raises:
         StorageLost: an input could not be read for longer than `cluster.storage_patience_s`.
-        UserError: an input was refused; nothing has been written.
+        UserError: an input was refused, or no port is free for the process group; nothing has been written.
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()

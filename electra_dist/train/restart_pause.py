@@ -1,8 +1,8 @@
 """Record that a start of a run has ended for lack of storage, and let the next start wait before it begins.
 
 Guarantee: after a start that ended because storage stayed full or away (ledger event `storage`), the next one begins
-no sooner than ten minutes later, whoever starts it: a supervisor, Slurm or a person. So a chain of jobs does not use
-itself up while storage is away.
+no sooner than ten minutes later, whoever starts it: a supervisor, Slurm or a person. So the jobs of a Slurm chain are
+not all spent while storage is away.
 
 Limits: without a ledger that can be written there is no event and no pause; the next start then waits for storage
 itself, as long as `cluster.storage_patience_s`. The age of the event is taken by the wall clock, and a clock that is
@@ -26,7 +26,7 @@ from electra_dist.store.patience import print_line
 from electra_dist.train.health.stop_request import StopRequest
 
 PAUSE_S = 600.0
-_POLL_S = 1.0  # between two looks at the requests to stop
+_POLL_S = 1.0  # seconds between two checks for a request to stop
 
 
 def record_lost_storage(run_dir: Path, why: str) -> None:

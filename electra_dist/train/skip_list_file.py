@@ -55,7 +55,7 @@ class SkipList:
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
         self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
-        self._stopped: set[int] = set()  # steps that the guard has stopped or rolled back
+        self._stopped: set[int] = set()  # steps that the guard has stopped or a rollback has discarded
         if self._file.exists():
             self._read()
             self.steps |= self._stopped

@@ -1,8 +1,9 @@
 """Run one optimizer step over this rank's share of the global batch.
 
-Guarantee: what step t computes depends on the ids of its rows, the seed and t. The random numbers of masks and samples
-are computed from the seed, t and the row's number in the global batch. Dropout is seeded for each micro-batch by the
-number of its first row. So neither depends on which rank computes the row. The update is made on all ranks or on none.
+Guarantee: what step t computes depends on the ids of its rows, the seed and t. The random numbers of masks, samples
+and dropout are computed from the seed, t and the row's number in the global batch. Only the dropout of attention on a
+GPU is drawn by torch's generator, which is seeded for each micro-batch by the number of its first row. So no random
+number depends on which rank computes the row. The update is made on all ranks or on none.
 
 Losses are means over tokens of the global batch: the counts follow from the ids alone and are all-reduced before the
 first forward. With `loss_mean: per_replica`, as in Google's code, each micro-batch takes its own mean, and the means
@@ -55,7 +56,7 @@ class RankFlags(NamedTuple):
     stop: int = 0  # 1 if this rank received a request to stop
     save: int = 0  # 1 if this rank received a request to save and go on
     sick: int = 0  # 1 if the node of this rank is not to be trusted
-    retries: int = 0  # store requests repeated since the run was started
+    retries: int = 0  # store requests repeated since this start of the run
     retry_wait_ms: int = 0  # milliseconds waited before these requests
     refetches: int = 0  # shards fetched again because their bytes were wrong
 
@@ -105,7 +106,8 @@ class TrainStep:
             special: ids of the special tokens.
             seed: seed of the run.
             micro_batch: rows per forward pass; must divide the rows of every batch.
-            schedules: gives the values of each step; None uses those of the first step in every step.
+            schedules: schedules of keys of the objective, such as `temperature`; with None every step uses the values
+                of the first one.
         """
         self._engine = engine
         self._objective = objective
@@ -113,7 +115,7 @@ class TrainStep:
         self._seed = seed
         self._micro_batch = micro_batch
         self._schedules = schedules
-        self._values = first_values(objective)  # of the present step
+        self._values = first_values(objective)  # of the keys that may be scheduled, in the present step
         self._stopwatch = _Stopwatch(engine.device)
 
     def __call__(
@@ -128,11 +130,11 @@ class TrainStep:
 
         Args:
             batch: this rank's rows of the step.
-            learning_rate: of the update.
+            learning_rate: learning rate of the update.
             find_fault: called before the update with the judged loss of the step; returns why there must be no update,
                 or an empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
             flags: this rank's requests to stop or save, and its counters; they are added up over all ranks.
-            generator_learning_rate: of the update of the generator's parameters; None if it is `learning_rate`.
+            generator_learning_rate: learning rate of the generator's parameters; None: the same as `learning_rate`.
 
         Returns:
             The results over the global batch, equal on all ranks. If `fault` is not empty or `overflow` is true,
@@ -205,7 +207,7 @@ class TrainStep:
             sum_K: sums over the global batch, float64, one for each field of `Sums`.
             totals: int64 sums over the ranks: number and digest (sum of hashes) of the rows, then each field of
                 `RankFlags`.
-            learning_rates: of the update; the second is the generator's, None if it is the first.
+            learning_rates: the learning rate, and that of the generator's parameters, which is None if it is the same.
             find_fault: called once with the judged loss of the step; returns why there must be no update, or "".
         """
         fault = ""
@@ -230,7 +232,8 @@ class TrainStep:
         judged_loss = self.judged_loss(sums)
         overflow = False
         if not is_updated and not fault:
-            # The engine did not call `accept`, because the gradient is not finite. A fault of the loss says more.
+            # The engine did not call `accept`, because the gradient norm is not finite. If the loss has a fault as
+            # well, that fault is reported, because it is closer to the cause.
             fault = find_fault(judged_loss)
             overflow = not fault and scaler is not None and scaler.lower()
             if not fault and not overflow:
@@ -299,7 +302,7 @@ class TrainStep:
         )
 
     def _values_of(self, step: int) -> ScheduledValues:
-        """Return the values of a step that may be scheduled; scheduled ones are on the device after the call.
+        """Return a step's values of the keys that may be scheduled; those with a schedule are tensors on the device.
 
         Args:
             step: number of the step.
@@ -360,7 +363,8 @@ class TrainStep:
             batch: this rank's rows of the step; every rank must have equally many.
 
         Returns:
-            One loss per row, in the order of the batch: the mean over the row's own tokens, in nats.
+            One loss per row, in the order of the batch: the loss that the optimizer minimises, in nats, with each of
+                its terms a mean over the row's own tokens.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)

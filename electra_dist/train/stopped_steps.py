@@ -67,7 +67,7 @@ def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
             f"stopped by the guard again, and guard.max_rollbacks is {guard.max_rollbacks}; lower optimizer.lr in "
             f"a new run, check the rows that ledger.jsonl names, or raise guard.max_rollbacks"
         )
-    # Steps are exact: going back without skipping some earlier steps would only repeat what happened.
+    # A repeated step computes exactly the same. Without skipping earlier steps, too, the run would diverge again.
     first = first_to_skip(stopped[0], guard.skip_before)
     skips.roll_back(first)
     return first, stopped

@@ -90,7 +90,7 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
         raise UserError(f"{file}: damaged, because {error}; {next_step}") from None
     if counts_V.shape != (vocab_size,) or counts_V.dtype != np.int64:
         raise UserError(f"{file}: damaged, because it does not hold {vocab_size} counts; {next_step}")
-    return counts_V.copy()  # which can be written to
+    return counts_V.copy()  # `parse_array` returns a view that cannot be written to
 
 
 def _write_counts(file: Path, count_V: np.ndarray) -> None:

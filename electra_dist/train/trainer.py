@@ -54,17 +54,17 @@ _ENDINGS: dict[int | None, Ending] = {
     EXIT_UNHEALTHY: "unhealthy",
     None: "rollback",
 }
-_SILENT_SAVE_S = 60.0  # a longer wait for the previous checkpoint is reported as one for storage
-_SPACE_EVERY_S = 60.0  # between two looks at the space for the next checkpoint
+_SILENT_SAVE_S = 60.0  # a longer wait for the previous checkpoint is reported as a wait for storage
+_SPACE_EVERY_S = 60.0  # seconds between two checks of the disk space for the next checkpoint
 _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
     """Trainer that restores a checkpoint and trains until the last step, a request to stop, or a rollback.
 
-    A rollback is a return to an earlier checkpoint after several steps in a row whose loss was not finite or a spike.
-    An instance is used once: create it, then call `run`. After a rollback the caller creates a new Trainer with the
-    same engine. All ranks create and run their trainers together.
+    A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`) has
+    stopped. An instance is used once: create it, then call `run`. After a rollback the caller creates a new Trainer
+    with the same engine. All ranks create and run their trainers together.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Trainer:
             patience: how long storage that is full or away is waited for; None: not at all.
 
         Raises:
-            StorageLost: storage stayed away for longer than that.
-            UserError: a checkpoint target or the run folder cannot be used, or a rollback is due that an earlier start
-                did not carry out, and the run has already gone back `guard.max_rollbacks` times.
+            StorageLost: storage stayed full or away for longer than `patience` allows.
+            UserError: a checkpoint target or the run folder cannot be used; or an earlier start was killed before a
+                rollback, and the run has already gone back `guard.max_rollbacks` times.
         """
         begin = time.perf_counter()
         self.config = config
@@ -108,7 +108,7 @@ class Trainer:
         self.stop = stop
         self.monitor = monitor
         self.patience = Patience(0.0) if patience is None else patience
-        # An earlier start may have been killed after it had stopped the last step of a row, before it went back.
+        # An earlier start may have been killed between the last of several stopped steps and the rollback.
         missed_rollback = skip_for_rollback(config, skips) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(
             config,
@@ -129,7 +129,8 @@ class Trainer:
         setup_s = dict(build_s) if build_s is not None else {}
         setup_s["restore"] = time.perf_counter() - begin
         self.clock = Clock(setup_s)
-        self._spent_at_save: dict[int, dict[str, float]] = {}  # step of a save in flight -> seconds spent until then
+        # Step of a save -> seconds spent until it began, by activity. Rank 0 removes a save when it is committed.
+        self._spent_at_save: dict[int, dict[str, float]] = {}
         self.reporter: Reporter | None = None  # rank 0 only
         hosts = gather(node_name())
         if dist.get_rank() == 0:
@@ -140,7 +141,7 @@ class Trainer:
             self.checkpointer.writer.on_commit = self._committed
             self.checkpointer.writer.before_commit = self.reporter.before_commit
         self._next_look_at_space = time.monotonic()
-        self._warned_of_save = 0  # step of the save about whose space a line was logged
+        self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
@@ -173,7 +174,7 @@ class Trainer:
             UserError: the loss stays bad after `guard.max_rollbacks` returns to a checkpoint, or an input cannot be
                 read any more.
         """
-        ending: Ending = "crash"  # replaced below unless another exception ends the round
+        ending: Ending = "crash"  # stays if an exception that is not handled below ends the round
         why = ""
         code: int | None = EXIT_DONE
         try:
@@ -203,7 +204,7 @@ class Trainer:
     def _train(self) -> int | None:
         """Open the loader and the evaluator, run the remaining steps, and close everything. Collective.
 
-        A save that is still being written is waited for.
+        After the steps it waits until the last save is finished, unless an exception has ended them.
 
         Returns:
             An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
@@ -225,7 +226,7 @@ class Trainer:
             try:
                 return self._run_steps(loader, evaluator, train_step, stages)
             except BaseException:
-                # Nothing must be waited for any more, and a later error must not take the place of the first.
+                # The run ends, so waits for storage give up. An error of `close` must not replace the first error.
                 self.patience.abandon()
                 with contextlib.suppress(Exception):
                     self.checkpointer.close()
@@ -266,10 +267,10 @@ class Trainer:
             if phase is not None and self.reporter:
                 self.reporter.note(f"phase of the data: from step {step:,} on, rows come from {phase.url}")
             if second_stage_begins or self.schedules.jumps_at(step) or phase is not None:
-                # The window holds losses of the first stage, of the value before the jump, or of another corpus, which
-                # the new loss must not be compared with.
+                # The guard must not compare new losses with those in its window, which are of the first stage, of the
+                # value before the jump, or of another corpus.
                 state.guard = Guard(guard)
-            # Requests of the ranks are added up in the all-reduce of a step. A skipped step has none: no requests.
+            # A skipped step has no all-reduce, so requests of the ranks wait for the next step that is computed.
             flags = RankFlags()
             if step not in state.skips.steps:
                 result = self._run_step(step, loader, train_step)
@@ -297,8 +298,9 @@ class Trainer:
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
         """Train on the next batch, and log the step if due or if it overflowed fp16. Collective.
 
-        If the loss is a spike or not finite, there is no update, and the step is put on the skip list. If the
-        gradients overflow fp16, there is no update either, but a restart computes the step again.
+        If the loss is a spike, or the loss or the gradient norm is not finite, there is no update, and the step is put
+        on the skip list. If the scaled gradients overflow fp16, there is no update either, but the step is not put on
+        the list (`engine/loss_scale.py`).
 
         Args:
             step: number of the step, from 0.
@@ -314,7 +316,7 @@ class Trainer:
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
         with self.clock.step():
             batch = loader.next()
-            self.monitor.waits_for_storage("")  # if it was reported to wait, it does not any more
+            self.monitor.waits_for_storage("")  # ends a wait for rows that was reported
             result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
         self.clock.waited_for_data(loader.wait_s)
         if result.fault:
@@ -337,7 +339,7 @@ class Trainer:
         Args:
             result: results of the step.
             lr: learning rate of the step.
-            waited_s: total seconds that this rank has waited for rows.
+            waited_s: total seconds that this rank has waited for rows since this start.
             forward_s: seconds of this rank's first forward of the step.
         """
         observation = self.monitor.look(forward_s)
@@ -372,8 +374,8 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows and report the result on rank 0. Collective.
 
-        Its context AUC and losses are kept in the state, so that a checkpoint of this step records them. By these the
-        best checkpoints are chosen, which are kept longer than others.
+        The scores by which `checkpoint.keep_best` chooses checkpoints are kept in the state, so that a checkpoint of
+        this step records them.
         """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
@@ -385,9 +387,9 @@ class Trainer:
     def _flags(self, loader: RowLoader) -> RankFlags:
         """Return this rank's requests to stop or save, the health of its node, and its counters of store requests.
 
-        The counters are failed requests to the stores of corpus and checkpoints that were repeated, and shards that
-        were fetched again. The step adds up all of these over the ranks, so that all ranks stop or save after the same
-        step. They stop, too, when rank 0 has lost the run folder.
+        The counters are repeated requests to the stores of corpus and checkpoints, the milliseconds waited before
+        them, and shards that were fetched again. The step adds up each field over the ranks, so that all ranks stop or
+        save after the same step. On rank 0 a lost run folder (`RankMonitor.has_lost_folder`) is a request to stop.
         """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s

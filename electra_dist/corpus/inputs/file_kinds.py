@@ -24,12 +24,12 @@ FORMATS = {
     ".tar": "tar",
     ".zip": "zip",
 }
-PAGES = {".warc": "warc", ".html": "html", ".htm": "html"}  # have HTML, of which only `corpus prepare` makes text
+PAGES = {".warc": "warc", ".html": "html", ".htm": "html"}  # contain HTML, which only `corpus prepare` can read
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 NO_ENDING = "(none)"  # stands for the ending of a name that has none, in counts by ending
 _COMPRESSED_WITHIN = (".parquet", ".arrow", ".zip")  # a compressed file of these kinds is of no known kind
 _SHORT_ENDINGS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # a number is none: it differs from file to file
+_USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # not digits only: numbers differ from file to file
 
 
 class FileKind(NamedTuple):

@@ -64,7 +64,7 @@ def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) ->
 def search_inputs(
     paths: Sequence[str | Path], endpoint_url: str | None = None, *, with_pages: bool = False
 ) -> FoundInputs:
-    """Find the input files that `paths` name, and count the files of the folders among them that are left out.
+    """Find the input files that `paths` name, and count everything found that is not read.
 
     Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file, for
     example through a link, the file is listed once, with the name that the first of these paths gives it.

@@ -1,8 +1,9 @@
 """Search a local folder for files of known kinds; count everything else that is in it.
 
 Guarantee: each file and link below the folder is yielded or counted. Real folders are searched first, sorted by path,
-then folders that a link leads to, so that a link never takes the name of what it leads to. A folder that was searched
-before is not searched again, which also ends cycles of links. A folder that may not be listed is an error.
+then folders that a link leads to. A folder that was searched before is not searched again, which also ends cycles of
+links. If a link leads to a folder that is also searched itself, its files therefore have the names of the real path. A
+folder that may not be listed is an error.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _reason_to_skip(path: Path, with_pages: bool) -> str | None:
 def _walk(
     start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
 ) -> Iterator[Path]:
-    """Yield everything in a folder and in the real folders below it that is no folder and not hidden.
+    """Yield the paths in a folder and in the real folders below it, except those of folders and of hidden entries.
 
     Args:
         start: the folder to search; it may be a link to one.

@@ -1,4 +1,4 @@
-"""Divide a JSON file into its records: an array, one value a line, or values one after another.
+"""Divide a JSON file into its records: the elements of an array, the lines, or values that follow one another.
 
 Guarantee: every record is yielded once, as the bytes that it has in the file. A file that is cut off within a record,
 or that is no JSON, is an error.

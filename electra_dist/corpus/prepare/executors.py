@@ -1,7 +1,7 @@
 """Run the stages of a preparation by datatrove's executors: processes of this machine, Slurm arrays, or Ray.
 
 Guarantee: a task that is completed is not repeated (datatrove's completion files), so a preparation that was
-interrupted continues when the same command runs again. At most one process on a machine runs a work folder.
+interrupted continues when the same command runs again. At most one process of a machine uses a work folder at a time.
 
 How: on this machine and on Ray the stages run one after another. On Slurm each stage is an array job that depends on
 the job of the stage before; the command returns when all are submitted.
@@ -51,7 +51,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
         report: receives the progress.
 
     Raises:
-        UserError: a task ended with an error of the user's, or another process uses the work folder.
+        UserError: a task raised one, for example for a damaged file, or another process uses the work folder.
         TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
@@ -159,7 +159,7 @@ def _workers(pool: ProcessPoolExecutor) -> list[Any]:
 def _check_workers(pool: ProcessPoolExecutor) -> None:
     """Raise BrokenProcessPool if a worker has ended.
 
-    The pool does the same, but not for a worker that starts while its watching thread makes the list of them.
+    The pool checks this, too, but it misses a worker that starts while the pool's own thread lists the workers.
     """
     if any(process.exitcode is not None for process in _workers(pool)):
         raise BrokenProcessPool

@@ -39,7 +39,7 @@ class Preparation(NamedTuple):
 
 
 def check(config: PrepareConfig) -> Preparation:
-    """Check everything that a preparation needs; write nothing.
+    """Check everything that a preparation needs, and return it with its plan and stages; write nothing.
 
     Raises:
         UserError: a file or a package is missing.
@@ -57,10 +57,11 @@ def check(config: PrepareConfig) -> Preparation:
 
 
 def run(preparation: Preparation, report: Report) -> None:
-    """Run the tasks that are not completed on this machine or a Ray cluster; return when prepare.json is written.
+    """Run, on this machine or on a Ray cluster, the tasks that are not completed; return when prepare.json is written.
 
     Raises:
-        UserError: the work folder or the output holds another preparation, or a task failed for such a reason.
+        UserError: the work folder holds another preparation, or a task raised one, for example for a damaged file.
+        TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
     _begin(preparation)
     run_here(preparation.config, preparation.stages, report)
@@ -70,7 +71,7 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
     """Submit the stages that are not complete to Slurm; return stage -> job id.
 
     Raises:
-        UserError: the work folder or the output holds another preparation, or Slurm refuses a job.
+        UserError: the work folder holds another preparation, or Slurm refuses a job.
     """
     _begin(preparation)
     return submit(preparation.config, preparation.stages)

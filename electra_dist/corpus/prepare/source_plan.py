@@ -49,7 +49,7 @@ class PlannedFile(NamedTuple):
 class SourcePlan(NamedTuple):
     """All input files of a preparation and their tasks."""
 
-    output: str  # where the completed tasks of the last stage have written
+    output: str  # folder or s3:// URL into which the tasks of the last stage write
     identity: dict[str, Any]  # what decides the result, beside the files: the config and the versions of libraries
     files: list[PlannedFile]
     tasks: list[list[int]]  # for each task the indices of its files, in the order in which it reads them

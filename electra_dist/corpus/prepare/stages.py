@@ -85,6 +85,7 @@ class _StageList:
         self._work = Path(config.work)
         self._tokenizer = word_tokenizer(config)
         deduplication = config.deduplication
+        # Stages that write documents and are not added yet; the last of them writes to the output.
         self._documents_left = 1 + sum(part is not None for part in deduplication.__dict__.values())
         self._newest_documents = self._work  # folder of the last stage that wrote documents
         self._add_first()

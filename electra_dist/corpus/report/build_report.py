@@ -3,8 +3,9 @@
 Guarantee: the report is the same for any number of workers and of interruptions of the build. It lies beside
 corpus.json, is written before it, and is no part of the corpus: neither the fingerprint nor a run depends on it.
 
-How: files are counted by the stream that reads them. A resumed build reads all of them again, so these counts are
-always complete. Documents and tokens are counted with each shard, in its record of progress.
+How: the record of each input group has the counts of its files, and the record of each bucket has the counts of its
+documents and tokens (`stages/build_records.py`). The last stage of a build adds up the records of all groups and
+buckets, so the counts are complete if the build was resumed, too.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def make_report(
     Args:
         skipped: counter of the inputs that the search for input files has left out.
         stream: counts of the files and documents that were read, after the last one.
-        sources: counts of documents by source (`document_counts.py`), over all shards.
+        sources: counts of all documents by source (`document_counts.py`), those of the held-out corpus included.
         undecodable: `corpus.undecodable` of the build.
         notes: licences of the sources, and the counts of `corpus prepare`.
     """

@@ -1,8 +1,8 @@
-"""Count documents, bytes and tokens of each source of a corpus, in parts that add up to the same whole.
+"""Count documents, bytes and tokens of each source of a corpus.
 
-Every count is a sum over documents. The counts of chunks, of shards and of a resumed build can therefore be added in
-any order, and do not depend on the number of workers. A source is an input of the build with the first folder below
-it.
+Every count is a sum over documents. The counts of chunks and buckets can therefore be added in any order, and do not
+depend on the number of workers or on interruptions of the build. A source is an input that the user gave or, in a
+given folder, a folder directly below it.
 
 This module imports nothing heavy: worker processes use it.
 """

@@ -1,4 +1,4 @@
-"""Keep the counts of files that were read and of inputs that were left out in records, and add them up."""
+"""Define the form in which a build's records hold counts of files read and inputs left out, and add such counts up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_stream(counts: StreamCounts) -> ReadCounts:
 
 
 def add_counts(records: Iterable[ReadCounts]) -> StreamCounts:
-    """Return the sums of all records. Of the names of inputs left out, the first `MAX_NAMES` of each reason stay."""
+    """Return the sums of all records, with the first `MAX_NAMES` names of inputs left out for each reason."""
     total = StreamCounts()
     for record in records:
         for name in _COUNTERS:

@@ -1,8 +1,8 @@
 """Stage 2 of a corpus build: turn the documents of a bucket into rows, and write them as shards.
 
-Guarantee: the shards of a bucket depend on the documents, the parameters and the bucket's number alone. Their numbers
-follow from that number, so parts of a build never write to one name. The record of the bucket is written after its
-shards.
+Guarantee: the shards of a bucket depend on the documents, the parameters and the bucket's number alone. The name of a
+shard follows from the number of its bucket, so two parts of a build never write shards of the same name. The record of
+the bucket is written after its shards.
 
 How: a bucket is a range of cells of the order of documents (`document_order.py`). Its documents are collected from all
 spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows. The rows of a bucket are divided
@@ -84,7 +84,9 @@ class _RowMaker:
         self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
 
     def make(self, bucket: int) -> FinishedBucket:
-        """Write the shards of a bucket, and return the record, which is written, too.
+        """Write the shards of a bucket and then its record; return the record.
+
+        The returned record lacks `heldout_origins`, which `BuildRecords.record_bucket` adds to the one that it writes.
 
         Raises:
             StoreError: the output cannot be read or written.
@@ -121,9 +123,8 @@ class _RowMaker:
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
         """Write the training rows of a bucket to its shards, with their side files; return the entries of both.
 
-        The rows are divided evenly among `shards_per_bucket` shards.
-
-        A bucket with fewer rows than shards writes fewer shards; their numbers are then missing in the corpus.
+        The rows are divided evenly among `shards_per_bucket` shards. If there are fewer rows than shards, the empty
+        shards are not written, and the corpus has no shards of their numbers.
 
         Args:
             bucket: number of the bucket.

@@ -44,7 +44,8 @@ from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
-# Parameters that are recorded only at other values than these, with which a corpus is the same as before they existed.
+# These values give the corpus that versions without the parameter built. A parameter that has the value given here is
+# not recorded, so that corpus.json is the same as that of an older version.
 PARAMETERS_LEFT_OUT: dict[str, Any] = {
     "tokenizer": "wordpiece",
     "undecodable": "skip",
@@ -79,7 +80,7 @@ class ReadGroup(Section):
 
 
 class CorpusOrder(Section):
-    """Record that all inputs were read, with what the stages after that depend on."""
+    """Record that all inputs were read: how the corpus is divided into buckets, and how often each source is used."""
 
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
@@ -235,11 +236,11 @@ class BuildRecords:
         return self._store.exists(f"{_GROUPS}{number:06d}.json")
 
     def record_order(self, order: CorpusOrder) -> None:
-        """Record that all groups were read. Several parts may write the record; it is the same."""
+        """Record that all groups were read. If several parts write the record, they write the same bytes."""
         self._write(_ORDER_KEY, order)
 
     def order(self) -> CorpusOrder | None:
-        """Return the record that all groups were read; None if they were not."""
+        """Return the record that is written when all groups were read; None if it does not exist yet."""
         return self._read(_ORDER_KEY, CorpusOrder) if self._store.exists(_ORDER_KEY) else None
 
     def record_bucket(
@@ -329,7 +330,8 @@ class BuildRecords:
     def clear(self) -> None:
         """Delete all files in progress/; shards, vocab.txt and corpus.json stay.
 
-        The parameters are deleted last, so that a folder without them never holds records of an earlier build.
+        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without it
+        never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
         """
         for key in self._store.list(_FOLDER):
             if key not in (_BUILD_KEY, _NOTES_KEY):

@@ -5,9 +5,9 @@ in its file. It is a uniformly random order for the purposes of training: every 
 share up to sampling error.
 
 How: a document's key is a 64-bit hash; documents are ordered by it. The range of keys is divided into `NUM_CELLS`
-cells. A bucket is a range of cells; one worker turns it into shards. A document that is read several times, as
-`corpus.source_epochs` asks, has another key for each copy, in a cell that follows from the first key's cell. All
-copies that belong to a bucket can therefore be found by cells, without a second sort.
+cells. A bucket is a range of cells; one worker turns it into shards. If a document is used several times
+(`corpus.source_epochs`), each copy has a key of its own. The cell of a copy follows from the cell of the document's
+key (`copy_key`), so a worker knows in which cells it finds the documents whose copies belong to its bucket.
 
 Cost: 1 microsecond per document and copy.
 """
@@ -69,15 +69,15 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell of the documents whose copies of this number lie in `cell`: `copy_key` inverted, for cells."""
+    """Return the cell of the documents of which copy number `copy` lies in `cell`; the inverse of `copy_key`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 
 def num_copies(key: int, epochs: float) -> int:
-    """Return how often a document is used: `epochs` rounded down or up, such that the mean over documents is `epochs`.
+    """Return how often a document is used: `epochs` rounded down or up, so that the expected value is `epochs`.
 
     Args:
-        key: key of the document, whose hash decides between rounding down and up.
+        key: key of the document; a hash of the key decides between rounding down and up.
         epochs: how often the documents of its source are used on average, 0 or more.
     """
     whole = int(epochs)

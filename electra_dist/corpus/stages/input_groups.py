@@ -23,7 +23,7 @@ class InputGroup(NamedTuple):
 def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGroup]:
     """Return the input files in groups of consecutive files.
 
-    A group ends with the file that brings it to `group_bytes`, so a larger file is a group of its own or ends one.
+    A group ends with the file that brings its size to `group_bytes` or more; only the last group may be smaller.
 
     Args:
         files: input files in reading order.

@@ -14,7 +14,10 @@ _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
 def row_bytes_per_document_byte(spills: Sequence[SpillFile], rules: Rules, seed: int) -> float:
-    """Return the bytes of rows that a byte of documents gives, from the first megabyte of documents of the order.
+    """Return how many bytes of rows one byte of documents gives, measured on a sample.
+
+    The sample is about the first megabyte of documents in the order of the corpus. If it gives no row, the result is
+    0.5.
 
     Args:
         spills: all spill files of the build.

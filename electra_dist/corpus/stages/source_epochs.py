@@ -15,12 +15,12 @@ def source_epochs(
     Args:
         source_bytes: bytes of the documents of each source, undecoded.
         given_epochs: `corpus.source_epochs`; sources that it does not name are used once.
-        given_shares: `corpus.source_shares`, shares of the bytes of the corpus, of which only the ratios count. Empty,
-            or a share for each source. The source with the largest ratio of share to bytes is then used once, and
-            every other source less often, so that no document repeats.
+        given_shares: `corpus.source_shares`, the share of each source in the bytes of the corpus; only the ratios of
+            the shares matter. The mapping is empty or has a share for each source. In the second case the source with
+            the largest ratio of share to bytes is used once and no source more often, so that no document repeats.
 
     Raises:
-        UserError: a name is not a source, or a source has no share.
+        UserError: a name is not a source, a source has no share, or all shares are 0.
     """
     refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
     refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)

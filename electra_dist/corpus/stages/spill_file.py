@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<QIQqB")  # key, file, number, bytes of the data (-1: no 
 _IS_JSON = 1  # flag: the data is a JSON line
 _HAS_ID = 2  # flag: the data is followed by the id of the document
 _ID_LENGTH = struct.Struct("<I")  # length of the id in bytes; the id follows
-_LARGEST_CELL = 1 << 32  # bytes of the documents of a cell; a damaged size must not allocate memory
+_LARGEST_CELL = 1 << 32  # most bytes of a decompressed cell, so that a damaged size does not allocate memory
 _LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
 
 

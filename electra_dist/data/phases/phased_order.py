@@ -12,7 +12,7 @@ How: a binary search finds the phase of a position, and the `RowOrder` of that p
 all corpora are numbered one after another in the order of the phases. A row id therefore names one row of one corpus,
 and receipts (checksums of row ids) cover all corpora.
 
-Cost: one binary search per position more than a `RowOrder`.
+Cost: that of a `RowOrder`, and one binary search per position.
 
 Limits: a phase may end in the middle of an epoch of its corpus; the remaining rows of that epoch are not used.
 """
@@ -29,8 +29,8 @@ from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWin
 class PhasedOrder:
     """Infinite sequence of the rows of a run that trains on several corpora in turn. Thread-safe.
 
-    It maps each position to a shard and a row in that shard. It has the methods of `RowOrder`; shards and rows are
-    numbered on from corpus to corpus.
+    It maps each position to a shard and a row in that shard. It implements `RowSequence`, as `RowOrder` does; the
+    numbers of shards and the ids of rows of a corpus go on where those of the corpus before it end.
     """
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
@@ -62,7 +62,7 @@ class PhasedOrder:
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
-        Epochs are counted from 0 within each phase. Shards are numbered on from corpus to corpus.
+        Epochs are counted from 0 within each phase. Shards are counted over all corpora, in the order of the phases.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order.
@@ -87,7 +87,7 @@ class PhasedOrder:
         the next phase's corpus.
 
         Args:
-            shards: [P] number of each row's shard; shards are numbered on from corpus to corpus.
+            shards: [P] number of each row's shard, counted over the shards of all corpora.
             rows: [P] number of each row within its shard.
         """
         return self._shard_start[shards] + rows

@@ -71,7 +71,9 @@ def choose_cache_folder(
 
 
 def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
-    """Return the first writable temporary directory on a local disk; without one, Python's, on whatever disk.
+    """Return the first writable temporary directory on a local disk; if there is none, Python's default directory.
+
+    Python's default directory (`tempfile.gettempdir`) may be on a network file system or in memory.
 
     Raises:
         StoreError: no temporary directory of this node is writable.

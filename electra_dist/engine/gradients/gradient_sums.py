@@ -107,7 +107,7 @@ class GradientSums:
         self._completed: list[int] = []  # buckets in the order in which the current backward pass completed them
         self._exchange_order: list[int] | None = None  # buckets in the order of exchange; None before the first one
         self._num_started = 0  # all-reduces that are started in the current step
-        self._all_reduces: list[tuple[_Bucket, Any]] = []  # these, as (bucket, handle with `wait`)
+        self._all_reduces: list[tuple[_Bucket, Any]] = []  # (bucket, handle with `wait`) of each of these all-reduces
         if optimizer.immediate_grad_update:
             optimizer.accumulate_hp_grads_and_remove_lp = self._collect_gradient
             self._deepspeed_epilogue = optimizer.backward_epilogue

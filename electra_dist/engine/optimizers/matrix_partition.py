@@ -1,7 +1,7 @@
 """Gather whole matrices whose elements ZeRO stages 1 and 2 have divided among the ranks.
 
 Guarantee: each rank gets every matrix of which it keeps at least one element, whole, with the values that the ranks
-hold. Each element of each matrix is in the own part of exactly one rank.
+hold. Each element of each matrix is in the partition of exactly one rank.
 
 How: at these stages DeepSpeed lays the parameters of a group one after another in a flat tensor, which it cuts into
 equal partitions, one for each rank. A rank therefore needs one contiguous span: from the first element of the matrix

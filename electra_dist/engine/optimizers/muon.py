@@ -165,7 +165,7 @@ def adopt_partitions(optimizer: Any, device: torch.device) -> None:
 
 
 def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
-    """Raise unless DeepSpeed's own record of this rank's partition agrees with parameters one after another.
+    """Raise unless this rank's partition holds the parameters one after another, by DeepSpeed's own record of it.
 
     Args:
         parameters: the whole parameters of a group. DeepSpeed has recorded in `_hp_mapping` which elements of each
@@ -190,7 +190,7 @@ def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
 
 
 def check_update(optimizer: Any) -> None:
-    """Raise unless an optimizer has groups for Muon, and its update of a test matrix there is orthogonal.
+    """Raise unless an optimizer has groups for Muon, and its update of a test matrix in such a group is orthogonal.
 
     At ZeRO stages 1 and 2 the test matrix is divided among the ranks, and the call is collective.
 

@@ -71,7 +71,7 @@ _OWNER = TypeAdapter(LeaseOwner)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLease:
-    """The newest lease of a folder, as any process sees it. Two looks are equal if it was not renewed in between."""
+    """The newest lease of a folder at one moment. Two instances are equal if it was not renewed in between."""
 
     number: int  # 0: no lease was ever taken
     path: Path
@@ -189,7 +189,7 @@ def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | Non
 
 
 def renew(path: Path) -> None:
-    """Change the modification time of a lease's file.
+    """Renew a lease: set the modification time of its file to the present time.
 
     Raises:
         OSError: the file is missing or cannot be changed.

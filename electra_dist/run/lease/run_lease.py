@@ -135,7 +135,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Look whether the lease is still held and, in its owner, renew it. Sets `lost` if it is not.
+        """Check that the lease is still held and, in its owner, renew it; otherwise set `_lost` to the reason.
 
         An error of the storage changes nothing: the next look decides.
         """
@@ -194,8 +194,8 @@ def take_lease(
 ) -> RunLease:
     """Take the lease of a run folder; wait until it is free if its owner may have been killed.
 
-    Without patience, another owner that renews its lease is noticed after `RENEW_S` seconds, and one that has stopped
-    renewing is waited for up to `LEASE_S` seconds.
+    With `patience_s` 0, the call raises UserError within about `RENEW_S` seconds if another owner renews its lease. An
+    owner that has stopped renewing is waited for up to `LEASE_S` seconds.
 
     Args:
         run_dir: folder of the run; created if it is missing.

@@ -6,8 +6,8 @@ file of a run that was interrupted any number of times has each step once; the s
 samples of evaluations. `sync` before the checkpoint of step t is committed makes the records of steps <= t survive a
 crash of the machine; an evaluation of step t must therefore be written before that.
 
-Beside metrics.jsonl the writer keeps a summary of it (`run/metrics_summary.py`), by which a resume cuts the file, and
-`status` reads it, without reading all of it.
+Beside metrics.jsonl the writer keeps a summary of it (`run/metrics_summary.py`). With it a resume cuts the file, and
+`electra-dist status` finds the newest records, without reading the whole file.
 
 Cost: 20 us a record; a resume takes as long after a million records as after ten; importing TensorBoard takes 1 to 3 s
 once, only where it is switched on.

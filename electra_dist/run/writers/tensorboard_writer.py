@@ -57,7 +57,7 @@ TRAIN_TAGS = {
     "gpu_power_w": "gpu/power_w",
     "gpu_sm_clock_mhz": "gpu/sm_clock_mhz",
 }
-# Of evaluations: values that training steps have, too, under the tags of these.
+# Field of an evaluation -> tag of the curve of training steps that shows the same quantity.
 SHARED_TAGS = {
     "mlm_loss": "loss/mlm",
     "mlm_accuracy": "accuracy/mlm",
@@ -117,7 +117,7 @@ class TensorBoardWriter:
                 self._write_settings(settings)
 
     def take_problem(self) -> str:
-        """Return the line about the error after which nothing more is written, once; usually an empty string."""
+        """Return the line about the error that has stopped all writing; "" if there is none, or at a further call."""
         problem = self._problem
         self._problem = ""
         return problem
@@ -179,7 +179,7 @@ class TensorBoardWriter:
             self._heldout.close()
 
     def _write_settings(self, settings: Mapping[str, str | float | bool]) -> None:
-        """Write the settings of the run to the file of the training steps, so that the table shows its metrics."""
+        """Write the settings into the file of the training metrics, so that TensorBoard's table shows both."""
         from torch.utils.tensorboard.summary import hparams
 
         # SummaryWriter.add_hparams would put them into a folder of its own, which TensorBoard shows as another run.

@@ -4,7 +4,8 @@ Proxies, load balancers and services that are half down answer with status 200 a
 or a part of what was asked for. Such an answer counts as a failed attempt, and the request is repeated. A listing also
 fails if it would never end.
 
-Limits: the bytes of an object are not known. Its readers compare digests, where there are any.
+Limits: whether the bytes of an object are right is not checked here. The readers of an object compare its digest, if
+one is recorded.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class ObjectInfo(NamedTuple):
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
     """Raise Again if an answer lacks a field that S3 always sends.
 
-    Without such a field (deletions), it must not be a page of HTML with status 200; S3 answers with status 204.
+    If no such field is known for the operation (deletions), raise Again for a page of HTML with status 200; S3 answers
+    the deletion of an object with status 204.
 
     Args:
         answer: What boto3 returned.
-        fields: Fields that S3 always sends, for example ("ETag",).
+        fields: Fields that S3 always sends for the operation, for example ("ETag",); may be empty.
     """
     for field in fields:
         if field not in answer:
@@ -134,7 +136,7 @@ def pages(
 
     Raises:
         Again: A page has no new entry, or too many pages are empty; the listing must begin again.
-        StoreError: The listing has more than ten million entries.
+        StoreError: The listing has more than 10,000 pages, which hold up to ten million entries.
     """
 
     def check_page(page: dict[str, Any]) -> None:

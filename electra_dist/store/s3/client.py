@@ -218,7 +218,7 @@ def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
 
 
 def limit_of_request(policy: RetryPolicy, num_bytes: int) -> float:
-    """Return how long a request may take, in seconds, that sends `num_bytes` and receives a small answer."""
+    """Return the seconds within which a request that sends `num_bytes` and receives a small answer must end."""
     return policy.rate_window_s + num_bytes / policy.least_bytes_per_s
 
 

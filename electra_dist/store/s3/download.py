@@ -1,16 +1,13 @@
-"""Download an S3 object, or a span of it, into a file, continuing after each fault from the last good byte.
-
-If the object is replaced in the meantime, the download begins again.
-
-A span is a range of bytes of the object.
+"""Download an S3 object, or a span (range of bytes) of it, into a file; after a fault, continue at the last good byte.
 
 Guarantee: when `complete` is true, the file holds the bytes of exactly one version (ETag) of the object, in the length
 that the service announced and that the header Content-Range gives for the object. Every GET therefore asks for a
 range; for a whole object, for all bytes from 0. A span that reaches beyond the object's end gives the bytes up to the
-end. If the object is replaced and the download begins again, only bytes beyond the furthest byte so far count as
-progress for the retry limits. So a download of an object that is replaced again and again ends with an error, not in
-an endless loop. A page of HTML or an error document of S3 is not taken for the object, although its status is 200. A
-connection that is slower than the policy allows is given up, and the next one continues where it stopped.
+end. If the object is replaced in the meantime, the download begins again. Only bytes beyond the furthest byte so far
+then count as progress for the retry limits. So a download of an object that is replaced again and again ends with an
+error, not in an endless loop. A page of HTML or an error document of S3 is not taken for the object, although its
+status is 200. A connection that is slower than the policy allows is given up, and the next one continues where it
+stopped.
 
 Cost: a broken connection loses no byte that arrived.
 

@@ -36,7 +36,7 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
 
     Args:
         error: its text is printed after "error: ".
-        exit_code: with which the calling rank ends. The other ranks end with that of the first error.
+        exit_code: exit code of the calling rank. The other ranks end with the exit code of the first error.
     """
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):

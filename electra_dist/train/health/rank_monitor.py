@@ -5,9 +5,10 @@ Guarantee: a rank writes its heartbeat at every step and change of phase, so tha
 memory errors, the node is added to the run's record of faulty nodes (strikes.jsonl), and the run ends with exit code
 69, without a save, because the state of a faulty GPU is not to be trusted.
 
-The timeout of collectives is twice the time after which a supervisor ends a hanging rank, at most an hour, but longer
-than a rank may wait for storage while the others wait for it (`cluster.storage_patience_s`). So it is meant for runs
-without a supervisor: there, ranks that wait for an unreachable one end by themselves.
+The timeout of collectives is twice the hang limit (the time after which a supervisor ends a hanging rank), at most an
+hour. It is raised where necessary to exceed `cluster.storage_patience_s`, for which a rank may wait for storage while
+the others wait for it in a collective. It matters in runs without a supervisor, where it ends the ranks that wait for
+an unreachable one.
 
 A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
 steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time.
@@ -141,10 +142,11 @@ class RankMonitor:
             self._heartbeat.beat(self._phase, self._step, self._patience.reason)
 
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
-        """Report a wait of the training thread for another thread of this rank, which reads or writes.
+        """Report that the training thread waits for the thread of this rank that reads rows or writes checkpoints.
 
-        If that thread waits for storage, its reason is reported at once. Otherwise it may hang in a call of a storage
-        that does not respond: after `longest_s`, that is taken for the reason.
+        If that thread waits for storage, the failure that it waits for is reported at once. Otherwise it may be
+        blocked in a call to storage that does not respond, so a wait of more than `longest_s` is reported as a wait
+        for storage.
 
         Args:
             waited_s: seconds waited so far.
@@ -158,7 +160,7 @@ class RankMonitor:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the newest steps; None until enough steps are done."""
+        """Median seconds per step over the newest steps, as in the heartbeat; None until enough steps were timed."""
         return self._heartbeat.last.step_s
 
     def _set_collective_timeout(self, limit_s: float) -> None:

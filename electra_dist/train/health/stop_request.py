@@ -36,8 +36,8 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 class JobEndTime:
     """The end of the Slurm job, which a jump of the wall clock does not move.
 
-    Slurm gives it as a Unix time. It is converted once to a clock that does not jump; each later start of the ranks
-    gets the Unix time that the wall clock will then show.
+    Slurm gives it as a Unix time, which is converted once to the monotonic clock. A supervisor passes it on to each
+    start of its ranks, converted back to Unix time by the wall clock of that moment.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class StopRequest:
     """The requests to stop or save that this rank has received.
 
     Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop calls
-    `wants_stop` and `wants_save` before every step and adds up the answers of all ranks.
+    `wants_stop` and `wants_save` before every step that is not skipped; the step adds up the answers of all ranks.
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
@@ -77,7 +77,7 @@ class StopRequest:
         self._was_saved = False  # whether the file `save` was obeyed and could not be removed
         self._job_end = JobEndTime().monotonic
         self.longest_step_s = 0.0  # set by the step loop
-        self.longest_save_s = 0.0  # set by the step loop
+        self.longest_save_s = 0.0  # set by rank 0's checkpoint thread
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)

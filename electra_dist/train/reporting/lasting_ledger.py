@@ -1,4 +1,4 @@
-"""The ledger of a run for two threads and for disks that are full or away for a while."""
+"""Write the ledger of a run from two threads, and keep events in memory while its disk is full or away."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ class LastingLedger:
             self._ledger.append(event, step, **details)
 
     def record_once(self, event: Event, step: int, **details: Any) -> None:
-        """Do as `record_soon`, unless an earlier start has recorded the event of this step already."""
+        """Append an event as `record_soon` does, unless the ledger has an event of this kind and step already.
+
+        Raises:
+            StorageLost: the ledger could not be read for too long.
+        """
         if not self._patience.call(lambda: has_event(self._run_dir, event, step)):
             self.record_soon(event, step, **details)
 

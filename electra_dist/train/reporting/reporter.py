@@ -78,7 +78,8 @@ class Reporter:
             corpora: the training corpora of the run.
             restored: state of the restored checkpoint; None at the beginning of a run.
             hosts: name of the host of each rank.
-            patience: how long records that a restart needs are waited for, if the disk is full; None: not at all.
+            patience: how long to wait for a full or silent disk to accept records that a restart needs; None: not at
+                all.
 
         Raises:
             StoreAway: the disk of the run folder is full or away; create another object later.
@@ -271,7 +272,7 @@ class Reporter:
                 self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
-        """Log that the discriminator knows no context, if the evaluation shows it and no earlier one of the run did.
+        """Log a warning that the discriminator does not use context, if this evaluation is the first to show it.
 
         Args:
             record: the evaluation, which is not yet in the metrics.
@@ -383,9 +384,9 @@ class Reporter:
         """Record how this start of the run has ended, and close all outputs.
 
         Args:
-            ending: how it ended: "done", "stop", "storage", "unhealthy" or "crash", which is recorded as an event, or
-                "rollback", which is not, because `rolled_back` has recorded it, or "replaced", because another start
-                writes the ledger.
+            ending: how it ended. "done", "stop", "storage", "unhealthy" and "crash" are recorded as events. "rollback"
+                is not, because `rolled_back` has recorded it, and "replaced" is not, because another start writes the
+                ledger now.
             step: optimizer steps done.
             why: reason of a stop on request or for lack of storage; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.

@@ -22,7 +22,7 @@ from electra_dist.train.health.gpu_monitor import GpuReading
 from electra_dist.train.health.rank_monitor import RankObservation
 from electra_dist.train.step import StepResult
 
-_LEAST_INTERVAL_S = 1e-9  # between two log lines, so that no rate is divided by 0
+_LEAST_INTERVAL_S = 1e-9  # a shorter interval counts as this long, so that no rate is divided by 0
 _NO_GPU_READING = GpuReading(
     gpu_temperature_c=None,
     gpu_power_w=None,

@@ -69,11 +69,11 @@ class TrainState:
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the state that a start begins with: a restored checkpoint's, or the initial one without a checkpoint.
+        """Return the state that a start begins with: a restored checkpoint's or, if there is none, the initial one.
 
         Args:
             restored: state of the restored checkpoint; None if there is none.
-            config: settings of the guard, which compares each loss with recent ones; a checkpoint records these.
+            config: settings of the guard. It compares each loss with recent losses, which a checkpoint records.
             skips: list of the steps that the run skips. It is passed in, because the run folder keeps it, not the
                 checkpoint.
         """
@@ -121,7 +121,7 @@ def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dic
 
 
 class Checkpointer:
-    """Restores a run from its newest good checkpoint, and saves checkpoints in the background.
+    """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
 
     A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any step,
     and at the end `close`, which waits for a save that is still being written.
@@ -149,7 +149,7 @@ class Checkpointer:
             patience: how long stores that are full or away are waited for; None: not at all.
 
         Raises:
-            StorageLost: a store stayed away for longer than that.
+            StorageLost: a store stayed full or away for longer than `patience` allows.
             UserError: a store holds checkpoints of another run, or cannot be written.
             OtherNumerics: the newest start of the run had older numerics, and this was not accepted.
         """
@@ -214,7 +214,7 @@ class Checkpointer:
         Raises:
             UserError: there are checkpoints, and none of them can be used.
             StoreError: a checkpoint cannot be read, and no other store has a copy of it.
-            StorageLost: the same, because its store stayed away for too long.
+            StorageLost: a store stayed full or away for too long.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -279,7 +279,7 @@ class Checkpointer:
             self.writer.wait()
 
     def finish(self, last: RunState) -> None:
-        """Complete the save of the last step if its start was killed within it. Only rank 0 calls it.
+        """Complete the save of the last step, in case the start that made it was killed meanwhile. Rank 0 only.
 
         Any other save needs no completion, because the next one replaces it.
 

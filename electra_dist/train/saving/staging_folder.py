@@ -1,9 +1,10 @@
 """Choose the staging folder, where a node keeps checkpoint files on their way to S3, and delete abandoned ones.
 
-Guarantee: a run on several nodes writes these files to a disk of the node, and not to the run folder that all nodes
-share. Each run has a staging folder of its own on each node, with a file that names the process using it. At the start
-of a run, one rank of each node deletes the staging folders of this node whose process has ended. If it cannot see
-whether a process has ended, because that process runs in another container, the folder is left alone.
+Guarantee: a run on several nodes writes these files into the node's cache folder (`train/node_cache.py`), and not into
+the run folder that all nodes share. Each run has a staging folder of its own on each node, with a file that names the
+process using it. At the start of a run, one rank of each node deletes the staging folders of this node whose process
+has ended. If it cannot see whether a process has ended, because that process runs in another container, the folder is
+left alone.
 
 Limits: if a run never uses a node again, its staging folder there remains until the next run of the same user.
 """
@@ -40,8 +41,8 @@ def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience
 
     On a single node it is a folder in the run folder, and nothing is done. If one of the targets is a local folder,
     checkpoint files are written there, so the staging folder is not used and nothing is done either. Otherwise it is a
-    folder on this node's disk, which the first rank of the node takes over (`take_over`). Every rank calls this
-    function once, at the start of the run.
+    folder in this node's cache folder, which the first rank of the node takes over (`take_over`). Every rank calls
+    this function once, at the start of the run.
 
     Args:
         config: the resolved config of the run.

@@ -1,8 +1,8 @@
 """Count the documents of one task by step, reason and source, and keep some of those that each step drops.
 
 Guarantee: of each source, documents in = documents out + documents dropped by each step; `as_json` asserts it. The
-samples of a step are those with the smallest hashes of their text, so they depend on the documents only, not on their
-order, and a task that runs again keeps the same ones.
+samples of a step are the documents with the smallest hashes of id and text, so they do not depend on the order of the
+documents, and a task that runs again keeps the same ones.
 
 How: every filter and deduplication of datatrove writes what it drops to an exclusion writer. `writer` returns one
 that counts.

@@ -71,7 +71,8 @@ class ExtractText(PipelineStep):
     def extract(self, html: str) -> str | None:
         """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in the sandbox.
 
-        The sandbox first calls it with an empty page, when its process begins.
+        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to end
+        it together with its parent.
         """
         if not html:
             die_with_parent()

@@ -3,7 +3,7 @@
 Guarantee: a file that is damaged or cut off ends the reading with an error. Records that hold no page of the crawl
 (requests, metadata) are passed over; pages that cannot be used are yielded with the reason.
 
-How: warcio reads the records. Bytes that are not UTF-8 are decoded by the detection of trafilatura.
+How: warcio reads the records. An HTML page that is not UTF-8 is decoded with the encoding that trafilatura detects.
 """
 
 from __future__ import annotations
