@@ -38,7 +38,7 @@ from electra_dist.config_sections.training import (
     TrainConfig,
 )
 
-# The sections are imported from this module.
+# Other modules import the sections from this module.
 __all__ = [
     "CACHE_DIR",
     "CHECKPOINTS_DIR",
@@ -70,12 +70,13 @@ __all__ = [
 
 CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.targets replaces it.
 CACHE_DIR = "cache"  # Name inside the run folder; data.cache_dir replaces it.
-# Number of the random draws (masks, samples, dropout) and the rounding that a run computes with. A change of any of
-# them raises it: a run that an older version began then goes on only with --accept-new-numerics.
+# Numerics version: a number that is raised whenever the random draws (masks, samples, dropout) or the rounding of a
+# run change. A run that began with a lower number then continues only with --accept-new-numerics.
 NUMERICS = 2
-FIRST_NUMERICS = 1  # of versions whose identity has no such number
-# The same of runs with `objective.masking: reference`, whose number of masked positions is rounded in float32 since
-# then. A later change of all runs raises both numbers beyond this one.
+FIRST_NUMERICS = 1  # numerics version of runs whose identity records none
+# Numerics version of runs with `objective.masking: reference`. It is higher because one more change concerns them
+# alone: their number of masked positions is rounded in float32. The next change that concerns all runs raises both
+# numbers above this one.
 REFERENCE_MASKING_NUMERICS = 3
 
 
@@ -158,7 +159,7 @@ class Config(Section):
         return self
 
     def _check_modern(self) -> None:
-        """Raise ValueError if a key of another section has a value that `model.architecture: modern` does not support.
+        """Raise ValueError if a value of the config is not supported together with `model.architecture: modern`.
 
         Call it only for configs with that architecture.
         """
@@ -226,7 +227,7 @@ class Config(Section):
 
     @property
     def numerics(self) -> int:
-        """Return the number of the random draws and the rounding that this version computes the run with."""
+        """Return the numerics version with which this program computes the run; see `NUMERICS`."""
         if self.objective.masking == "reference":
             return REFERENCE_MASKING_NUMERICS
         return NUMERICS
@@ -238,9 +239,9 @@ class Config(Section):
         micro-batch, ZeRO stage, logging) may change at a restart.
 
         Args:
-            numerics: number of the draws and the rounding that the run uses; a number below `self.numerics` gives the
-                identity that an older version recorded for this config. The key is absent for 1, the first number.
-                None: `self.numerics`.
+            numerics: numerics version of the run. A number below `self.numerics` gives the identity that an older
+                program recorded for this config; with 1, the lowest number, the identity has no key `numerics`. None
+                means `self.numerics`.
         """
         if numerics is None:
             numerics = self.numerics
@@ -249,7 +250,7 @@ class Config(Section):
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
         objective = _without_new_defaults(tree["objective"])
         if not self.objective.draws_at_random:
-            # Runs of versions without these keys have the same identity.
+            # Left out, so that runs that began before these keys existed keep their identity.
             objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
         data = {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")}
         if self.data.phases:
@@ -284,16 +285,18 @@ class Config(Section):
     def identity_sha256(self, numerics: int | None = None) -> str:
         """Return the SHA-256 of `identity(numerics)` in hexadecimal.
 
-        Checkpoints with another digest belong to another run, or to this run before its numerics was raised.
+        Checkpoints with another digest belong to another run, or to this run before its numerics version was
+        raised.
         """
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
-        """Return the digests that versions with older numerics computed for this config: numerics -> digest."""
+        """Return the digests of this config's identity at all lower numerics versions: numerics version -> digest."""
         return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
 
 
-# Keys that are newer than runs that exist. At these values a run is the same as before there was such a key.
+# Keys of section `objective` that were added after runs had begun without them. A key with the value given here
+# changes nothing in a run.
 _NEW_DEFAULTS: dict[str, Any] = {"discriminator_mlm_weight": 0.0, "generator_sha256": None}
 
 

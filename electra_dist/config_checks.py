@@ -1,8 +1,8 @@
 """Check a config before its run begins: refuse contradictions, and report keys that have no effect.
 
-The sections themselves refuse what can never be computed. The checks of this module are for configs that can be
-computed but are hardly meant: they refuse a new run only. A run that has begun with such a config goes on, and its
-folder can still be opened.
+The classes of the config sections refuse configs that cannot be computed at all. This module refuses configs that can
+be computed but are almost certainly a mistake, and it refuses them for new runs only: a run that has begun with such a
+config goes on, and its folder can still be opened.
 
 Limits: this module must not import torch, because commands on a login node check a config without it.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from electra_dist.config import MODERN_KEYS, Config
 from electra_dist.errors import UserError
 
-_PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss of detection
+_PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss for replaced-token detection
 _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 
 

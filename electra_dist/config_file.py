@@ -195,7 +195,7 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
 
 
 def _reason(fault: ErrorDetails) -> str:
-    """Return pydantic's message about a fault with a small first letter, because it continues a sentence."""
+    """Return pydantic's message about a fault with a lower-case first letter, because it continues a sentence."""
     message = fault["msg"].removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 

@@ -1,7 +1,7 @@
 """Read the layers of a config: a YAML file, the files that it extends, and the overrides of the command line.
 
-Guarantee: a file that cannot be read, a key that a mapping has twice, a chain of `extends` that returns to its
-beginning and an override that is not KEY=VALUE are UserErrors of one line, which names the file with the line, or the
+Guarantee: a file that cannot be read, a key that a mapping has twice, files that extend one another in a circle and an
+override that is not KEY=VALUE are UserErrors. Their message is one line that names the file with the line, or the
 override, and the next step.
 
 How: `extends: base.yaml` names a file relative to the one that extends it, and that file may extend another one. The
@@ -38,7 +38,7 @@ class _DuplicateKey(yaml.constructor.ConstructorError):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that refuses a mapping with the same key twice; the plain one takes the last value."""
+    """YAML loader that refuses a mapping with the same key twice; PyYAML's own loader would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping of the file as a dict.
@@ -209,7 +209,8 @@ def parse_yaml(text: str) -> Any:
 def _check_tree(tree: object) -> None:
     """Raise YAMLError for a value with too many levels, too many values or a character that cannot be written.
 
-    Values of aliases count at each use.
+    A value to which a YAML alias (`*name`) refers is counted again for each alias, so that a short file whose aliases
+    expand to a huge value is refused.
     """
     level = [tree]
     num_values = 0

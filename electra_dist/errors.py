@@ -1,8 +1,7 @@
 """Define the exit codes of a training process and the errors that users and storage cause.
 
-The supervisor and the Slurm scripts decide whether to start the run again. They decide from the exit code of the ranks
-and from the run's ledger, a file in which its starts and ends are recorded. They import the codes from
-this module.
+The supervisor and the Slurm scripts import the exit codes. They decide whether to start a run again from the exit code
+of its ranks and from its ledger, the file that records its starts and ends.
 """
 
 from __future__ import annotations
@@ -48,9 +47,10 @@ class ManifestMismatch(UserError):
 
 
 class OtherNumerics(UserError):
-    """Error for a run folder or a checkpoint of a run that was computed with other numerics than this version has.
+    """Error for a run folder or a checkpoint that was computed with another numerics version than the current one.
 
-    Numerics is the number of a version's random draws (masks, samples, dropout) and rounding: `config.NUMERICS`.
+    The numerics version (`config.NUMERICS`) is a number that is raised whenever the program changes its random draws
+    (masks, samples, dropout) or its rounding.
     """
 
     def __init__(self, place: str, found: int, current: int) -> None:
@@ -58,8 +58,8 @@ class OtherNumerics(UserError):
 
         Args:
             place: the run folder, or the URL of the checkpoints.
-            found: numerics of the run.
-            current: numerics of this version.
+            found: numerics version of the run.
+            current: numerics version of this program.
         """
         super().__init__(
             f"{place} holds a run of numerics {found}, and this version computes with numerics {current}, which has "

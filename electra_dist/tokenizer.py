@@ -4,11 +4,12 @@ Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the tex
 text become the word-pieces of `[`, `sep` and `]`, because BERT's pre-tokenizer cuts at brackets and the encoder knows
 no special tokens. An unknown word becomes [UNK], as in BERT.
 
-How: the encoder is Hugging Face `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece; words of more than 100
-characters become [UNK]) on the lines of a vocab.txt, which `corpus/vocab.py` can train. BERT ends a word at every
-space and encodes each word independently of the others. The ids of a line are therefore the ids of its space-separated
-words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded before, and the
-library encodes new ones only. With a tokenizer.json the library encodes whole lines (`tokenizer_json.py`).
+How: Hugging Face's library `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece) encodes words with the tokens of
+a vocab.txt, which `corpus/vocab.py` can train. Words of more than 100 characters become [UNK]. BERT ends a word at
+every space and encodes each word independently of the others. The ids of a line are therefore the ids of its
+space-separated words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded
+before, and the library encodes new ones only. With a tokenizer.json the library encodes whole lines
+(`tokenizer_json.py`).
 
 Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
 most 100 MB.
@@ -92,7 +93,7 @@ class Vocabulary:
                 f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
             )
         if len(self._ids) < len(self.tokens):
-            # self._ids has the last line of each token; the first line with another number is repeated further down.
+            # `self._ids` maps a token to its last line. So a line to which its token is not mapped is repeated later.
             repeated = next(token for token_id, token in enumerate(self.tokens) if self._ids[token] != token_id)
             first_line = self.tokens.index(repeated) + 1
             last_line = self._ids[repeated] + 1
@@ -124,8 +125,8 @@ class Vocabulary:
     def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
         """Return the vocabulary in the bytes of a vocab.txt, after a check of its digest where one is known.
 
-        Every vocab.txt that a run, a build, an export or a command reads comes through this function. The digest is
-        that of the file or of its lines with `\\n` as their ends, which a copy between systems may change.
+        Every vocab.txt that a run, a build, an export or a command reads comes through this function. The digest may
+        be that of the bytes or that of the text with `\\n` line ends, because copying a file may change its line ends.
 
         Args:
             data: content of the file, UTF-8; `\\r\\n` also ends a line.

@@ -14,7 +14,7 @@ _STANDARD_FILES = (0, 1, 2)  # descriptors of stdin, stdout and stderr
 
 
 class LastingStream:
-    """A text stream that becomes silent at the first failed write; everything else is that of the stream inside."""
+    """A text stream that discards its output after the first failed write; otherwise it acts as the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         """Wrap a stream, such as sys.stdout."""
@@ -60,6 +60,6 @@ def outlive_the_reader() -> None:
         if stream is None:  # Python found the file closed
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (kept until the process ends)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # of a file name that is not UTF-8
+            stream.reconfigure(errors="backslashreplace")  # a file name that is not UTF-8 is printed with escapes
         if not isinstance(stream, LastingStream):
             setattr(sys, name, cast(TextIO, LastingStream(stream)))

@@ -1,7 +1,7 @@
-"""Train one rank of a run: the entry point of the process that `deepspeed` starts for every rank.
+"""Run pretraining on one rank: the entry point of the process that `deepspeed` starts for every rank.
 
-deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml
-deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run
+deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml              # train
+deepspeed launcher/pretrain.py --config configs/large_25pct_mask.yaml --dry-run    # print the plan of the run
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from launcher.lasting_output import outlive_the_reader
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank of a run from its command line, and return the exit code of its process.
+    """Train on this rank, or print the plan of the run if `--dry-run` is given, and return the exit code.
 
-    An error that the user must fix is printed to stderr as one line that begins with "error: ", by rank 0 only.
+    An error that the user must fix is printed to stderr as one line that begins with "error: ". Only one rank prints
+    it: rank 0 or, once the ranks have formed the process group, the first rank that meets the error. Any other
+    exception is raised, and the process then ends with exit code 1.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
-        # The config can set another limit, but only after it was read.
+        # The config is read with the default limit, because the config's own limit is not known before.
         default_patience = Patience(ClusterConfig().storage_patience_s)
         config = default_patience.call(lambda: load_config(args.config, args.set))
         patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        # Before the handlers of a run are installed, or the second Ctrl-C, which does not wait for a checkpoint.
+        # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
         if is_first_rank:
             print("interrupted; the next start goes on from the newest checkpoint", file=sys.stderr, flush=True)
         return EXIT_STOPPED
@@ -81,16 +83,17 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
     Args:
         config: the resolved config of the run.
         is_first_rank: whether this is rank 0.
-        accept_new_numerics: whether a run that a version with other random draws or rounding began may continue.
-        from_scratch: whether to begin again at step 0 and set aside what the run folder holds.
+        accept_new_numerics: whether to continue a run that was begun by a version with other random draws or rounding.
+        from_scratch: whether to begin again at step 0; checkpoints and records in the run folder are then renamed.
 
     Returns:
         The exit code of training, of `electra_dist/errors.py`.
 
     Raises:
         UserError: the config, the data or the run folder cannot be used; then no report is written.
+        StorageLost: an input could not be read for `cluster.storage_patience_s` seconds; then no report is written.
     """
-    # torch and deepspeed are imported only when there is something to run.
+    # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
     from electra_dist.train.pretrain_rank import run
 
     has_begun = True
@@ -108,7 +111,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
 def _write_report(run_dir: Path) -> None:
     """Write report.html; print one line to stderr if that fails, because the run itself is not affected.
 
-    Importing matplotlib takes half a second, which no step waits for.
+    Importing matplotlib takes half a second, so the import is here and not at the top of the file.
     """
     try:
         from electra_dist.report.report_page import write_report
@@ -124,7 +127,10 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
-    """Return how many rows the plan predicts to fit on one of `world_size` GPUs with `free_bytes` of free memory."""
+    """Return the estimated number of rows that fit into `free_bytes` bytes of memory on one of `world_size` GPUs.
+
+    The measurement for `train.micro_batch: auto` starts from this number.
+    """
     from electra_dist.planning.activation_memory import micro_batch_limit
 
     plan = config.plan.model_copy(update={"num_gpus": world_size})
@@ -157,10 +163,10 @@ def _end_process(exit_code: int) -> NoReturn:
     """End the process at once with an exit code, without Python's own clean-up.
 
     Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of torch's
-    process group and of the loader in any order, and a thread destroyed while it runs aborts the process, so that the
-    launcher would see a crash (SIGABRT) in place of the exit code.
+    process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts the process,
+    and the launcher would then see SIGABRT instead of the exit code.
     """
-    with contextlib.suppress(OSError):  # a reader that has gone away changes nothing
+    with contextlib.suppress(OSError):  # Nobody may read the output any more.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)

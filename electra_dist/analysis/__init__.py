@@ -1,1 +1,1 @@
-"""Pure functions that analyze the records of a run: goodput, run state, hangs, stragglers, and the rows it used."""
+"""Analyses of the records of a run, such as its goodput, its hangs and the rows it used, of scores, and of corpora."""

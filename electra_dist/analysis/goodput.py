@@ -5,9 +5,9 @@ before a process starts. The parts below, in seconds, add up to the wall-clock t
 Slurm: from the start of the first process) to the last event.
 
     queue    waiting for nodes: from submitted (or requeued) to started
-    boot     from the start of the job to the rank's process: batch script, srun, deepspeed
-    import, build, restore    from the process to the first step (`setup_s` of start and resume)
-    compile  what the first step took longer than a usual step
+    boot     from the start of the job to the start of the rank's process: batch script, srun, deepspeed
+    imports, build, restore    from the start of the process to the first step (`setup_s` of start and resume events)
+    compile  the time by which the first step took longer than the mean of the others
     data     waiting for rows
     stall    checkpoint copies, and waits for the previous one
     eval     held-out evaluations
@@ -94,7 +94,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run's ranks (the launch of their processes), as the ledger ledger.jsonl records it.
+    """One start of a run's ranks, from the launch of their processes to their end, as ledger.jsonl records it.
 
     It holds when the start began and ended, and how many seconds it spent on each activity. Points in time are Unix
     seconds.

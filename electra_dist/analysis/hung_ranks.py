@@ -3,8 +3,11 @@
 A heartbeat is a small record that each rank writes at every step and at every change of its phase. It contains the
 phase: setup, step, checkpoint, eval, storage or done. In phase storage a rank waits for storage that is full or away.
 
-Guarantee: `hung` is a pure function of the heartbeats and the clock. The limit of a step is a multiple of the rank's
-own step time, which is measured during the run; the other phases have fixed limits in seconds.
+Guarantee: `hung` is a pure function of its arguments. The limit of a step is a multiple of the rank's own step time,
+which is measured during the run; the other phases have fixed limits in seconds.
+
+All times are seconds of one clock, that of the heartbeats. Heartbeats have Unix times; the supervisor, which must not
+be misled by a wall clock that jumps, first translates them to its monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import Beat, Phase
 
-STORAGE_MARGIN_S = 300.0  # by which a rank may exceed its patience, with a try of an S3 request that is under way
+# Added to the patience with storage: a try of an S3 request that has begun may end after the patience does.
+STORAGE_MARGIN_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +129,15 @@ def hung(
 
     Args:
         heartbeats: newest heartbeat of each rank to judge.
-        now: Unix time in seconds.
+        now: the present time, in seconds of the clock of the heartbeats.
         limits: the longest silence that each phase allows.
-        started: Unix time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
+        started: time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
         ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
         read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
             It is called at most once, and only if a rank exceeds its own limit. The default returns none, so the
             exception above does not apply.
-        not_before: Unix time in seconds until which no heartbeat could be written; no silence is counted from an
-            earlier time.
+        not_before: time until which no heartbeat could be written, for example because the run folder was away; no
+            silence is counted from an earlier time.
     """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
@@ -158,9 +162,9 @@ def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) 
 
     Args:
         beat: the newest heartbeat of the rank.
-        now: Unix time in seconds.
+        now: the present time, in seconds of the clock of the heartbeats.
         limits: the longest silence that each phase allows.
-        not_before: Unix time in seconds; no silence is counted from an earlier time.
+        not_before: time in seconds; no silence is counted from an earlier time.
 
     Returns:
         A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
@@ -179,9 +183,9 @@ def _silence_among_others(
         beat: the newest heartbeat of the rank.
         all_beats: newest heartbeats of the ranks of all nodes; those of another attempt (start of the run) are
             ignored.
-        now: Unix time in seconds.
+        now: the present time, in seconds of the clock of the heartbeats.
         limits: the longest silence that each phase allows.
-        not_before: Unix time in seconds; no silence is counted from an earlier time.
+        not_before: time in seconds; no silence is counted from an earlier time.
 
     Returns:
         A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
@@ -215,7 +219,7 @@ def _may_wait_for(beat: Beat, other: Beat) -> bool:
 
 
 def _silent_since(beat: Beat) -> float:
-    """Return the Unix time in seconds from which the silence of a rank is counted.
+    """Return the time, in seconds of the clock of the heartbeats, from which the silence of a rank is counted.
 
     This is the time of its newest heartbeat. In phase "storage" it is the start of the phase: a rank that waits for
     storage goes on sending heartbeats, so only the length of the wait can show that it is hung.

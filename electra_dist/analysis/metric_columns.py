@@ -1,4 +1,6 @@
-"""Hold the numbers of many metrics as columns of float64: 8 bytes a number, where a parsed record takes 6 KB.
+"""Hold the numbers of many metrics records as columns of float64, which take much less memory than parsed records.
+
+A number takes 8 bytes here, a whole parsed record 6 KB.
 
 Guarantee: a column has the numbers of the records bit for bit, in their order. What is missing, null or no number is
 NaN there.

@@ -1,10 +1,10 @@
 """Choose the interval between checkpoints by the formula of Young and Daly, from the events in the run's own ledger.
 
-A save pauses training (the stall), and an interruption loses half an interval of work on average. The interval sqrt(2
-x stall x time between interruptions) loses the least time to both. The two quantities are measured in the run itself:
-the stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The stall
-includes the time in which a save waits for the previous one. If the interval is shorter than the time that a slow
-store needs for a save, the stall therefore grows, and with it the interval.
+A save pauses training (the stall), and an interruption loses half an interval of work on average. The two together
+lose the least time at the interval sqrt(2 x stall x time between interruptions). Both quantities are measured in the
+run itself: the stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The
+stall includes the time in which a save waits for the previous one. If a slow store needs longer for a save than the
+interval, the stall therefore grows, and with it the interval.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ class PhaseReceipts:
         """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch.
 
         `before` builds its results from them.
+
+        Args:
+            phase: order of the rows of this phase, its first position in the run, and the id of its first row.
         """
         self._phase = phase
         self._order = phase.order

@@ -95,11 +95,13 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error, which allows for scores of one cluster being alike.
+    """Return the ROC-AUC and its standard error; scores of one cluster need not be independent.
 
-    The AUC is a mean over pairs. Its linear part gives each positive the share of negatives below it, minus the AUC,
-    and each negative the share of positives above it, minus the AUC. The standard error is that of the sum of these
-    parts over clusters (Obuchowski, Biometrics 1997, in its form for one model).
+    To first order, the AUC's deviation from its expected value is a sum with one term for each score. The term of a
+    positive is (share of negatives below it - AUC) / number of positives. The term of a negative is (share of
+    positives above it - AUC) / number of negatives. The terms are added up within each cluster. The standard error is
+    that of the total of these sums, which count as independent (Obuchowski, Biometrics 1997, in its form for one
+    model).
 
     Args:
         scores: real numbers, [N]; larger means more likely positive.

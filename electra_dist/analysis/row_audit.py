@@ -1,11 +1,12 @@
 """Audit which corpus rows a run was trained on, from its records; used by the command `electra-dist verify RUN`.
 
-Guarantee: a receipt is the number of rows that a run has used so far, and the sum of the hashes of their ids. The run
-records its receipt in metrics.jsonl and in every checkpoint. A mark is one recorded receipt together with its step.
-The receipt of each mark is compared with the one that the run's row order gives after that many steps, over all
-restarts and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark is
-wrong, the audit reports the first range of steps that deviates. If in this range one row is missing, one is too many,
-or one replaces another, it also names these rows.
+A receipt is the number of rows that a run has used so far, and the sum of the hashes of their ids. The run records its
+receipt in metrics.jsonl and in every checkpoint. A mark is one recorded receipt together with its step.
+
+Guarantee: the receipt of each mark is compared with the one that the run's row order gives after that many steps, over
+all restarts and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark
+is wrong, the audit reports the first range of steps that deviates. If in this range one row is missing, one is too
+many, or one replaces another, it also names these rows.
 
 How: `prescribed_receipts.py` computes the receipts that the run should have. If a run used more than
 `_ALL_MARKS_ROWS` rows, only evenly spaced marks are checked, and the first wrong mark is found by bisection.

@@ -1,8 +1,9 @@
-"""Find stragglers, the ranks that are slower than the median rank again and again, from gathered step times.
+"""Find stragglers, the ranks that are repeatedly slower than the median rank, from gathered step times.
 
-Guarantee: a pure function. The step times of all ranks are gathered at intervals; each gathering is called a look. A
-rank is reported only if it was slower than the median rank by a given factor in each of the last looks. One slow
-shard, garbage collection or checkpoint is therefore not enough.
+The step times of all ranks are gathered at intervals; each gathering is called a look.
+
+Guarantee: a pure function. A rank is reported only if it was slower than the median rank by a given factor in each of
+the last looks. One slow shard, garbage collection or checkpoint is therefore not enough.
 
 Cost: one sort of W numbers per look at W ranks.
 

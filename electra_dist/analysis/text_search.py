@@ -1,10 +1,10 @@
 """Find the rows of a corpus that contain a text, by its tokens.
 
-Guarantee: every row that is named contains the stated number of consecutive tokens of the text; a row that contains as
-many as asked for is always named. Special tokens in a row are passed over, so a text may go on in the second segment.
+Guarantee: exactly those rows are found that contain at least `least` consecutive tokens of the text. Special tokens in
+a row are passed over, so a text may go on in the second segment.
 
-How: rows that contain each token of some stretch of the text are found for a whole shard at once (NumPy); these rows
-are compared token by token.
+How: NumPy finds, for a whole shard at once, the rows that contain all tokens of some part of the text that is `least`
+tokens long, in any order. Only these rows are then compared token by token.
 
 Cost: one pass over all shards, with one comparison of all ids for each different token of the text.
 
@@ -25,7 +25,7 @@ class FoundRow(NamedTuple):
 
     shard: int  # index of its shard in the manifest
     row: int  # number within the shard
-    num_tokens: int  # consecutive tokens of the text in the row, at most
+    num_tokens: int  # length of the longest run of consecutive tokens that the row and the text have in common
 
 
 def rows_with_tokens(
@@ -49,10 +49,10 @@ def rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the rows that may contain `least` consecutive tokens of the text, in order.
+    """Return the numbers, ascending, of the rows that may contain `least` consecutive tokens of the text.
 
-    A row with `least` consecutive tokens of the text contains all tokens of one of the text's stretches of this
-    length.
+    For some part of the text that is `least` tokens long, such a row contains every token of the part, at whatever
+    positions. A row without `least` consecutive tokens of the text may be among them.
     """
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}

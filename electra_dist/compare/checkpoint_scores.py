@@ -33,7 +33,7 @@ class Score:
 
     The score is a fraction: the result of a probe at the layer that the training data choose, the median over the
     seeds of fine-tuning, the accuracy on minimal pairs, or the context AUC. It is None if every fine-tuning run
-    diverged.
+    diverged, or if the held-out rows allow no context AUC; `failures` then gives the reason.
     """
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
@@ -42,8 +42,8 @@ class Score:
     flops: float  # training FLOPs up to that step
     task: str
     metric: str
-    score: float | None  # a fraction; None if every fine-tuning run diverged
-    failures: tuple[str, ...]  # why seeds of fine-tuning count as failed, one line each
+    score: float | None  # a fraction; None if there is no score
+    failures: tuple[str, ...]  # why there is no score, or why seeds of fine-tuning count as failed, one line each
     seconds: float  # time that scoring took
     standard_error: float | None = None  # over the choice of the test examples; None if it is not known
     layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
@@ -180,7 +180,7 @@ class Scores:
 
         A stored score with another digest was computed from something else, and is not used.
         """
-        # A run that an older version made keeps its scores.
+        # The identity is that of the numerics version that the run records, so scores of an older run stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(
             {

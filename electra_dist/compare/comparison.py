@@ -69,7 +69,8 @@ class Comparison:
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
         for cell in self.plan.cells:
-            # A finished run of an older version is only read; the process that continues another one checks it.
+            # The numerics version is not checked here: a finished run is only read, whichever version made it, and for
+            # an unfinished run the process that continues it makes this check.
             inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
             corpus = inputs.corpus  # the same one for all runs
             vocabulary = inputs.vocabulary
@@ -219,7 +220,7 @@ class Comparison:
         """Write compare.json, compare.md and the pictures from what exists by now, and return the paths.
 
         compare.png shows the scores. curves.png shows what the runs have recorded at their evaluations; it is not
-        written before the first one. Existing files are replaced, each at once, so a reader never sees half a file.
+        written before the first one. Existing files are replaced atomically, so a reader never sees half a file.
         """
         results = self.results()
         failures = self.failures()

@@ -27,7 +27,7 @@ from electra_dist.model.parameter_counts import parameter_counts
 
 
 class ComparisonResults:
-    """Results of a comparison by a set of scores; some runs or scores may still be missing.
+    """Results of a comparison, computed from the scores that exist; some runs or scores may still be missing.
 
     `rows` are the rows of the table of scores, and `metric_of` maps each of its columns, except the average, to the
     name of the metric.

@@ -174,11 +174,9 @@ def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return seed -> mean score over the tasks, in ascending order of the seeds.
+    """Return seed -> mean score over the tasks, ascending by seed; seeds that lack a score on a task are left out.
 
-    Seeds that lack a score on one of the tasks are left out.
-
-    `by_task` has one mapping, seed -> score, for each of at least one task.
+    `by_task` has one mapping, seed -> score, for each task. There is at least one task.
     """
     seeds_per_task = [set(by_seed) for by_seed in by_task]
     complete_seeds = set.intersection(*seeds_per_task)

@@ -88,7 +88,7 @@ def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: 
 
 
 def difference_text(difference: Difference | None) -> str:
-    """Format a difference in points of a per cent, as in "+1.2 +- 0.4 (p 0.03)"; None gives "-".
+    """Format a difference in percentage points, as in "+1.2 +- 0.4 (p 0.03)"; None gives "-".
 
     The number after "+-" is the larger one of the errors over seeds and over test examples.
     """
@@ -159,7 +159,10 @@ def _value(score: Score) -> float:
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
-    """Return the two-sided p-value of a paired t-test; with equal differences it is 1 for zeros and otherwise 0."""
+    """Return the two-sided p-value of a paired t-test.
+
+    If all differences are equal, the standard error is 0. The result is then 1 if the mean is 0, too, and otherwise 0.
+    """
     if standard_error == 0.0:
         return 1.0 if mean == 0.0 else 0.0
     statistic = abs(mean) / standard_error
@@ -167,7 +170,10 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
-    """Return sqrt(e_1^2 + e_2^2) of the mean standard errors of two objectives; None if one score has no error."""
+    """Return the standard error of a difference over the test examples; None if a score has no standard error.
+
+    It is sqrt(e_1^2 + e_2^2), where e_1 and e_2 are the means of the standard errors of the two objectives' scores.
+    """
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.standard_error for score in scores if score.standard_error is not None]

@@ -197,9 +197,9 @@ class ModelConfig(Section):
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
-        """Return to how many tokens a token attends at most, summed over the layers of a tower.
+        """Return the largest number of tokens that a token attends to, summed over the layers of a tower.
 
-        In a global layer these are all tokens of a row, in a local layer those of the window.
+        A global layer counts with all tokens of a row, a local layer with those of the window.
 
         Args:
             num_layers: number of layers of the tower.

@@ -1,4 +1,7 @@
-"""Define the sections that do not change what is computed: checkpoints, log, corpus builder, cluster, plan."""
+"""Define the sections `checkpoint`, `log`, `corpus`, `kernels`, `cluster` and `plan`.
+
+None of them is part of a run's identity (the values that determine its results), so they may change at a restart.
+"""
 
 from __future__ import annotations
 

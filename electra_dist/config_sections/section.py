@@ -25,7 +25,8 @@ def _without_tilde(folder: str) -> str:
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-LocalFolder = Annotated[str, AfterValidator(_without_tilde)]  # read by several parts, which must mean one folder
+# The tilde is replaced here, once, so that all parts of the program that read the path mean the same folder.
+LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
 
 
 class Section(BaseModel):

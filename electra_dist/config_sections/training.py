@@ -1,4 +1,4 @@
-"""Define the sections of a run's course: data, train, guard, optimizer and engine."""
+"""Define the sections `data`, `train`, `guard`, `optimizer` and `engine`, which the training itself reads."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ class TrainConfig(Section):
     def _auto(cls, value: Any) -> Any:
         """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
 
-        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits. 1
-        passes them for every number of ranks that divides the global batch.
+        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits.
+        They accept 1 for every number of ranks that divides the global batch.
         """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
@@ -259,17 +259,19 @@ class GuardConfig(Section):
 
     @property
     def most_skipped(self) -> int:
-        """Return the most steps before the newest checkpoint that a rollback skips.
+        """Return how many steps before the newest checkpoint a rollback (return to a checkpoint) skips at most.
 
-        All stopped steps but the last may be before that checkpoint, and `skip_before` steps are skipped before them.
+        A rollback skips the `max_in_a_row` stopped steps, and `skip_before` steps before the first of them. The newest
+        checkpoint may have been saved just before the last stopped step, and then all others are before it.
         """
         return self.skip_before + self.max_in_a_row - 1
 
 
 class GeneratorOptimizerConfig(Section):
-    """Settings of the optimizer for the parameters that only the generator uses; unset keys are those of `optimizer`.
+    """Settings of the optimizer for the generator's own parameters; unset keys are those of `optimizer`.
 
-    The embeddings count as the generator's only with model.sharing none and gdes, where it has tables of its own.
+    The generator has embeddings of its own only with model.sharing none and gdes. Otherwise the settings of
+    `optimizer` apply to the embeddings, which both towers share.
     """
 
     lr: Annotated[float, Field(gt=0)] | None = Field(
@@ -386,7 +388,11 @@ class OptimizerConfig(Section):
 
 
 class EngineConfig(Section):
-    """Settings of how the computation is distributed and saves memory; none of them changes what is computed."""
+    """Settings of how the computation is distributed and saves memory; all of them may change at a restart.
+
+    None belongs to the identity of a run. Some change the rounding, and on a GPU `attention` also changes which
+    attention probabilities dropout drops.
+    """
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,

@@ -37,7 +37,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
-PROBED_LAYERS = "all"  # part of a probe's identity: results of the last layer alone are not used any more
+PROBED_LAYERS = "all"  # part of a probe's identity, so that results of older versions (last layer only) are not used
 PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
 
 

@@ -28,7 +28,7 @@ from electra_dist.errors import UserError
 
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
-_LATER_KEYS = ("span_head",)  # fields that older results lack; their defaults mean what those results were made with
+_LATER_KEYS = ("span_head",)  # newer fields, whose defaults are how versions without these fields computed results
 
 
 class FinetuneConfig(Section):
@@ -127,10 +127,10 @@ class FinetuneConfig(Section):
     )
 
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Return the settings as a JSON tree, by which results are stored and found again.
+        """Return the settings as a JSON tree, for the digest under which a result is stored and found again.
 
-        A field that older versions did not have is left out as long as it has its default, which means what those
-        versions did. So results that they stored are found.
+        A field that older versions did not have is left out if it has its default value, which is how those versions
+        computed their results. So their stored results are found, too.
 
         Args:
             only: names of the fields to return; None for all.

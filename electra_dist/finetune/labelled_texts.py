@@ -57,10 +57,10 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """Return the first of `places`, paths at which a file may be, that is an existing file.
+    """Return the first of the paths `places` at which there is a file.
 
     Raises:
-        UserError: there is no file at any of them; the message lists all.
+        UserError: there is no file at any of these paths; the message lists them all.
     """
     for place in places:
         if place.is_file():

@@ -409,7 +409,7 @@ class TextTask(Task):
 
     @property
     def _num_outputs(self) -> int:
-        """Number of outputs of the task's head: one per label, or 1 for a regression, which has no labels."""
+        """Return the number of outputs of the task's head: one per label, or 1 for a regression."""
         return len(self.labels) or 1
 
     def _read(self, data: Path, stem: str) -> Texts:

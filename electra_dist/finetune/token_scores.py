@@ -96,7 +96,7 @@ def score_places(
     Args:
         encoder: a model with its pretraining head.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
-        places: index of the row and position in it, of n tokens; neither the first nor the last of their row.
+        places: (index of the row, position in the row) of each of n tokens. No token is the first or last of its row.
         device: where the model runs.
         progress: called after each batch with ("predict", rows done, rows in total).
 
@@ -280,7 +280,7 @@ def _masked_log_probs(
     Args:
         encoder: a masked language model.
         ids: rows of token ids with [CLS] and [SEP], without padding.
-        places: index of the row and position in it, of each token.
+        places: (index of the row, position in the row) of each token.
         device: where the model runs.
         progress: called after each batch with ("predict", copies done, copies in total).
 

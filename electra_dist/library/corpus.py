@@ -4,7 +4,7 @@ Guarantee: the rows of a step are those that a run with the same seed, window an
 the order, the verification and the reading are the run's own.
 
 Cost: the first batch of a window verifies its shards (10 to 40 ms for 16 MB); the rows of a step are then copied from
-mapped files. A batch may need as many shards as a window has.
+mapped files. One batch may need rows of every shard of a window.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Corpus:
             shuffle_window_shards: config key `data.shuffle_window_shards` of the run; rows are shuffled within windows
                 of this many shards.
             cache_dir: folder for shards fetched from S3; unused for a local corpus.
-            corpora: the corpora of a run with `data.phases`, of which `store` and `manifest` are the joined ones; None
-                for a single corpus.
+            corpora: all corpora of a run in the order in which it reads them; with `data.phases`, `store` and
+                `manifest` present them as one corpus. None means a single corpus, that of `store` and `manifest`.
         """
         only_phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=manifest)
         self._corpora = corpora or RunCorpora(phases=(only_phase,))
@@ -156,7 +156,7 @@ class Corpus:
                     yield torch.from_numpy(loader.next().ids.astype(np.int64))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return how often each token id occurs in the corpus, int64 [V].
+        """Return how often each token id, [PAD] included, occurs in the corpus, int64 [V] for V ids.
 
         The counts are those of corpus.json; if it has none, the whole corpus is read.
         """
@@ -220,10 +220,10 @@ def open_corpus(
     Args:
         source: folder or s3:// prefix of a corpus; or a run, as its folder or its config. For a run, its corpus is
             opened (with `data.phases`, all its corpora as one), and arguments that are None are taken from its config.
-        seed: `seed` of the run; None without a run means 42.
-        shuffle_window_shards: `data.shuffle_window_shards` of the run; None without a run means 64.
-        endpoint_url: URL of an S3 service; None without a run means AWS.
-        cache_dir: folder for shards fetched from S3; None without a run means ~/.cache/electra-dist.
+        seed: config key `seed`; 42 if it is None and `source` is a corpus.
+        shuffle_window_shards: config key `data.shuffle_window_shards`; 64 if it is None and `source` is a corpus.
+        endpoint_url: URL of an S3 service; AWS if it is None and `source` is a corpus.
+        cache_dir: folder for shards fetched from S3; ~/.cache/electra-dist if it is None and `source` is a corpus.
 
     Raises:
         UserError: there is no such corpus.

@@ -83,8 +83,8 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: i
         step: number of steps after which the checkpoint was taken; None for the newest good one.
 
     Raises:
-        UserError: `run_dir` is not a run, the run has no such good checkpoint, or its parameters have other names or
-            shapes than those of the module.
+        UserError: `run_dir` is not a run, the run has no undamaged checkpoint (of that step), or its parameters have
+            other names or shapes than those of the module.
     """
     run = load_run_weights(Path(run_dir), step)
     prefix = "" if isinstance(module, Objective) else "towers."

@@ -9,9 +9,9 @@
     flex   FlexAttention with a mask of 128 x 128 blocks. Blocks that hold no two tokens of one example are never
            computed. It needs a GPU with Triton and has no attention dropout.
 
-Guarantee: all backends compute the same function to rounding, pads included: pads attend to pads. They are tested
-against float64, flash by the definition of its operator. A backend that has no dropout raises an error if it is asked
-for some.
+Guarantee: all backends compute the same function to rounding, pads included: pads attend to pads. Tests compare them
+with float64; for flash, a definition in plain PyTorch then takes the place of torch's operator. flex, which has no
+dropout, raises an error if it is asked for some.
 
 How: the type of the attention mask selects the backend: a bias, `ExampleBounds` or a `BlockMask`.
 `attention_choice.py` chooses the backend of a run.
@@ -167,7 +167,7 @@ def _attend_with_plain_operations(
     bias_B1SS: torch.Tensor,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention, [B, N, S, D], computed with products and a softmax whose scores are in fp32 or wider.
+    """Return the attention output, [B, N, S, D], by two matrix products and a softmax over scores in fp32 or wider.
 
     Args:
         query_BNSD: queries, not scaled yet.

@@ -41,13 +41,16 @@ _TRIAL_HEADS = 2
 _TRIAL_TOKENS = 256  # of a row
 _TRIAL_EXAMPLE_TOKENS = 100  # examples of 100, 100 and 56 tokens: borders lie inside the blocks of 128 tokens
 _TRIAL_TOLERANCE = 0.05  # largest difference allowed from sdpa; bf16 numbers near 1 are 0.008 apart
-_LEAST_SCATTER = 0.02  # of the dropped sums, times sqrt(p); about an eighth of what dropout makes of the trial's rows
+# Least standard deviation of the sums of kept probabilities, divided by sqrt(p) for dropout of probability p. Dropout
+# that works gives about eight times as much on the trial's rows.
+_LEAST_SCATTER = 0.02
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
     """Choose the attention backend of a run on this rank's device: "sdpa", "flash" or "flex", with the reason.
 
-    Not collective: ranks may come to different results, so the caller must make all ranks use the same one.
+    The function is not collective, and ranks may come to different results. `agree_on_attention` then chooses one for
+    all ranks.
 
     Args:
         config: the run's config; `engine.attention`, the objective, dropout, precision and the widths of heads decide.
@@ -266,9 +269,10 @@ def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch
 def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> str:
     """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for.
 
-    The values are replaced by ones, so each output is (sum of the kept attention probabilities) / (1 - p). The outputs
-    must differ from one another, or nothing was dropped. Their mean over 1,024 queries must be within 0.05 of 1, or p
-    was another one; 0.05 is more than five standard deviations of that mean at p = 0.1.
+    The values are replaced by ones, so each output is (sum of the kept attention probabilities) / (1 - p), whose
+    expected value is 1. If the outputs do not differ from one another (`_LEAST_SCATTER`), nothing was dropped. If
+    their mean over 1,024 queries is not within 0.05 of 1, the kernel used another p; 0.05 is more than five standard
+    deviations of that mean at p = 0.1.
 
     Args:
         inputs_BNSD: query, key and value of the trial's rows.
@@ -284,7 +288,7 @@ def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> 
 
 
 def _trial_layout(device: torch.device) -> RowLayout:
-    """Return the structure of the trial's rows; only the numbers of examples are meant, the rest are placeholders."""
+    """Return the structure of the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
     example_S = torch.arange(_TRIAL_TOKENS, device=device).div(_TRIAL_EXAMPLE_TOKENS, rounding_mode="floor")
     example_BS = example_S.expand(_TRIAL_ROWS, _TRIAL_TOKENS)
     return RowLayout(

@@ -5,12 +5,12 @@ post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout o
 and sub-layer outputs, and a projection with bias where the width of the tables is not the tower's. There is no pooler.
 
 How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches. In
-eager mode, what a layer computes before and after attention is one autograd function each (`layer/`). Under
-torch.compile it is the composition of separate operations, which defines the values.
-LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
-sub-layer outputs is keyed by (seed, step, global row, position) and fused with the residual and LayerNorm
-(`electra_kernels.dropout_add_norm`), so it does not depend on how a batch is split. Dropout on embeddings has the same
-keys (`electra_kernels.keyed_dropout`).
+eager mode a layer has two autograd functions of its own, one for what precedes attention and one for what follows it
+(`layer/`). Under torch.compile a layer is composed of separate operations (`EncoderLayer.compose`), which define its
+values. LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
+sub-layer outputs is keyed by (seed, step, global row, position), so it does not depend on how a batch is split. It is
+fused with the residual and LayerNorm (`electra_kernels.dropout_add_norm`). Dropout on embeddings has the same keys
+(`electra_kernels.keyed_dropout`).
 
 Limits: dropout of attention probabilities on a GPU draws from torch's generator. The training loop seeds that
 generator for each micro-batch. Nothing draws from it on a CPU.
@@ -107,7 +107,11 @@ class DropoutAddNorm(nn.LayerNorm):
         )
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return the dropout before this norm in a layer with these keys; its probability is 0 in evaluation mode."""
+        """Return probability and key of the dropout that this module applies; the probability is 0 in evaluation mode.
+
+        Args:
+            dropout_keys: keys of the layer that contains this module.
+        """
         probability = self.probability if self.training else 0.0
         return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
 
@@ -244,9 +248,9 @@ class SelfAttention(nn.Module):
         """Return the attention output before its projection, [T, H] contiguous.
 
         Args:
-            qkv: query, key and value of all heads and tokens, [T, 3 H]. They stay views of this tensor, and their
-                gradients are stacked into a tensor of its layout, which the backward pass of the product that made
-                them reads without a further copy.
+            qkv: query, key and value of all heads and tokens, [T, 3 H]. They are read as views of this tensor. Their
+                gradients come back in one tensor of the same layout, which the backward pass of `qkv_product` reads
+                without a further copy.
             attention_mask: which keys a query sees.
             dropout_keys: keys of this layer; they also give the number of rows.
         """
@@ -335,9 +339,10 @@ class EncoderLayer(nn.Module):
     def compose(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H], by separate operations that autograd or the compiler combines.
+        """Return the states after this layer, [T, H], computed by separate operations.
 
-        It is the definition of `forward`, which has the same arguments.
+        This method defines the values of `forward`, which has the same arguments. torch.compile traces it, and tests
+        compare the two.
         """
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
@@ -416,9 +421,9 @@ class Encoder(nn.Module):
         computes them again.
 
         Args:
-            embedded_BSE: output of `SharedEmbeddings`.
+            embedded_BSE: output of an `Embeddings` module, E wide.
             attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`; one
-                mask serves all layers.
+                mask serves all layers. A subclass may need another kind (`attention_scopes.new_attention_mask`).
             dropout_keys: keys of this tower; `DropoutKeys.off` in evaluation mode.
         """
         hidden = embedded_BSE

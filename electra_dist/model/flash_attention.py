@@ -1,13 +1,13 @@
 """Computes attention inside examples of any length with torch's own FlashAttention kernels, dropout included.
 
-Guarantee: the probability of dropout that the caller asks for reaches the kernel, which draws from torch's generator;
-the backward pass reads the state of the draw that the forward pass returned. In torch's deterministic mode the
-backward pass adds in a fixed order.
+Guarantee: the kernel gets the probability of dropout that the caller asks for, and draws from torch's generator. The
+forward pass returns the state of that generator, from which the backward pass drops the same probabilities. In torch's
+deterministic mode the backward pass adds in a fixed order.
 
-How: query, key and value are views into the product that makes them, [T, 3, N, D], so nothing is copied before the
-kernel. Its three gradients are copied into one tensor of the same shape by one `stack`; torch's operator has no
-argument for the tensors that receive them. In eager mode an autograd function calls the operator. Under torch.compile
-two custom operators do, because the backward pass has to switch a mode of torch while it runs.
+How: query, key and value are views of one tensor [T, 3, N, D], the result of the matrix product that computes them, so
+nothing is copied before the kernel. The three gradients are copied into one tensor of the same shape by one `stack`,
+because torch's operator allocates them itself. In eager mode an autograd function calls the operator. Under
+torch.compile two custom operators do, because the backward pass has to switch a mode of torch while it runs.
 
 Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
 `attention_choice.py` checks this. The operator is private in torch, and is called with the arguments that versions
@@ -74,8 +74,8 @@ def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, drop
 class _FlashAttention(torch.autograd.Function):
     """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode.
 
-    Inputs and results are [T, ...] as the matrix products around it have them; the views by heads are made inside,
-    where autograd does not record them.
+    Input and result have the shapes of the matrix products before and after attention, [T, 3 N D] and [T, N D]. The
+    views by heads are made inside this function, where autograd does not record them.
     """
 
     @staticmethod
@@ -112,9 +112,10 @@ def _run_forward(
     longest: int,
     dropout: float,
 ) -> _Saved:
-    """Call torch's forward operator on queries, keys and values, [T, N, D] each.
+    """Call torch's forward operator on queries, keys and values, [T, N, D] each, and return its results.
 
-    Queries and keys are cut into the same sequences, whose bounds `cu_seqlens` has, of at most `longest` tokens.
+    `cu_seqlens` holds the bounds of the sequences, for queries and for keys, and `longest` is an upper bound of their
+    lengths.
     """
     is_causal = False
     return_debug_mask = False
@@ -171,9 +172,10 @@ def _run_backward(
 def _in_fixed_order() -> Iterator[None]:
     """Context manager in which FlashAttention's backward pass adds in a fixed order, if torch's mode asks for that.
 
-    The run sets torch's deterministic mode so that it only warns of operations without a deterministic version. With
-    that setting torch takes FlashAttention's atomic additions and warns (aten/src/ATen/native/transformers/cuda/
-    attention_backward.cu). So the mode is made strict while the one operator runs.
+    The run sets torch's deterministic mode with `warn_only`, because operations without a deterministic version must
+    still run. With `warn_only`, however, torch also uses FlashAttention's atomic additions, and only warns
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu). The mode is therefore made strict while this one
+    operator runs.
     """
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (torch.are_deterministic_algorithms_enabled() and only_warns):
@@ -190,7 +192,7 @@ def _in_fixed_order() -> Iterator[None]:
 def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the fields of `_Saved` as a custom operator; the arguments are those of `_run_forward`."""
+    """Run `_run_forward` as a custom operator on queries, keys and values in one tensor; return `_Saved`'s fields."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
@@ -221,7 +223,7 @@ def _compiled_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Return `_run_backward`'s gradient as a custom operator; the fields of `_Saved` are separate arguments."""
+    """Run `_run_backward` as a custom operator, and return its gradient; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
     return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)

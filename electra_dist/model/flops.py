@@ -198,8 +198,8 @@ def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_le
 
 
 # Words that the device's name must contain -> dense TFLOP/s. The first match counts, so "h100 pcie" is before "h100".
-# Source: the vendor's data sheets, and half of the printed figure where that is one with sparsity. V100 has no bf16,
-# so its figure is fp16.
+# Source: the vendor's data sheets; a figure that they state with sparsity is halved. V100 has no bf16, so its figure
+# is that of fp16.
 _PEAK_TFLOPS = {
     "gb200": 2500.0,
     "b200": 2250.0,

@@ -3,7 +3,7 @@
 Guarantee: the initial value of a parameter depends on (seed, its name, its shape) only, so it has the same bits on
 every rank and whatever other parameters the model has.
 
-    embeddings, kernels            truncated normal, standard deviation 0.02, cut at two deviations, as TF does
+    embeddings, dense weights      truncated normal, standard deviation 0.02, cut at twice that, as TF does
     biases                         zero
     LayerNorms                     weight one, bias zero
     embeddings' projection, and    Glorot-uniform, because the reference left TF's default for the projection and the
@@ -98,8 +98,8 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
     """Return the standard deviation of the normal distribution from which a module's initial weights are drawn.
 
     It is `model.initializer_range`. With `model.architecture: modern`, it is divided by sqrt(2 x number of layers) for
-    the last matrix of each sub-layer, as in ModernBERT: their outputs are added to the residual stream, which would
-    otherwise grow with the depth.
+    the last matrix of each sub-layer, as in ModernBERT. The outputs of these matrices are added to the residual
+    stream, whose variance would otherwise grow with the depth.
 
     Args:
         model: section `model` of the config.

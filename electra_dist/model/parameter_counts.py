@@ -14,11 +14,11 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 class ParameterCounts(NamedTuple):
     """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128.
 
-    Parameters that both networks use count for the discriminator.
+    Parameters that both networks train count for the discriminator.
     """
 
-    discriminator: int  # with the embeddings that it reads and its head
-    generator_only: int  # parameters that only the generator uses
+    discriminator: int  # with its head and the embeddings that it trains
+    generator_only: int  # parameters that only the generator's loss trains
 
     @property
     def total(self) -> int:

@@ -2,11 +2,11 @@
 
 Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus one bias per
 token of the vocabulary. The discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary
-exist for masked slots only, and the pad rows of the table are neither predicted nor sampled. Losses are fp32 whatever
-the dtype of the parameters.
+are computed for the given states only, usually those of the masked positions. The pad rows of the table are neither
+predicted nor sampled. Losses are fp32 whatever the dtype of the parameters.
 
-How: the table is an argument of `GeneratorHead.forward`, not a second registration of the parameter. The module that
-owns the embeddings reads it, and ZeRO-3 gathers it in that module's forward pass.
+How: the table is an argument of `GeneratorHead.forward` and no parameter of the head. The objective reads it from the
+embeddings in its own forward pass, in which ZeRO-3 gathers it.
 
 Shapes: M masked slots, H hidden width, E embedding width, V padded vocabulary, B rows, S tokens, T = B * S.
 """
@@ -69,8 +69,9 @@ class GeneratorHead(nn.Module):
         """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
 
         A slot is a place for one masked position. Every row has the same number of slots, so some may be unused; M is
-        the number of slots of all rows. Samples are a function of (seed, step, row_M) and the logits, and carry no
-        gradient. `electra_kernels.mlm_head.mlm_head_loss_and_sample` computes everything after `transform`.
+        the number of slots of all rows. Samples are a function of (seed, step, row_M), the logits and the temperature,
+        and carry no gradient. `electra_kernels.mlm_head.mlm_head_loss_and_sample` computes everything after
+        `transform`.
 
         Args:
             hidden_MH: the network's states at the slots' positions.

@@ -138,11 +138,11 @@ class ExampleBounds(NamedTuple):
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     """Return where the examples of some rows begin, on the host; the pads of a row count as one example.
 
-    The number L of sequences is padded, so that batches of as many rows nearly always have tensors of one size, which
-    compiled code and CUDA graphs need. L is the number of rows times 2, or times the lowest higher power of two that
-    makes room for all examples. It is no fixed bound from the config, because rows may hold an example for every 5
-    tokens, and each sequence of the padding costs empty thread blocks and 128 tokens of workspace in every backward
-    pass of attention. The sequences of the padding are empty: they begin and end at T, behind the last token.
+    Empty sequences, which begin and end at T (behind the last token), pad the number of sequences to L. L is the
+    number of rows times the smallest power of two, at least 2, that makes room for all examples and pads. So batches
+    with the same number of rows nearly always have tensors of one size, which compiled code and CUDA graphs need. L is
+    not a fixed upper bound, because a row may hold an example for every 5 tokens, and each empty sequence costs idle
+    thread blocks and 128 tokens of workspace in every backward pass of attention.
 
     Args:
         ids_BS: token ids of the original rows in host memory, of any integer dtype.

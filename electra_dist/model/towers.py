@@ -1,17 +1,19 @@
 """Builds the towers and heads of an objective as one module, whose parameter names are those in a checkpoint.
 
-A tower is a stack of transformer layers: the generator, or the large one, usually the discriminator.
+A tower is a stack of transformer layers. Every objective has a large tower, the model that is kept after pretraining.
+It is named `discriminator`, also where it learns to predict tokens. Most objectives have a generator as well.
 
 Guarantee: a parameter exists if and only if its objective trains it, so that ZeRO finds no gradient missing.
 
-    embeddings                 token, position and type tables and their LayerNorm; with sharing `none` and `gdes` only
-                               the generator reads them
-    discriminator_embeddings   sharing `none`: the discriminator's own tables; `gdes`: their difference to the
-                               generator's
-    generator, generator_head  if the objective has a generator network; with sharing `all` only the head is separate
+    embeddings                 token, position and type tables and their LayerNorm. With sharing `none` only the
+                               generator reads them; with `gdes` both towers do, but only the generator trains them
+    discriminator_embeddings   sharing `none`: the discriminator's own tables; `gdes`: what the discriminator adds to
+                               the generator's tables
+    generator, generator_head  if the objective has a generator network; with sharing `all` its layers are those of
+                               the discriminator, and only the head exists separately
     generator_reverse          electric: the generator tower that reads from right to left
     baseline                   adversarial: the generator's estimate of its reward
-    discriminator              the large tower, which is the model that is kept, whatever it learns
+    discriminator              the large tower
     discriminator_head         if the large tower detects replaced tokens
     token_head                 if the large tower predicts tokens, alone or beside detecting replaced ones
     copy_gate                  all_tokens_mlm: the gate between copying and predicting
@@ -144,10 +146,11 @@ class ElectraTowers(nn.Module):
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def is_generators(self, name: str) -> bool:
-        """Return whether only the generator uses a parameter, so that it counts as the generator's own.
+        """Return whether a parameter counts as the generator's own, because only the generator's loss trains it.
 
-        Embeddings do if the discriminator has embedding parameters of its own. Embeddings that both towers read, and
-        layers with `model.sharing: all`, belong to the discriminator, which is the model that is kept.
+        This is so for the generator's layers, head and baseline, and for `embeddings` if the discriminator has
+        embedding parameters of its own. Parameters that both towers train count as the discriminator's, which is the
+        model that is kept. The config's section `optimizer.generator` applies to the generator's own parameters.
 
         Args:
             name: name of the parameter in this module, such as "generator_head.bias".

@@ -94,7 +94,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         Args:
             states_MH: the generator's states at M masked positions, with gradient.
             inserted_M: int64 token that the corrupted row holds at each position: the generator's sample or, where a
-                position was drawn more than once, the token of the mean of its samples' ids.
+                position was drawn more than once, the token whose id is the mean of the samples' ids, rounded down.
             right_logit_M: the discriminator's logit of the right label (replaced or original) at each position.
             weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
             temperature: the temperature at which the samples were drawn.

@@ -1,15 +1,17 @@
 """Defines the base class of all pretraining objectives, and the types of its input and output.
 
-    StepInput -> forward: Batch, which adds examples, positions and attention mask -> compute_loss -> StepOutput
+`Objective.forward` takes a `StepInput` and makes a `Batch` of it, which also has the examples, positions and attention
+mask of the rows. It passes the batch to the subclass's `compute_loss`, which returns a `StepOutput`.
 
 Guarantee: what `forward` computes for a row follows from its ids, (seed, step, row number) and the weights, and not
-from the other rows of the batch. Each loss is an fp32 sum over tokens, times a scale that the caller passes. With
-scales of 1 / (count over the global batch), the losses of all ranks and micro-batches add up to the mean over the
-global batch, however it is split. With scales of 1 / (count over one rank's rows), each rank has its own mean, as in
-Google's code. `loss_counts` returns the counts. The device is never synchronised with the host, and shapes are static.
+from the other rows of the batch; the only exception is dropout of attention on a GPU. Each loss is an fp32 sum over
+tokens, times a scale that the caller passes. With scales of 1 / (count over the global batch), the losses of all ranks
+and micro-batches add up to the mean over the global batch, however it is split. With scales of 1 / (count over the
+micro-batch x number of micro-batches on all ranks), they add up to the average of the micro-batches' means, as in
+Google's code. `loss_counts` returns the counts. Shapes are static, and the host never waits for the device.
 
-How: the token table that a head uses as its output matrix is read in the objective's own forward, where DeepSpeed
-finds and gathers it under ZeRO-3.
+How: the token table is also the output matrix of a head. The objective reads the table in its own forward pass and
+passes it to the head; under ZeRO-3, DeepSpeed notices this access and gathers the table.
 
 Shapes: B rows, S tokens.
 """
@@ -46,25 +48,26 @@ class Sums(NamedTuple):
     """Sums over the tokens of a batch, from which metrics are computed.
 
     Add them over micro-batches and ranks first, then divide: the mean MLM loss is mlm_loss_sum / mlm_weight, for
-    example. Sums that an objective does not have are 0. Losses are in nats.
+    example. Sums that an objective does not have are 0. Losses are in nats. A slot is a masked position; with the
+    objective `electric`, every token that may be masked is one.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
-    tokens: float  # real tokens
+    tokens: float  # tokens that are not [PAD]
     mlm_loss_sum: float  # loss of the generator (with `mlm`: of the large tower) over its slots, weighted
     mlm_weight: float  # sum of the weights in mlm_loss_sum
-    mlm_correct: float  # of mlm_weight, where the most probable token is the original
-    sampled_correct: float  # slots whose sample is the original token
+    mlm_correct: float  # the part of mlm_weight on slots whose most probable token is the original
+    sampled_correct: float  # number of slots whose sample is the original token
     rtd_loss_sum: float  # loss of the detection of replaced tokens
     rtd_weight: float  # sum of the weights in rtd_loss_sum
-    replaced: float  # of rtd_weight, tokens with label 1
-    replaced_correct: float  # of these, with a logit above 0
-    original: float  # of rtd_weight, tokens with label 0
-    original_correct: float  # of these, with a logit of at most 0
+    replaced: float  # the part of rtd_weight on tokens with label 1 (replaced)
+    replaced_correct: float  # the part of `replaced` with a logit above 0
+    original: float  # the part of rtd_weight on tokens with label 0 (original)
+    original_correct: float  # the part of `original` with a logit of at most 0
     token_loss_sum: float  # loss of a large tower that predicts tokens, where there is also a generator
     token_weight: float  # sum of the weights in token_loss_sum
-    token_correct: float  # of token_weight, where the most probable token of the softmax is the original
-    entropy_sum: float  # of mlm_weight, entropy of the generator's distribution; in evaluation mode only
+    token_correct: float  # the part of token_weight where the most probable token of the softmax is the original
+    entropy_sum: float  # entropies of the generator's distributions, weighted as mlm_loss_sum; in evaluation mode only
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,9 @@ class StepInput:
     the global batch: `first_scale` is 1 / (sum of column 0), and `second_scale` is 1 / (sum of column 1).
     """
 
-    # Not a NamedTuple, because DeepSpeed's hooks look into tuples and rebuild them: ZeRO-3's with other tensor
-    # objects, fp16's with scales cut to 16 bits and by a call that a NamedTuple does not take. They pass a dataclass
-    # on unchanged. No tensor of this class needs a gradient, so the hooks have nothing to find in it.
+    # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
+    # them. The hook of fp16 casts the two scales to 16 bits and calls the class with arguments that a NamedTuple does
+    # not take. The hooks pass a dataclass on unchanged; they need not see its tensors, none of which has a gradient.
 
     ids_BS: torch.Tensor  # int64 token ids
     row_B: torch.Tensor  # int64 numbers of the rows within the step's global batch
@@ -89,16 +92,16 @@ class StepInput:
     # Where the examples begin, on the device of the ids; made on the host by `row_layout.example_bounds`. Only the
     # attention backend "flash" reads it.
     bounds: ExampleBounds | None = field(default=None, kw_only=True)
-    # Upstream gradient of the loss in the backward pass that will follow; only in fp16, where it contains the loss
-    # scale. Gradients that are computed during the forward pass are scaled by it.
+    # Upstream gradient that the backward pass of this input will start with, which contains the loss scale. The engine
+    # sets it in fp16 only. Gradients that are computed during the forward pass (`early_generator`) are scaled by it.
     gradient_scale: float | None = field(default=None, kw_only=True)
     # Values of the keys that may be scheduled. None stands for `evaluation_values` in evaluation mode, and in training
     # mode for the values of the first step, which without schedules are those of every step.
     scheduled: ScheduledValues | None = field(default=None, kw_only=True)
     # int64 ids that the discriminator reads in place of the objective's own corruption; see `Objective.score_shown`.
     shown_BS: torch.Tensor | None = field(default=None, kw_only=True)
-    # int64 seed and step on the device of the ids, from `step_key`; kernels read them there. None: made from the two
-    # integers.
+    # int64 seed and step on the device of the ids, from `step_key`; kernels read them there. None: `Objective.batch`
+    # makes it from the fields `seed` and `step`.
     key_2: torch.Tensor | None = field(default=None, kw_only=True)
 
 
@@ -230,8 +233,9 @@ class Objective(nn.Module, ABC):
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
         """Return the discriminator's logits of "replaced" on given tokens; the loss is 0, and no generator runs.
 
-        Evaluation calls it, through `forward`, with tokens that were not replaced by a generator. The objective must
-        have a discriminator. Electric's logit is its energy alone.
+        The evaluation of the context AUC calls it, through `forward`, with replacements that no generator has drawn.
+        The objective must have a discriminator. With `electric`, the logits are the energies, without the noise
+        model's offset.
 
         Args:
             batch: the original rows, which give positions and attention mask.
@@ -289,7 +293,7 @@ class Objective(nn.Module, ABC):
 
         Args:
             step_input: brings the bounds of the examples for the backend "flash".
-            layout: structure of its rows.
+            layout: structure of the rows of `step_input`.
 
         Raises:
             ValueError: the backend is "flash", and the input has no bounds.
@@ -341,13 +345,14 @@ class Objective(nn.Module, ABC):
         )
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Run the discriminator on a masked or corrupted version of the batch; return its states, [B, S, H].
+        """Run the large tower on a masked or corrupted version of the batch; return its states, [B, S, H].
 
-        The structure of the rows is taken from the original tokens, since a replacement could be a [SEP] or a [PAD].
+        The large tower is `towers.discriminator`, also where the objective trains it to predict tokens. The structure
+        of the rows is taken from the original tokens, since a replacement could be a [SEP] or a [PAD].
 
         Args:
             batch: the original rows, which give positions, attention mask and dropout keys.
-            ids_BS: int64 token ids that the discriminator reads.
+            ids_BS: int64 token ids that the large tower reads.
         """
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)

@@ -49,9 +49,10 @@ def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
     run writes anything.
 
     Raises:
-        UserError: two-stage training (`objective.generator_only_steps` above 0) with towers of different sizes or with
-            shared parameters; a `model.sharing` other than the default for an objective with one tower; one that
-            shares weights with a frozen generator; `electric` with `model.sharing: all`.
+        UserError: one of these contradictions: two-stage training (`objective.generator_only_steps` above 0) with
+            towers of different sizes or with shared parameters; a frozen generator with `model.sharing` gdes or all;
+            an objective with only one tower and a `model.sharing` other than the default; `electric` with
+            `model.sharing: all`.
     """
     if objective.generator_only_steps:
         _check_two_stage(model)
@@ -134,7 +135,7 @@ def build_objective(
 
 
 def needs_token_counts(objective: ObjectiveConfig) -> bool:
-    """Return whether replacements are drawn as often as tokens occur in the corpus, so that they must be counted."""
+    """Return whether replacements are drawn by token frequency, so that `build_objective` needs `count_V`."""
     draws_unigrams = objective.draws_at_random and objective.random_from == "unigram"
     return objective.generator == "unigram" or draws_unigrams
 
@@ -142,11 +143,11 @@ def needs_token_counts(objective: ObjectiveConfig) -> bool:
 def _random_replacements(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> RandomReplacements | None:
-    """Return what draws the replacements of `objective.random_share`, or None if that share is 0 in every step.
+    """Return the module that draws the share `objective.random_share` of the replacements; None if it is always 0.
 
     Args:
         model: gives the size of the vocabulary.
-        objective: its `random_from` decides from which tokens is drawn.
+        objective: its `random_from` decides from which tokens the module draws.
         special: ids of the special tokens; of these, "unigram" draws [UNK] only, and "uniform" none.
         count_V: how often each token occurs in the corpus; needed for "unigram" only.
     """

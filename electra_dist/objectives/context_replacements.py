@@ -1,17 +1,18 @@
-"""Replace tokens of held-out rows by tokens of other places, so that only context shows which ones were replaced.
+"""Replace tokens of held-out rows by tokens from elsewhere in the rows, so that only context shows which are replaced.
 
-Guarantee: over the places that are compared, the replaced tokens and the original tokens are the same tokens, each as
-often in both classes. A score that depends on the token alone, such as its frequency, therefore has a ROC-AUC of
-exactly 0.5 (ties count one half), whatever the corpus is. Replacements are draws from the unigram distribution of the
-rows, and a function of (rows, seed) only.
+Guarantee: the tokens that are compared form two classes, replaced and original, and every token occurs in both classes
+equally often. A score that depends on the token alone, such as its frequency, therefore has a ROC-AUC of exactly 0.5
+(ties count one half), whatever the corpus is. Replacements are draws from the unigram distribution of the rows, and a
+function of the arguments only, without any state.
 
-How: all tokens that may be masked are put into one random order, as on a ring. A part of `mask_prob` of them is masked
-at a time. Each masked place shows the token of the place that lies one part further in the order. The pair consists of
-the masked place, with label 1, and of that other place, which keeps the token, with label 0. A pair of equal tokens is
-left out, because nothing is replaced; this removes the token from both classes. If one part has too few pairs, the
-next parts of the order are masked in further copies of the rows. No place is masked twice.
+How: a place is a position of a row whose token may be masked. The places of all rows are put into one random order,
+which is treated as a ring and divided into parts of the share `mask_prob`. In one copy of the rows one part is masked:
+each of its places shows the token of the place that lies one part further on the ring. The masked place has label 1,
+and the other place, which keeps its token, has label 0. Where both places have the same token, nothing is replaced,
+and neither is compared. If one part gives too few replaced tokens, the next parts are masked in further copies of the
+rows. No place is masked twice.
 
-Limits: a word that occurs twice in a document is context, too, and counts as such.
+Limits: the score may also rise because a word occurs twice in a document; this counts as context.
 
 Shapes: R rows, S tokens of a row, Q rows of all copies, n places that may be masked, in a random order.
 """
@@ -37,7 +38,7 @@ NOT_COMPARED = -1
 class ContextRows:
     """Rows with replaced tokens for the discriminator to read, and labels of the places whose scores are compared.
 
-    The rows are copies of held-out rows, all of them once or several times, each time with other places replaced.
+    They consist of one or several copies of all held-out rows; each copy has replacements at other places.
     """
 
     original_QS: np.ndarray  # int64 ids; examples and positions follow from these
@@ -65,15 +66,15 @@ def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Return copies of the rows in which tokens of other places stand, with labels for the comparison.
+    """Return copies of the rows in which some places show tokens of other places, with labels for the comparison.
 
-    There are as few copies as give `num_wanted` replaced tokens, and fewer tokens if all places that may be masked are
-    not enough. Rows without two such places give no replaced token.
+    The number of copies is the smallest that gives `num_wanted` replaced tokens. If the rows have too few places that
+    may be masked, the result has fewer replaced tokens; with fewer than two such places it has none.
 
     Args:
         ids_RS: token ids, of any integer dtype.
         special: ids of the special tokens.
-        mask_prob: share of the places that are masked in one copy; at most half of them are.
+        mask_prob: share of the places that are masked in one copy; above 0.5 it counts as 0.5.
         num_wanted: replaced tokens to reach.
         seed: key of the random order.
     """

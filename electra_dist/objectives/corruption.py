@@ -32,7 +32,8 @@ from electra_dist.objectives.scheduled_values import weighted
 class Corruption(NamedTuple):
     """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss.
 
-    The discriminator, or another large tower, reads these rows and learns from them.
+    `CorruptingObjective.corrupt` returns it. The large tower, a discriminator or a tower that predicts tokens, reads
+    these rows and learns from them.
     """
 
     masking: Masking  # the masked positions, one per slot, and the slots' weights
@@ -62,8 +63,8 @@ class CorruptingObjective(Objective):
     ) -> None:
         """Store the networks and the settings.
 
-        The attribute `early_generator` starts as False. If the caller sets it, the generator's gradients are computed
-        before the discriminator runs, so that its activations are freed and peak memory is lower.
+        The attribute `early_generator` starts as False. If the caller sets it, the generator's gradients are computed,
+        and its activations freed, before the discriminator runs, which lowers the peak of memory.
 
         Args:
             towers: networks, embeddings and heads, built for `objective`.
@@ -78,8 +79,8 @@ class CorruptingObjective(Objective):
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
         self.random_replacements = random_replacements
-        # nn.Module would register it, and DeepSpeed would then partition, train and save it. Writing to __dict__
-        # avoids that.
+        # An ordinary attribute would become a submodule, whose parameters DeepSpeed partitions, trains and saves.
+        # Writing to __dict__ avoids that.
         self.__dict__["frozen_generator"] = frozen_generator
         self.early_generator = False  # the caller sets it from `engine.early_generator`
 
@@ -107,10 +108,11 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that are put in the masked positions, int64: samples of the generator or random tokens.
+        """Return the tokens that are put in the masked positions: samples of the generator or random tokens.
 
-        Each slot gets a random token with the probability `random_share`, and the generator's sample otherwise. In
-        evaluation the probability is 0, and the samples are returned as they are.
+        Each slot gets a random token with the probability `random_share`, and the generator's sample otherwise. The
+        result is int64, [B, N], or [M] where the probability is the number 0 (as in evaluation) and the samples are
+        returned as they are.
 
         Args:
             batch: the original rows.
@@ -235,10 +237,10 @@ class CorruptingObjective(Objective):
         )
 
     def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of the entropies of the generator's distributions, as the field of `Sums`.
+        """Return the weighted sum of the entropies of the generator's distributions, in nats, as {"entropy_sum": sum}.
 
-        The distributions are those at temperature 1. In training mode the result is empty, because the logits would
-        have to be computed once more at every step.
+        The distributions are those at temperature 1. In training mode the dict is empty, because the logits would have
+        to be computed once more at every step.
 
         Args:
             batch: the original rows.

@@ -9,10 +9,12 @@ token's weight. The drawn token is the one whose interval contains the word (inv
 The ends of the intervals are an int64 buffer, so casting the module to bf16 does not change them. No checkpoint holds
 the buffer, because it follows from the config and the corpus.
 
-`RandomReplacements` mixes such draws into the samples of a generator network, with random numbers of their own.
+With `objective.generator: uniform` all tokens of the vocabulary are drawn, special tokens included, as in Google's
+code. With `unigram` (in the paper, but not in its code) the weights are `count ** (1 / temperature)`, and [PAD],
+[CLS], [SEP] and [MASK] are never drawn.
 
-`uniform` draws from the whole vocabulary, special tokens included, as Google's code does. `unigram` (in the paper, but
-not in its code) draws by `count ** (1 / temperature)` and never draws [PAD], [CLS], [SEP] and [MASK].
+`RandomReplacements` puts such draws in place of some samples of a generator network (`objective.random_share`). Its
+random numbers have a purpose of their own, and its uniform draws leave out the special tokens.
 
 Shapes: B rows, N slots in every row, V tokens.
 """
@@ -102,9 +104,9 @@ class FixedGenerator(nn.Module):
 
 
 class RandomReplacements(FixedGenerator):
-    """Replaces some of the generator's samples by tokens that are drawn with fixed probabilities.
+    """Generator with fixed probabilities whose tokens replace some of the samples of a generator network.
 
-    It is what `objective.random_share` adds to a generator network.
+    `objective.random_share` is the share of the samples that it replaces.
     """
 
     purpose = Purpose.RANDOM_TOKEN

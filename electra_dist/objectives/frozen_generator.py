@@ -1,11 +1,12 @@
-"""Holds a ready generator that only draws replacements and does not learn (`objective.generator: frozen`).
+"""Holds a generator that was trained before, draws replacements and learns no more (`objective.generator: frozen`).
 
 Guarantee: the generator's parameters are no parameters of the objective, so neither the optimizer, nor ZeRO, nor a
 checkpoint has them. It runs its forward pass only, without gradients and without dropout, in the dtype and on the
 device of the discriminator's parameters.
 
-How: the objective keeps the module outside torch's registry of submodules. `placed_like` moves and casts it where the
-discriminator's table has another device or dtype, which happens in the first forward pass under an engine.
+How: the objective keeps the module outside torch's registry of submodules, so what moves or casts the objective does
+not reach it. Instead, `placed_like` moves and casts the module where the token ids are on another device or the towers
+have another dtype, which happens in the first forward pass under an engine.
 
 Cost: the generator's forward pass in every step, and its weights once on every rank, whatever the ZeRO stage.
 

@@ -38,7 +38,7 @@ class _PrecomputedGradients(torch.autograd.Function):
             ctx: keeps the gradients.
             loss: scalar without gradient.
             gradients: gradient of the loss by each of `parameters`, times `gradient_scale` unless that is None.
-            gradient_scale: factor that the gradients contain already.
+            gradient_scale: factor that the gradients contain already; `backward` divides by it.
             *parameters: separate arguments, because autograd passes gradients only to tensors that are arguments.
         """
         ctx.gradients = gradients
@@ -70,8 +70,9 @@ def with_gradients_now(
     Args:
         loss: a scalar, already scaled, so that gradients stored in low precision have their final size.
         parameters: all parameters that the loss may depend on; those that it does not depend on get no gradient.
-        gradient_scale: the upstream gradient that the later backward pass will bring, in fp16, whose gradients of the
-            unscaled loss would be rounded to zero; None does not scale.
+        gradient_scale: factor by which the loss is multiplied before it is differentiated, and by which the upstream
+            gradient is divided later. Pass the upstream gradient that the backward pass will bring. fp16 needs it,
+            because it rounds small gradients of the unscaled loss to zero. None: no factor.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     scaled_loss = loss if gradient_scale is None else loss * gradient_scale

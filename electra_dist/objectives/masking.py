@@ -7,12 +7,18 @@ never waits for the device.
 
 How: candidates for masking are the real tokens other than [CLS], [SEP] and [MASK] ([UNK] may be masked). A row with r
 real tokens uses n = clamp(round(mask_prob * r), 1, N) slots (rounded half to even), but never more than it has
-candidates. `without_replacement` takes the n candidates with the smallest random keys, by the fused operation
-`electra_kernels.mask_positions`. `reference` repeats Google's draw with replacement: a position that is drawn twice
-has two slots, so it counts twice in the loss, and its new id is the mean of its samples' ids, rounded down
-(`replace_and_label` computes it); of the candidates of 512 tokens, 22.3 % are masked at 25 %. It computes n in float32
-as Google's code does, which gives one slot more for rows of 190, 350 and 390 tokens at 15 %. The generator reads
-[MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT, it never reads a random token.
+candidates. The config key `masking` decides how the n positions are drawn:
+
+    without_replacement  The n candidates with the smallest random keys are taken, by the fused operation
+                         `electra_kernels.mask_positions`.
+    reference            As in Google's code, n candidates are drawn with replacement. A position that is drawn twice
+                         has two slots. It counts twice in the loss, and its new id is the mean of the ids of its
+                         samples, rounded down (`replace_and_label`). At 25 %, only 22.3 % of the candidates of 512
+                         tokens are masked. n is computed in float32, which gives one slot more for rows of 190, 350
+                         and 390 tokens at 15 %.
+
+The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT, it never reads a
+random token.
 
 Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one launch on a GPU, where
 `reference` takes about 300; on a CPU one grid of random words and one sort of [B, S] integers.
@@ -88,12 +94,12 @@ def _mask_ids(special: SpecialIds) -> MaskIds:
 def num_masked(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
 ) -> torch.Tensor:
-    """Return the number of masked positions of each row, int64 [B]: `mask_prob` of its real tokens, at least 1.
+    """Return the number of masked positions of each row, int64 [B]: `mask_prob` times the number of its real tokens.
 
-    The number is rounded half to even. It is limited by the number of slots per row (`num_slots`) and by the number of
-    tokens that may be masked. With `masking: reference`, a position that is drawn twice counts twice. The numbers
-    follow from the ids alone, so the total that a mean over the global batch divides by is known before the step's
-    first forward pass.
+    The number is rounded half to even and is at least 1. Two numbers limit it: that of the slots of a row
+    (`num_slots`), and that of the row's tokens that may be masked, which is 0 in a row of pads. With `masking:
+    reference`, a position that is drawn twice counts twice. The numbers follow from the ids alone, so the total that a
+    mean over the global batch divides by is known before the step's first forward pass.
 
     Args:
         ids_BS: int64 token ids of the original rows.
@@ -116,11 +122,11 @@ def num_masked(
 def wanted_counts(
     mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
 ) -> torch.Tensor:
-    """Return how many positions a row masks if it has enough candidates, by its real tokens, int64 [seq_len + 1].
+    """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
 
-    The number of a row with r tokens that are not [PAD] is at index r: `mask_prob` * r, rounded half to even, at least
-    1 and at most `most_masked`. A kernel looks it up, so that the rounding is decided in one place. For a plain number
-    it is computed once per process and device.
+    Element r is for rows with r tokens that are not [PAD] and with enough candidates: `mask_prob` * r, rounded half to
+    even, at least 1 and at most `most_masked`. Both `num_masked` and the kernel that draws the positions read the
+    table, so that they cannot round differently. For a plain number it is computed once per process and device.
 
     Args:
         mask_prob: share of the tokens to mask, a number or a float64 scalar tensor on the device.
@@ -128,7 +134,8 @@ def wanted_counts(
         seq_len: tokens per row.
         device: the device of the rows.
         in_float32: whether the share and the product are float32, as in Google's code, and not float64. 0.15 is
-            slightly above 15 % in float32 and slightly below in float64, so 15 % of 190 are 29 or 28 positions.
+            slightly above 15 % in float32 and slightly below in float64, so 15 % of 190 tokens are 29 positions in
+            float32 and 28 in float64.
     """
     if isinstance(mask_prob, torch.Tensor):
         dtype = torch.float32 if in_float32 else torch.float64

@@ -1,16 +1,19 @@
 """Implements replaced-token detection (RTD), the objective of the ELECTRA paper.
 
-    ids -> masked ids -> generator -> masked slots -> head: MLM loss and samples
-        -> ids with the samples in place, labels -> discriminator -> head: RTD loss over every real token
+1. Some tokens of each row are masked, and the generator reads the masked rows.
+2. At each masked position, the generator's head computes the MLM loss and samples a token.
+3. The samples replace the masked tokens. A token that differs from the original gets label 1, every other label 0.
+4. The discriminator reads these corrupted rows, and its head computes the RTD loss of every real token.
+
     loss = mlm_weight * first_scale * mlm_loss_sum + rtd_weight * second_scale * rtd_loss_sum
 
 With `discriminator_mlm_weight` above 0 ("joint MLM") the discriminator also predicts the original tokens at the masked
-slots, from the corrupted rows. Its token head has a dense layer, a LayerNorm and a bias of its own; the output matrix
-is the token table that the discriminator reads. The loss gets a third term,
+positions, from the corrupted rows. Its token head has a dense layer, a LayerNorm and a bias of its own; the output
+matrix is the token table that the discriminator reads. The loss gets a third term,
 
     discriminator_mlm_weight * first_scale * token_loss_sum
 
-[CLS], [SEP] and every unmasked token count in the RTD loss, as in the reference. Pads do not.
+[CLS], [SEP] and every unmasked token count in the RTD loss, as in Google's code. Pads do not.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ class ReplacedTokenDetection(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         """Return the sum of the generator's MLM loss and the discriminator's detection loss, each scaled and weighted.
 
-        With `discriminator_mlm_weight` above 0 the discriminator's own MLM loss is added, a sum over the masked
-        positions like the generator's.
-
         The generator's loss is a sum over the masked positions, which `batch.first_scale` turns into a mean: it must
         be 1 / (number of masked positions). The discriminator's is a sum over the real tokens, and
         `batch.second_scale` must be 1 / (number of real tokens). `loss_counts` returns these two numbers.
+
+        With `discriminator_mlm_weight` above 0 the discriminator's own MLM loss is added. It is a sum over the masked
+        positions, too, and has the scale `batch.first_scale`.
         """
         corruption = self.corrupt(batch)
         hidden_BSH = self.read(batch, corruption.corrupted_BS)

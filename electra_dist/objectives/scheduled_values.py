@@ -2,10 +2,9 @@
 
 These are the keys of the config's section `objective` that take a number or a schedule: the fields of `StepNumbers`.
 
-Guarantee: the values of a step are a pure function of (config, t, num_steps). A scheduled value that equals a plain
-number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same). A config
-without schedules computes as before there were any: its numbers stay Python floats, and nothing is copied to the
-device.
+Guarantee: the values of step t are a pure function of (config, t, num_steps). A scheduled value that equals a plain
+number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same). Without
+schedules the values are the config's numbers as Python floats, and nothing is copied to the device.
 
 How: the scheduled values lie in one float64 tensor on the device, which is written before the forward passes of a
 step. A forward pass reads views of it, so neither a kernel nor a compiled graph is made anew when a value changes, and
@@ -102,7 +101,7 @@ class Schedules:
 
     @property
     def change_weights(self) -> bool:
-        """Whether the weight of a loss changes during the run, so that the total loss is not comparable over steps."""
+        """Return whether the weight of a loss is scheduled, so that total losses of different steps do not compare."""
         return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:

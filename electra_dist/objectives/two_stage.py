@@ -1,9 +1,9 @@
-"""Implements two-stage training: first the generator alone, then the discriminator against it, frozen (section 3.2).
+"""Implements two-stage training (ELECTRA paper, section 3.2): first the generator trains, then the discriminator.
 
-In steps below `generator_only_steps` the generator trains by MLM and the discriminator does not run. At that step the
-discriminator becomes a copy of the generator, embeddings included, and the generator is frozen: its forward pass
-records no gradient and its learning rate is 0. `engine/stage_switch.py` makes the copy and sets the learning rates. In
-evaluation both towers run, whatever the step.
+In the first `objective.generator_only_steps` steps the generator trains by MLM and the discriminator does not run.
+Then the discriminator becomes a copy of the generator, embeddings included, and learns from the generator's samples.
+The generator is frozen from there on: its forward pass records no gradient and its learning rate is 0.
+`engine/stage_switch.py` makes the copy and sets the learning rates. In evaluation both towers run, whatever the step.
 
 Limits: the towers must be of one size and share nothing (`model.sharing: none`).
 """

@@ -183,9 +183,10 @@ def _statistics(tower: TowerConfig, recompute: bool) -> int:
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
     """Return the values per token that the backward pass of one layer needs beside what was kept.
 
-    The peak is in the second matrix product of the feed-forward network: the gradients of its output and of the
-    residual, and of its input (intermediate), while its own output is already freed. With recomputation the
-    activations of the layer come on top, without its input.
+    The peak is in the second matrix product of the feed-forward network. Three gradients are alive there: those of the
+    product's output and of the residual (hidden values each), and that of the product's input (intermediate values).
+    The output itself (hidden values), which counts among the values that were kept, is already freed. With
+    recomputation the activations of the layer, except its input, are added.
     """
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size

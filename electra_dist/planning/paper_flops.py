@@ -53,31 +53,31 @@ class Network:
     detects: bool = False  # True: a head with one logit per token; False: a head over the vocabulary
     masked: float = 0.15  # share of positions with a head over the vocabulary, for `matmul`
     output_share: float = _SCRIPT_OUTPUT_SHARE  # the same share in the script, for `paper`
-    cross_attention: bool = False  # a decoder, in which every attention counts twice
+    cross_attention: bool = False  # True: a decoder with two attention blocks per layer; both count the same
 
     @property
     def _embedding_width(self) -> int:
-        """Width of the embedding tables; `hidden` unless `embedding` is set."""
+        """Return the width of the embedding tables: `hidden` unless `embedding` is set."""
         return self.embedding or self.hidden
 
     @property
     def _inner_width(self) -> int:
-        """Width of the feed-forward layer; 4 times `hidden` unless `intermediate` is set."""
+        """Return the width of the feed-forward layer: 4 times `hidden` unless `intermediate` is set."""
         return self.intermediate or 4 * self.hidden
 
     @property
     def _attention_width(self) -> int:
-        """Width of query, key and value, summed over the heads; `hidden` unless `attention` is set."""
+        """Return the width of query, key and value over all heads: `hidden` unless `attention` is set."""
         return self.attention or self.hidden
 
     @property
     def _num_heads(self) -> int:
-        """Number of attention heads; one for every 64 features, at least 1, unless `heads` is set."""
+        """Return the number of attention heads: one for every 64 features, at least 1, unless `heads` is set."""
         return self.heads or max(1, self.hidden // 64)
 
     @property
     def _num_attentions(self) -> int:
-        """Number of attention blocks in a layer: 1, or 2 in a decoder, which also attends to the encoder's states."""
+        """Return the number of attention blocks in a layer: 1, or 2 if it also attends to an encoder's states."""
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:

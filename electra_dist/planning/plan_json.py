@@ -16,7 +16,9 @@ from electra_dist.planning.multi_node_scaling import Cluster, scale
 
 
 def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
-    """Return what a run would take: parameters, rows, tokens, FLOPs, memory and time. Bytes and seconds are plain.
+    """Return what a run would take: parameters, rows, tokens, FLOPs, memory and time, as numbers that are not rounded.
+
+    Memory is in bytes, the time of a step in seconds, and that of the whole run in days and GPU-hours.
 
     Args:
         config: the configuration of the run.

@@ -59,10 +59,11 @@ def print_plan(
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """Return the plan as tables: parameters, data, memory per GPU, compute and possible numbers of GPUs.
+    """Return the plan as tables, in the order in which they are printed.
 
-    The state is weights, gradients and what the optimizer keeps, in memory. A run with schedules has one more table,
-    of their values, and so has a config with keys that have no effect.
+    The tables show the parameters, the data, the memory of the training state (weights, gradients and what the
+    optimizer keeps), the largest micro-batch, the compute, and the possible numbers of GPUs. If the config has
+    schedules, or keys that have no effect, there is a table of each of these, too.
 
     Args:
         config: the configuration of the run.

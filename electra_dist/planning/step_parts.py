@@ -4,8 +4,8 @@ Guarantee: all functions are pure.
 
 How: the host launches the operators of a micro-batch one after another, so a micro-batch takes at least as long as
 these launches, however few rows it has. The update is limited by the memory bandwidth of the GPU: its time is the
-number of bytes read and written, divided by the bandwidth. After the host has read the norm, the device is idle until
-the first operators of the update arrive.
+number of bytes read and written, divided by the bandwidth. The host launches the update only after it has read the
+norm from the device, and the device is taken to be idle during these launches.
 
 Limits: the time of a launch and the share of a bandwidth that is reached are assumptions, listed in `ASSUMPTIONS`;
 they were not measured on a GPU. ZeRO stages 2 and 3 are treated like stage 1, and a compiled model like an eager one.

@@ -58,7 +58,7 @@ class Backbone(nn.Module):
         Args:
             ids_BS: int64 token ids, [B, S].
         """
-        states: list[torch.Tensor] = []  # [B * S, H], as the layers pass them on
+        states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
 
         def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             """Keep the input of the first layer."""

@@ -47,7 +47,7 @@ def export_run(
         output: folder for the exports; created if missing. Files of the same names are replaced.
         choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
-        progress: called before the first checkpoint is read, and after each one.
+        progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
 
     Raises:
         UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written.

@@ -1,8 +1,8 @@
 """Read the frozen generator that `train.init_generator_from` names, and bind the run to its weights.
 
-Guarantee: the sha256 of the weights is part of the run's identity. Every start reads the weights again from the same
-place; if they have changed, it is refused before anything is written. The digest is that of the fp32 values under this
-project's names, so a run and its export to Hugging Face have the same one.
+Guarantee: the sha256 of the weights is part of the run's identity. Every start of the run reads the weights again from
+the same place; if they have changed, the start is refused before anything is written. The digest is that of the fp32
+values under this project's names, so a run and its export to Hugging Face have the same one.
 
 How: from a run of `objective.name: mlm`, the large tower of its newest good checkpoint becomes the generator. A
 Hugging Face folder must be an ElectraForMaskedLM. Every rank reads the source, so it must be visible on all nodes.

@@ -1,7 +1,8 @@
 """Convert weights to and from the parameter names of Hugging Face's ELECTRA and ModernBERT models.
 
 Guarantee: `from_hf_discriminator` and `from_hf_generator` invert `to_hf_discriminator` and `to_hf_generator` exactly.
-Weights are in fp32. Hugging Face's token table has no pad rows, which round its size up in this project.
+Weights are in fp32. This project rounds the size of the token table up by rows of padding, which Hugging Face's table
+does not have: they are left out of an export, and rows of zeros are added to weights that are read.
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
 has one fused parameter for query, key and value; it is split and joined. The table of names for the architecture

@@ -306,6 +306,7 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
     yield "embeddings.layer_norm.weight", "model.embeddings.norm.weight"
     for layer in range(shape.num_layers):
         for ours, theirs in _LAYER.items():
+            # The embeddings end with a LayerNorm, so ModernBERT has none before the attention of the first layer.
             is_left_out = layer == 0 and ours == "attention_norm"
             if not is_left_out:
                 yield f"{tower}.layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"

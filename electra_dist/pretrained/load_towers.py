@@ -98,12 +98,13 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
     Args:
         where: file or folder of the weights, for the message.
-        given: shape of the weights, under the keys of a Hugging Face config.json. They may have more positions.
+        given: shape of the weights, under the keys of a Hugging Face config.json. It may have more positions than the
+            tower.
         model: the config's section `model`.
         tower: the tower to compare with.
 
     Raises:
-        UserError: names the first difference.
+        UserError: the shapes differ; the message names the first difference.
     """
     for key, wanted_size in shape_of(model, tower).items():
         if key == _POSITIONS:
@@ -270,7 +271,8 @@ def _assign_separate_embeddings(is_difference: bool, large: State, small: State)
 
     Args:
         is_difference: whether the discriminator reads the sum of both towers' tables (`model.sharing: gdes`). Its own
-            tables are then set to `large` minus the generator's. Its LayerNorm is used without a sum.
+            tables are then set to `large` minus the generator's. Its LayerNorm, which is not part of the sum, is
+            copied.
         large: the embeddings that the discriminator reads in the source, named `embeddings.`; may be empty.
         small: the embeddings that the generator reads in the source, named `embeddings.`; may be empty.
     """

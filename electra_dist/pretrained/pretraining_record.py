@@ -2,8 +2,8 @@
 
 Hugging Face's config.json describes the shape of a model. It does not say whether a model that predicts tokens has
 seen [MASK] in training, whether a discriminator's output is an energy, or how long the rows were. Scores of text
-depend on these. transformers ignores the file; a model without it counts as trained with the objective of its class,
-and at all its positions.
+depend on these facts. transformers ignores the file. Without it, a model that predicts tokens counts as a masked
+language model, any other as a discriminator of replaced tokens, and rows may be as long as the model has positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PretrainingRecord(BaseModel):
 
     objective: str  # `objective.name` of the run
     tower: Literal["discriminator", "generator"]
-    seq_len: Annotated[int, Field(gt=0)]  # tokens of a row in training; positions from here on were never trained
-    steps: tuple[int, ...]  # steps of the checkpoints whose mean the weights are; of a single one, its step
+    seq_len: Annotated[int, Field(gt=0)]  # tokens of a row in training; later positions were never trained
+    steps: tuple[int, ...]  # steps of the averaged checkpoints; a single step if there is no mean
     rows: Annotated[int, Field(ge=0)]  # rows trained on up to the last of these steps
     corpus_fingerprint: str  # of the training corpus
     electra_dist: str  # version of this package that wrote the file

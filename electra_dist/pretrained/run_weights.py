@@ -58,8 +58,8 @@ class RunWeights(NamedTuple):
 def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
 
-    The folder of an older run has no SHA256SUMS. Its settings are then compared with its vocabulary alone
-    (`read_run_vocabulary`), which covers all of them but the case.
+    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares all
+    settings with the vocabulary, except whether the tokenizer lower-cases.
 
     Raises:
         ManifestMismatch: the file has another digest than SHA256SUMS names.
@@ -141,7 +141,7 @@ def load_chosen_weights(
         run_dir: the run folder; its config names the checkpoint targets.
         choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
-        progress: called before the first checkpoint is read, and after each one.
+        progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
 
     Raises:
         UserError: `run_dir` is not a run, or has no such good checkpoint.

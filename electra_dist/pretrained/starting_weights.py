@@ -37,9 +37,9 @@ _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", 
 
 
 class Source(NamedTuple):
-    """Folders that `train.init_from` names: either one run folder, or one or two Hugging Face folders.
+    """Folders of the weights to start with: one run folder, or a Hugging Face folder of the discriminator.
 
-    Of the Hugging Face folders one holds the discriminator, the other one, which may be missing, the generator.
+    Beside the Hugging Face folder of the discriminator there may be one of the generator.
     """
 
     run: Path | None = None  # run folder
@@ -50,8 +50,8 @@ class Source(NamedTuple):
 def find_source(train: TrainConfig) -> Source:
     """Return the run folder, or the Hugging Face folders, that `train.init_from` names.
 
-    An export is a folder with the Hugging Face folders `discriminator` and mostly `generator` in it. The generator is
-    taken from `train.init_generator_from` if that is set, otherwise from the export, if it has one.
+    An export is a folder that contains the Hugging Face folder `discriminator`, and in most cases `generator`. The
+    generator is taken from `train.init_generator_from` if that is set, otherwise from the export if it has one.
 
     Args:
         train: the config's section `train`, with `init_from` set.
@@ -92,7 +92,8 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
         vocabulary: vocabulary of `data.corpus`.
 
     Raises:
-        UserError: names the source and what differs.
+        UserError: `find_source` refuses the source, or its tokens differ from those of the corpus.
+        ManifestMismatch: a vocabulary file has another digest than its run or export records.
     """
     for folder in find_source(train):
         if folder is not None:
@@ -111,7 +112,7 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
         vocabulary: vocabulary of `data.corpus`.
 
     Raises:
-        ManifestMismatch: the file is not the one that the run or the export names.
+        ManifestMismatch: the file has another digest than the run or the export records.
         UserError: the tokens differ.
     """
     vocab_file = folder / VOCAB_FILE

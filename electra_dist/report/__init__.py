@@ -1,1 +1,1 @@
-"""Write report.html, the report of a training run on one page, with its curves."""
+"""Write reports of recorded results: a page about a run, a page that compares runs, model cards, corpus pages."""

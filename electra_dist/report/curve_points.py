@@ -1,7 +1,7 @@
-"""Choose the points of a curve: from the records of a run to few points that keep its shape, smoothed and not.
+"""Reduce the records of a run to the few points from which its curves are drawn, smoothed and unsmoothed.
 
-Guarantee: a thinned curve has at most some 1,200 points. It is cut into buckets of consecutive points, and the lowest
-and the highest point of each are kept, so a spike of one step stays visible in a run of 400,000 steps.
+Guarantee: a thinned curve has at most 1,202 points. The curve is cut into buckets of consecutive points, and the
+lowest and the highest point of each bucket are kept, so a spike of one step stays visible in a run of 400,000 steps.
 
 Cost: linear in the number of records, 170 bytes each.
 """

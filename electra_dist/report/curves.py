@@ -130,7 +130,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
-    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for two curves, a legend.
+    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend.
 
     Args:
         axes: what to draw on.

@@ -20,8 +20,9 @@ _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 def axis_positions(axes: Axes) -> dict[str, Any]:
     """Return the positions of the ends of both axes in the SVG, and the values at these ends, after drawing.
 
-    "x" is [left, right, value at the left end, value at the right end] and "y" is the same for the bottom and the top.
-    Positions are in the units of the viewBox, whose origin is the upper left corner.
+    "x" is [left, right, value at the left end, value at the right end], and "y" is the same for the bottom and the
+    top. "log" is whether the y axis is logarithmic. Positions are in the units of the viewBox, whose origin is the
+    upper left corner.
     """
     width, height = (inches * _POINTS_PER_INCH for inches in SIZE_INCHES)
     box = axes.get_position()  # as shares of the figure, from the lower left corner

@@ -1,6 +1,7 @@
 """Write one page that compares several runs: their figures, their curves laid over each other, their configs.
 
-Guarantee: as of report.html: self-contained, written atomically, derived from files of the run folders only.
+Guarantee: like report.html, the page is self-contained, written atomically, and made from files of the run folders
+alone.
 
 Cost: about 2 s and 250 KB for two runs.
 

@@ -1,7 +1,7 @@
-"""Hold the colors and the style of diagrams, for pages that decide the colors and for pictures on white.
+"""Hold the colors and the style of diagrams: of SVGs in a page, whose style sheet decides the colors, and of PNGs.
 
-How: matplotlib needs real colors, so diagrams are drawn with placeholders. They are replaced by CSS variables in an
-SVG, and by the colors of `PRINT` in a PNG.
+How: matplotlib accepts no CSS variables as colors, so an SVG is drawn with placeholder colors, which are then replaced
+by CSS variables. A PNG on white is drawn with the colors of `PRINT` in place of the placeholders.
 """
 
 from __future__ import annotations

@@ -333,7 +333,8 @@ def _shown(value: Any) -> str:
 def main(run_dir: str) -> int:
     """Write the report of a run; return 0, or 78 with one line on stderr if that is not possible.
 
-    Rank 0 starts it as a process, so that no training step waits for it.
+    While a run goes on, rank 0 runs this module as a separate process (`tracking/report_refresh.py`), so that no
+    training step waits for it.
     """
     try:
         write_report(Path(run_dir))

@@ -39,7 +39,7 @@ _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsHistory:
-    """What metrics.jsonl has recorded: the numbers of all records, and as a whole those records that are shown."""
+    """Content of metrics.jsonl: some numeric fields of every record, and those records that the reports need whole."""
 
     columns: Mapping[str, MetricColumns]  # numbers of the records, by their kind
     first: Record | None  # oldest record of a training step; None without any
@@ -73,7 +73,7 @@ def read_history(run_dir: Path) -> MetricsHistory:
     """Return what metrics.jsonl in a run folder records; it is read as a stream.
 
     Raises:
-        UserError: a line is damaged; names the line.
+        UserError: a line is damaged; the message names the line.
     """
     first: list[Record] = []
     recent: deque[Record] = deque(maxlen=RECENT_RECORDS)

@@ -1,4 +1,4 @@
-"""Build the report's section of held-out text: what the generator replaced, and what was found."""
+"""Build the report's section of held-out text: which tokens were replaced, and which the discriminator suspects."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Scores of text by a pretrained model, as it came from pretraining."""
+"""Score text with a pretrained model and its pretraining head, without fine-tuning."""

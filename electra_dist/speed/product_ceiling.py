@@ -1,4 +1,4 @@
-"""Measures how long the matrix products of a step take alone: the floor of the step's time on this machine."""
+"""Measures how long the matrix products of a step take alone, a lower bound of the step's time on this machine."""
 
 from __future__ import annotations
 

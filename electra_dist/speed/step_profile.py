@@ -49,24 +49,28 @@ class Part:
     name: str  # one of `operator_kinds.PARTS`, or HOST
     ms: float
     share: float  # of the step
-    ceiling_ms: float | None = None  # measured time of the same work alone; known for matrix products
+    ceiling_ms: float | None = None  # for matrix products: their time with nothing between them; None for other parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of a training step goes on this machine. Times are medians over the timed steps."""
+    """Where the time of a training step goes on this machine.
+
+    `step_ms` is a median over the timed steps. The operators and host reads are counted in one further step, and
+    `device_ms` and the shares of the parts are measured in another one, under torch's profiler.
+    """
 
     device: str
-    rows: str  # "corpus" or "made up", if the corpus cannot be read
+    rows: str  # "corpus", or "made up" if there is no corpus
     micro_batch: int
     micro_batches: int  # of the timed step
     step_ms: float  # with the wait for rows
     tokens_per_s: float  # positions of rows, pads included
-    wait_share: float  # of the step: waiting for rows
+    wait_share: float  # mean wait for rows over the timed steps, as a fraction of `step_ms`
     padding_share: float  # pads as a fraction of the positions
-    operators_per_micro_batch: int  # operators that the host launches, forward and backward
+    operators_per_micro_batch: int  # operators of a whole step, the update included, divided by its micro-batches
     host_reads: int  # per step, reads of values on the device; on a CPU also those in CPU code of the model
-    device_ms: float | None  # time that the GPU is busy; None on a CPU
+    device_ms: float | None  # sum of the times of all operators on the GPU; None on a CPU
     attention_backend: str
     attention_reason: str
     attention_dropout: float  # probability that is in effect
@@ -106,7 +110,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     Args:
         config: the resolved config of a run. Its micro-batch is used; the global batch is cut to at most
             `MOST_MICRO_BATCHES` micro-batches.
-        num_steps: steps to time, after two that warm up; one more runs under the profiler.
+        num_steps: steps to time. Two steps run before them to warm up, and two after them: in one the operators are
+            counted, the other one runs under the profiler.
 
     Raises:
         UserError: the config cannot run on this machine.

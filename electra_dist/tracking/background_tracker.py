@@ -1,7 +1,8 @@
 """Send metrics to a tracking service in a thread: no training step waits for it, and no failure reaches the run.
 
 Guarantee: `log` never blocks and never raises. A service that fails, or that falls 1,000 records behind, is dropped
-for the rest of this start, and `problems` returns one line about it. `close` waits 30 s at most.
+for the rest of this start, and `problems` returns one line about it. `close` waits 30 s for room in a full queue, then
+30 s for the thread, so 60 s at most.
 
 Limits: what a dropped service has missed is not sent again; metrics.jsonl has it.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 _MAX_WAITING = 1000  # records that wait for the service
-_CLOSE_S = 30.0  # how long `close` waits for the service
+_CLOSE_S = 30.0  # how long `close` waits for room in the queue, and then for the thread
 
 
 class Service(Protocol):
@@ -68,7 +69,9 @@ class BackgroundTracker:
         return new_problems
 
     def close(self, has_failed: bool) -> None:
-        """Wait until the service has received everything, 30 s at most, and end the connection.
+        """Wait until the service has received everything, and end the connection.
+
+        It waits at most 30 s for room in the queue if the queue is full, and then at most 30 s for the service.
 
         Args:
             has_failed: whether this start of the run ends with a crash, which the service shows.

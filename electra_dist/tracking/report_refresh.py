@@ -1,7 +1,7 @@
-"""Have report.html written again and again while a run goes on, by a process of its own.
+"""Rewrite report.html at regular intervals while a run goes on, in a separate process.
 
-Guarantee: no training step waits for it, and its failure changes nothing. At most one such process exists, and none
-after `close`.
+Guarantee: no training step waits for the process, and its failure does not affect the run. At most one such process
+exists, and none after `close`.
 
 Cost: 2 to 7 s of one processor core at a low priority for each update (`report/report_page.py`).
 """

@@ -1,7 +1,7 @@
 """Connect to the tracking services that a user may switch on: Weights & Biases (`log.wandb`), MLflow (`log.mlflow`).
 
-Guarantee: all starts of a run are one run of the service; its id is in tracking.json in the run folder. The settings
-of the run are its config, without the command `cluster.notify`, which may hold a secret.
+Guarantee: all starts of a run are one run of the service; its id is in tracking.json in the run folder. The service
+shows the config as the settings of the run; the value of `cluster.notify`, which may hold a secret, is hidden.
 
 Limits: steps that are repeated after a crash are sent again. Both services read their address and credentials from
 their own environment variables and files.

@@ -1,10 +1,10 @@
-"""Fused operations of ELECTRA pretraining: each file defines one operation and has one public function.
+"""Fused operations of ELECTRA pretraining, one file for each operation.
 
 How: `<op>.py` holds the definition in plain PyTorch ("the reference"), the autograd wrapper and the public function.
-`triton/<op>.py`, where it exists, holds the Triton kernel and the code that launches it. It is a separate file because
-Triton is not installed everywhere, and reads TRITON_INTERPRET when a kernel is defined. So that file is imported when
-its kernel is launched for the first time, and never on a machine that runs the reference. `backend_choice.py` decides
-which implementation runs.
+`triton/<op>.py`, where it exists, holds the Triton kernel and the code that launches it. It is a separate file for two
+reasons: Triton is not installed everywhere, and Triton reads the variable TRITON_INTERPRET when a kernel is defined.
+So the file is imported when its kernel is launched for the first time, and never on a machine that runs the reference.
+`backend_choice.py` decides which implementation runs.
 """
 
 

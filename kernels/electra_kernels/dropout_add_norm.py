@@ -1,10 +1,10 @@
 """Compute dropout, residual addition and LayerNorm in one pass, with dropout keyed by (seed, step, row, place).
 
 Guarantee: the result is `layer_norm(residual + dropout(x))`, computed in fp32 and rounded once. Which elements are
-dropped depends on the seed, the step, the row's number in the global batch, the site (which sub-layer of which tower),
-and the position and column in the row. It does not depend on batch split, rank or restart. torch's dropout does,
-because it draws the elements of a whole micro-batch from one random stream. Backward draws the same bits again, so no
-mask is stored.
+dropped depends on the seed (the model passes one for each tower), the step, the row's number in the global batch, the
+site (which sub-layer of the tower), and the position and column in the row. It does not depend on batch split, rank or
+restart, whereas torch's dropout draws the elements of a whole micro-batch from one random stream. Backward draws the
+same bits again, so no mask is stored.
 
 Why it is fused, in bytes moved for each element in bf16, forward and backward together: eager torch moves 30 (dropout
 5 and 5, add 6, LayerNorm 4 and 10). torch.compile moves 22 (9 and 13), because it stores a byte of mask and reads the
@@ -97,7 +97,7 @@ def dropout_add_norm_reference(
 
 
 class KeptForBackward(NamedTuple):
-    """What `reference_backward` needs from the forward pass, in the precision of the computation.
+    """Tensors of the forward pass that `reference_backward` needs, in the precision of the computation.
 
     Attributes:
         summed: residual + dropout(x), [..., H].
@@ -147,8 +147,8 @@ def reference_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias, in the precision of the computation.
 
-    torch's own operator computes the gradient of the LayerNorm. The gradient of the sum is that of the residual; x was
-    multiplied by the factors of dropout, and so is its gradient. Without dropout both gradients are one tensor.
+    torch's own operator computes the gradient of the LayerNorm's input, which is also the gradient of the residual.
+    The gradient of x is this gradient times the factors of dropout; without dropout both are one tensor.
 
     Args:
         grad: Gradient of the norm, [..., H].
@@ -175,9 +175,9 @@ def reference_backward(
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    A site is a place in the model that applies dropout; `dropout.site` is its number. Seed, step and row determine a
-    sequence of random numbers for each row. Site i uses the S * H numbers of it that begin at index i * S * H, one for
-    each element, so no two sites with the same seed and step share a random number.
+    A site is a place in the model that applies dropout; `dropout.site` is its number. Each row has a sequence of
+    random numbers, which seed, step and row number determine. Site i uses the S * H numbers of the sequence from index
+    i * S * H on, one for each element, so no two sites with the same seed and step share a random number.
 
     Args:
         shape: [B, S, H] (rows, tokens, hidden), with S * H a multiple of 4.

@@ -1,4 +1,6 @@
-"""Drop elements of a tensor by keyed random numbers, without any other operation; the embeddings' dropout uses it.
+"""Drop elements of a tensor by keyed random numbers, without a fused residual sum or LayerNorm.
+
+The embeddings use it, and the sub-layers of the architecture `modern`.
 
 Guarantee: which elements of a row are dropped depends on the key (seed, step), the row's number in the global batch
 and the element's place in the row. It does not depend on batch split, rank or device, and torch's generator is not
@@ -19,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, keep_grid, key_on_device
 
-_NUMBERS_OF_A_CALL = 4  # that the generator gives for one counter
+_NUMBERS_OF_A_CALL = 4  # random numbers that one call of Philox gives
 
 
 def keyed_dropout(

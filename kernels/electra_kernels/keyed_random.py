@@ -1,8 +1,7 @@
-"""Draw random numbers that are pure functions of their seed, purpose and place, by a counter-based generator.
+"""Draw random numbers that are pure functions of (seed, purpose, step, row, position), by a counter-based generator.
 
-Guarantee: a draw depends on (seed, purpose, step, row, position) only, where the purpose is a number for what the draw
-is used for. It does not depend on rank, world size, batch split, device or the count of earlier draws. There is no
-state to save.
+Guarantee: the purpose is a number for what a draw is used for (`Purpose`). A draw does not depend on rank, world size,
+batch split, device or the count of earlier draws. There is no state to save.
 
 How: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The 64-bit seed is the key;
 the counter is (position // 4, row, step, purpose); the four 32-bit outputs are the numbers of four neighbouring
@@ -108,10 +107,10 @@ def bits_grid(
     gets the same bits on any rank and device. The generator yields the bits of four neighbouring positions at a time.
 
     Args:
-        seed: 64-bit key, the seed of the run.
+        seed: 64-bit key: the seed of the run, or one that `derive_seed` returned.
         purpose: Use of the bits.
-        step: Global step, in [0, 2**32); an int64 tensor of one element where `rows` are not on the host, so that no
-            operator has the number among its arguments.
+        step: Global step, in [0, 2**32), as an integer or as an int64 tensor of one element. A tensor on a GPU keeps
+            the number out of the arguments of all operators, so that a CUDA graph can be repeated for another step.
         rows: int64 [R], row numbers within the global batch (never within the rank), each in [0, 2**32).
         num_positions: Number of positions in each row.
         first_position: Position of the first column, a multiple of 4.
@@ -153,7 +152,7 @@ def keep_grid(
     / (1 - drop) elsewhere.
 
     Args:
-        seed: 64-bit key, the seed of the run.
+        seed: 64-bit key: the seed of the run, or one that `derive_seed` returned.
         purpose: Use of the bits.
         step: Global step, in [0, 2**32).
         rows: int64 [R], row numbers within the global batch, each in [0, 2**32).
@@ -196,7 +195,7 @@ def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the threshold of dropout: an element is dropped if its 32 random bits, read as a number, are below it.
+    """Return the threshold of dropout: an element is dropped if its 32 random bits, an unsigned number, are below it.
 
     It is probability * 2**32, rounded to an integer.
 

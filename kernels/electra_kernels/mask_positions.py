@@ -23,7 +23,7 @@ from electra_kernels.backend_choice import resolve_without_cuda
 from electra_kernels.keyed_random import Purpose, bits_grid, key_on_device
 from electra_kernels.operation_types import MaskIds
 
-_POSITION_BITS = 20  # lowest bits of a sort key, below 32 random bits; they make the keys of a row distinct
+_POSITION_BITS = 20  # lowest bits of a sort key, which hold the position, so that the keys of a row are distinct
 
 
 def mask_positions(
@@ -44,15 +44,15 @@ def mask_positions(
     Args:
         ids_BS: int64 token ids of B rows, S tokens in each.
         row_B: int64 row numbers within the global batch.
-        wanted_R: int64 [S + 1] on the device of the ids: how many positions to mask in a row with so many tokens that
-            are not [PAD]; at most `num_slots`. A row with fewer candidates masks all of them.
+        wanted_R: int64 [S + 1] on the device of the ids. Element r is the number of positions to mask in a row with r
+            tokens that are not [PAD], at most `num_slots`. A row with fewer candidates masks all of them.
         special: ids of the special tokens.
         num_slots: N, at most S.
         mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
         key_2: int64 seed and step on the device of the ids. A kernel reads it instead of the two integers, so that a
-            launch that is repeated draws those of whatever step the memory then holds. None: made from the integers.
+            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
         backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
             this operation has no CUDA version.
 

@@ -1,17 +1,20 @@
 """Compute the generator's head in one pass: tied decoder, cross-entropy, a sampled replacement per row, and gradients.
 
+A row is a row of the matrices x and logits, that is, one masked token; it is not a row of the corpus.
+
 Guarantee: the operation computes loss, samples and all gradients of `softmax(x W^T + bias)`, while only the logits of
 one chunk (a group of rows, 4096 by default) exist at a time. The gradients of a chunk are computed in forward, before
 its logits are overwritten by the next chunk, and are multiplied by the loss's upstream gradient in backward. Gradients
-of weight and bias are summed over chunks in fp32. Padded vocabulary rows are neither in the softmax nor drawn. Rows of
-weight 0 add nothing, even if their values are inf or nan. Nothing waits for the device.
+of weight and bias are summed over chunks in fp32. The padding of the token table is neither in the softmax nor drawn.
+A row of weight 0 adds nothing to the loss, even if its own loss is inf or nan. Nothing waits for the device.
 
 How: each chunk takes one matrix product for the logits, one row pass, and two matrix products for the gradients of x
 and W. The row pass goes through each row of logits: it adds the bias, computes log-sum-exp, loss and Gumbel-max
 sample, and overwrites the logits by (softmax - onehot) * weight. It is the reference in this file or the Triton kernel
-of `triton/mlm_head.py`. The matrix products are the vendor's in either case, for two reasons. Our own kernel with a
-computed left operand can be miscompiled on Hopper. And without stored logits, a fourth product would recompute them,
-only to save a quarter GB. Evaluation without gradients therefore also stores one (smaller) chunk of logits.
+of `triton/mlm_head.py`. The matrix products are the vendor's in either case, and the logits of a chunk are stored. A
+kernel that fuses product and row pass would not store them, but has two drawbacks: with a computed left operand it can
+be miscompiled on Hopper, and it needs a fourth product to recompute the logits, only to save a quarter GB. Evaluation
+without gradients stores logits, too, in smaller chunks.
 
 Samples: `sampling.py` documents what they depend on. On a CPU, the products run in fp32 for any input precision,
 because low-precision products are six times slower there. A chunk of fewer than 8 rows is padded to 8, because from 8
@@ -98,10 +101,10 @@ def mlm_head_loss_and_sample(
         weight_M: Weight of each row in the loss, at least 0.
         seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        row_M: int64, number of each masked row within the global batch, in [0, 2**32).
+        row_M: int64, number of each masked token within the global batch, in [0, 2**32); it keys the noise of the row.
         vocab_size: Number of tokens that exist, at most V.
         key_2: int64 seed and step on the device of `x_MD`. A kernel reads it instead of the two integers, so that a
-            launch that is repeated draws for whatever step the memory then holds. None: made from the integers.
+            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
         temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
             logits. The loss does not use it.
         disallow_correct: Whether the true token is excluded from sampling.
@@ -153,10 +156,12 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
-    """Return a number of rows per chunk at which the last chunk is not a small rest of the others.
+    """Return a number of rows per chunk at which the last chunk is not much smaller than the others.
 
-    A rest of less than an eighth of a chunk is divided among the other chunks. ELECTRA-Large has 130 masked places in
-    each row, so 32 rows give 4,160 of them: one chunk instead of 4,096 and 64. A GPU takes about as long for the 64.
+    If the last chunk would have less than an eighth of the wanted size, its rows are divided among the other chunks.
+    ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 of these give 4,160 slots: one chunk
+    instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
+    and adds to its whole gradient.
 
     Args:
         num_rows: number of masked rows, at least 1.
@@ -191,8 +196,8 @@ def row_pass_reference(
 ) -> RowStats:
     """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch.
 
-    fp32 logits on a CPU take the C library where it is built; it agrees with torch to fp32 rounding. All others take
-    `_row_pass_torch`.
+    The C library is used for fp32 logits on a CPU where the library was built; it agrees with torch to fp32 rounding.
+    Otherwise `_row_pass_torch` computes the results.
 
     Args:
         logits_MV: Logits without bias, padded columns at the end. With `options.with_gradient`, they are overwritten

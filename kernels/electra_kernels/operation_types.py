@@ -13,7 +13,7 @@ from electra_kernels.keyed_random import key_on_device
 
 
 class MaskIds(NamedTuple):
-    """Ids of the special tokens, which are never masked, and of [MASK], which the masked rows show."""
+    """Ids of [PAD], [CLS], [SEP] and [MASK], the tokens that are never masked."""
 
     pad: int
     cls: int
@@ -71,7 +71,7 @@ class DropoutKey(NamedTuple):
 
     Attributes:
         probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
-        seed: Seed of the run.
+        seed: Seed of the tower, which the model derives from the seed of the run.
         step: Global step, in [0, 2**32).
         site: Number of the place in the model that applies dropout, from 0. Two places of a tower must not share one.
     """
@@ -85,8 +85,8 @@ class DropoutKey(NamedTuple):
 class LayerDropout(NamedTuple):
     """Dropout at one place of a layer, with the key of its random numbers in a tensor.
 
-    It says the same as `DropoutKey`; a kernel reads the key from the device's memory. The place's number within the
-    model is layer * sites_per_layer + site.
+    It holds the same numbers as `DropoutKey`, but a kernel can read them from the device's memory. `DropoutKey.site`,
+    the number of the place within the tower, is layer * sites_per_layer + site.
 
     Attributes:
         probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
@@ -103,7 +103,10 @@ class LayerDropout(NamedTuple):
 
     @classmethod
     def of_key(cls, dropout: DropoutKey, device: torch.device) -> LayerDropout:
-        """Return a key of integers with its numbers in a tensor on `device`; each site counts as a layer."""
+        """Return the dropout of a key of integers, with the key as a tensor on `device`.
+
+        The key's site takes the place of the layer: the result has one site per layer.
+        """
         key_3 = key_on_device(torch.tensor([dropout.seed, dropout.step, dropout.site]), device)
         return cls(dropout.probability, key_3, site=0, sites_per_layer=1)
 

@@ -7,10 +7,11 @@ token for any split. Two implementations can differ only where the two best cand
 (candidates 1e-4 apart are safe). A tie goes to the lower token id. A logit of -inf is never drawn while another is
 finite, because the noise is always finite.
 
-How: Gumbel noise is -log E with E = Exp(1) = -log(1 - u) and u = (bits + 1/2) / 2**32. The token that wins usually has
-a small E, so u near 0 must be exact: for u < 1/32, E is a series in u; elsewhere, 1 - u is computed from the
-complement of the bits. Thus 0 < E < 23 and the noise lies in [-3.14, 22.88]. If u were rounded to 1, the noise would
-be infinite; in fp32 that would occur 15 times a step at 8192 rows of 30522 tokens.
+How: the noise is -log E, where E = -log(1 - u) is a draw from the exponential distribution and u = (bits + 1/2) /
+2**32. The token that wins usually has a small E, so E must be accurate where u is near 0: for u < 1/32, E is a series
+in u. Elsewhere, 1 - u is computed from the complement of the bits, so that it is never rounded to 0. Thus 0 < E < 23
+and the noise lies in [-3.14, 22.88]. The plain formula in fp32 would give infinite noise 15 times a step at 8192 rows
+of 30522 tokens.
 
 Cost on a CPU: 22 ns for each logit on one core, and temporaries of a few MB. In the kernel that also computes the
 generator's loss, sampling reads nothing in addition.

@@ -1,13 +1,13 @@
 """Look up entries of a small table, with a gradient that is a matrix product on a GPU: for positions and token types.
 
-Guarantee: values are those of torch's embedding. On a GPU the gradient is a product of a
-one-hot matrix with the upstream gradient: a sum in fp32 (fp64 for fp64) that is rounded once, without atomic
-additions, so it repeats bit for bit where matrix products do. On a CPU torch's own gradient is used, which repeats
-anyway.
+Guarantee: values are those of torch's embedding. On a GPU the gradient is the product of a one-hot matrix with the
+upstream gradient: a sum in fp32 (fp64 for fp64) that is rounded once. It has no atomic additions, so it repeats bit
+for bit where matrix products do. On a CPU torch's own gradient is used, which repeats in any case.
 
-Why: many tokens share an entry (in packed rows, where positions restart, the first ones most of all). A review of
-torch 2.13 found that torch adds the gradients of these two tables with atomic operations. Of the token table, which
-keeps torch's gradient, older sources of torch (Embedding.cu) sort the indices and add each segment in a fixed order.
+Why: many tokens share an entry of these tables, most of all the first positions of packed rows, in which positions
+restart. A review of torch 2.13 found that torch adds the gradients of these tables with atomic operations. The token
+table keeps torch's gradient: according to older sources of torch (Embedding.cu), torch sorts its indices and adds each
+segment in a fixed order.
 
 Cost: 34 GFLOP for 32,768 tokens, 512 positions and width 1024; the one-hot matrix has 34 MB in bf16.
 

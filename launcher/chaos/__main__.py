@@ -40,7 +40,7 @@ from launcher.lasting_output import outlive_the_reader
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 _S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
 _DISK_FACTOR = 4  # room on the disk for the fault `disk`, in multiples of the reference run's checkpoints
-_SPARE_BYTES = 8 << 20  # further room on it
+_SPARE_BYTES = 8 << 20  # added to this room
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:

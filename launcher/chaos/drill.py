@@ -31,9 +31,9 @@ from launcher.chaos.faults import FAULTS, Fault
 from launcher.chaos.victim import Victim, kill_everything
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.
-_SAVE_PATIENCE_S = 10.0  # how long a fault waits for a checkpoint to be written
+_SAVE_PATIENCE_S = 10.0  # how long a fault with `Planned.in_save` waits until a checkpoint is being written
 _POLL_S = 0.02  # between two looks at the run
-_SAVE_POLL_S = 0.0005  # a small checkpoint is written within milliseconds
+_SAVE_POLL_S = 0.0005  # between two looks for a save; short, because a small checkpoint takes only milliseconds
 _MOST_DELAY = 2.0  # longest random delay of a fault, in step times
 T = TypeVar("T")
 
@@ -169,8 +169,8 @@ class Drill:
             command: the command that starts the supervisor.
             seed: determines which ranks and files the faults hit, and nothing about the run.
             faults: name -> kind of fault.
-            first_step: number of steps before which the run must not fall back. A fault that damages a checkpoint
-                waits until there are two committed checkpoints of this step or later steps.
+            first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
+                until there are two committed checkpoints of this step or later steps.
             disk: the folder whose disk the fault `disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir

@@ -50,7 +50,7 @@ def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[
 
 
 def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
-    """Draw, for each step that both runs logged, the loss of the interrupted run minus that of the other one."""
+    """Draw, for each step that both runs logged, the loss of the interrupted run minus that of the reference run."""
     expected = dict(zip(*_losses(reference)))
     found = dict(zip(*_losses(interrupted)))
     steps = sorted(expected.keys() & found.keys())

@@ -27,7 +27,7 @@ from launcher.chaos.file_faults import (
 )
 from launcher.chaos.victim import Act, Undo, Victim, kill_everything, send_signal
 
-_KILLED = -signal.SIGKILL
+_KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process that SIGKILL has ended
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The run that a drill hits: its folder, and its processes on this machine.
+"""Find the processes of the run that a drill hits, and send signals to them.
 
 Guarantee: only processes of that run are found. A process belongs to the run if it is the supervisor that the drill
 started, or if its environment has the variable that a supervisor sets for all processes that it starts, with a value
@@ -32,12 +32,12 @@ class Victim:
 
     @property
     def checkpoints(self) -> Path:
-        """The run's checkpoint folder, which is the only place where a run in a drill saves checkpoints."""
+        """Return the run's checkpoint folder, which is the only place where a run in a drill saves checkpoints."""
         return self.run_dir / CHECKPOINTS_DIR
 
     @property
     def filled_folder(self) -> Path:
-        """The folder whose disk the fault `disk` fills."""
+        """Return the folder whose disk the fault `disk` fills."""
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
@@ -72,8 +72,8 @@ class Victim:
         return pids
 
 
-Act = Callable[[Victim, random.Random], str]  # (run, source of random choices) -> description of what was hit
-Undo = Callable[[Victim], None]  # ends a fault that lasts
+Act = Callable[[Victim, random.Random], str]  # inflicts a fault: (run, source of choices) -> text on what was hit
+Undo = Callable[[Victim], None]  # ends a fault that lasts until it is undone
 
 
 def send_signal(pids: Iterable[int | None], number: int) -> None:

@@ -37,9 +37,9 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:
-    """Return the store and the folder name of one checkpoint: `path` itself, or the newest complete one below it.
+    """Return the store and the folder name of one checkpoint: `path` itself, or the newest committed one below it.
 
-    Complete means that the checkpoint has a manifest; whether `path` itself has one is not checked. If several stores
+    A checkpoint is committed if it has a manifest; whether `path` itself has one is not checked. If several stores
     have the newest checkpoint, the first store is taken.
 
     Args:

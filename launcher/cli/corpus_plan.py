@@ -106,7 +106,10 @@ def plan(
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Return the rates in a JSON file that this command has kept, or in a record of benchmarks/corpus_builder.py.
+    """Return the rates (CPU times of the steps of a build) from a JSON file.
+
+    Args:
+        path: a file that this command has written into `CACHE_DIR`, or a record of benchmarks/corpus_builder.py.
 
     Raises:
         UserError: the file is missing or damaged, or has no rates.
@@ -122,7 +125,10 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """Measurement of the rates for one command line, kept in a file of `CACHE_DIR` for later calls."""
+    """Measurement of the rates (CPU times of the steps of a build) for one command line.
+
+    The result is kept in a file of `CACHE_DIR` for later calls with the same text, settings and machine.
+    """
 
     def __init__(
         self,
@@ -185,7 +191,10 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return 16 hexadecimal digits that are equal only for the same text, settings and machine."""
+        """Return 16 hexadecimal digits that are equal only for the same input files, settings and kind of machine.
+
+        Input files count as the same if their locations and sizes are equal; their content is not read.
+        """
         config = self._config
         values = {
             "machine": cpu(),
@@ -263,7 +272,7 @@ def _placeholder(config: Config) -> Vocabulary:
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return the vocabulary, filled to `size` entries with [unused...], because the size decides the bytes per id."""
+    """Return the vocabulary, filled to `size` entries with [unusedN], because `size` determines the bytes of an id."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
@@ -277,7 +286,7 @@ def _workload(
     machines: int,
     cores: int,
 ) -> Workload:
-    """Return the sizes of the text to plan for: that of the inputs, or as much as gives the wanted tokens.
+    """Return the sizes of the text to plan for: the text of the inputs, or enough text for the wanted tokens.
 
     Args:
         rates: the measured rates.

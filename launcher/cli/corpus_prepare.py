@@ -93,7 +93,7 @@ def _submit(preparation: Preparation, out: Console) -> None:
 
 
 def _stage_table(preparation: Preparation) -> Table:
-    """Return a table of the stages with their tasks and steps, and the tasks that are not completed."""
+    """Return a table of the stages with the number of their tasks, of the tasks not completed yet, and their steps."""
     from electra_dist.corpus.prepare.preparation import tasks_left
 
     left = tasks_left(preparation)

@@ -27,7 +27,7 @@ from launcher.cli.console import open_console
 
 SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
 _SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
-_ASSUMED_COMPRESSION = 10  # inputs of a tenth of the limit on disk are read as a whole
+_ASSUMED_COMPRESSION = 10  # of inputs; those whose files take at most a tenth of the limit are read as a whole
 
 
 def train_vocab(
@@ -62,8 +62,8 @@ def find_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
 
-    Without `path`, the vocab.txt in the output is used, which an earlier build has written there, if it has the digest
-    that this build has recorded. If there is none, a vocabulary is trained on `files`.
+    Without `path`, the vocab.txt in the output is used. It must have the digest that an earlier call of this build has
+    recorded, if any. If the output has no vocab.txt, a vocabulary is trained on `files`.
 
     Args:
         path: vocab.txt that the user gave with --vocab; None if there is none.
@@ -74,7 +74,8 @@ def find_vocabulary(
         console: where to announce that a vocabulary is trained, which takes a while.
 
     Raises:
-        UserError: the vocabulary cannot be read or trained.
+        UserError: the vocabulary cannot be read or trained, or is not of the kind that `corpus.tokenizer` sets.
+        ManifestMismatch: the vocab.txt in the output has another digest; a UserError.
     """
     wanted_kind = settings.corpus.tokenizer
     if path is not None:
@@ -124,7 +125,8 @@ class _Training:
 
         Args:
             text_field: field of a JSON line, or parquet column, that holds the text.
-            undecodable: whether a document with bytes that are not UTF-8 is left out ("skip") or used without them.
+            undecodable: what to do with a document that has bytes that are not UTF-8. "skip": leave it out. "replace":
+                put U+FFFD in their place, which the tokenizer drops.
             sample_gb: most text to train on, in units of 1e9 bytes.
             console: where to show the progress.
         """
@@ -142,7 +144,8 @@ class _Training:
             files: text files; documents that a build would skip, such as empty ones, are left out.
             size: number of entries wanted; a small text may give fewer.
             lowercase: convert the text to lower case and remove accents first.
-            folder: where a sample of large inputs is kept while the training goes on.
+            folder: where a sample of large inputs is kept until the training is over. A finished sample that an
+                interrupted call has left there is used again.
             kind: "wordpiece", or "bpe" for byte-level BPE, for which `lowercase` has no effect.
 
         Raises:

@@ -238,10 +238,10 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
 
 
 def _default_output(model: str) -> Path:
-    """Return the folder of the results for a command without --output: MODEL/finetune.
+    """Return the folder for the results if --output is not given: MODEL/finetune.
 
-    A model with random weights, which is given as random:CONFIG.yaml, has no folder; its results are in
-    runs/finetune_random_CONFIG, relative to the working directory.
+    A model with random weights, which is given as random:CONFIG.yaml, has no folder. Its results go to
+    runs/finetune_random_CONFIG in the working directory.
     """
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem

@@ -93,7 +93,8 @@ def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: b
     Args:
         line: the text with the number of its line.
         text_score: its scores.
-        tokens: whether a second line has a value for each token: P(replaced) or, without that, the log-probability.
+        tokens: whether to print a second line with a value for each token: the probability that it was replaced or, if
+            the model gives none, the log-probability of the token.
         as_json: whether to print JSON, which always has the values of the tokens.
         rank: rank of the text in its group; None if texts are not ranked.
     """

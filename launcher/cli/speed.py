@@ -51,7 +51,7 @@ def speed(
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send everything that the process writes to stdout to stderr until the block ends, from C++ libraries, too."""
+    """Redirect stdout's file descriptor to stderr during the `with` block, so that C++ libraries are covered, too."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
@@ -64,7 +64,9 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def advice(profile: StepProfile) -> list[str]:
-    """Return what to change first to make steps faster, one line for each change, the most useful first.
+    """Return what to change to make steps faster, one line for each change, always in the same order.
+
+    If there is no change to advise, a single line names the part of the step that takes the most time.
 
     Args:
         profile: where the time of a step goes.

@@ -146,7 +146,8 @@ def _read_checkpoint_states(config: Config, damaged: list[str]) -> list[tuple[st
 
     Args:
         config: the run's config, which names the stores of its checkpoints.
-        damaged: receives a line with the command that repairs it for each checkpoint with a damaged manifest.
+        damaged: list to which one line is appended for each checkpoint with a damaged manifest; the line names the
+            fault and the command that repairs the checkpoint.
     """
     checkpoints = []
     for store in open_targets(config):

@@ -6,8 +6,8 @@ the next one is read.
 
 Cost: one reading of all bytes; the shards of a corpus on S3 are fetched one after another into a temporary folder.
 
-Limits: corpus.json has no digest of its own; that of a run's corpus must have the fingerprint that the run recorded.
-The records of a run (metrics, ledger) are not covered.
+Limits: a corpus does not store the digest of its corpus.json. A changed corpus.json is detected only for the training
+corpora of a run, which has recorded their fingerprints. The records of a run (metrics, ledger) are not covered.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BadPart:
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     """Read all bytes of a run or a corpus, and print every bad file.
 
-    Of a run these are the corpora that its config names, its copies of the tokenizer and its checkpoints.
+    For a run, these are the corpora that its config names, the vocabulary in the run folder, and the checkpoints.
 
     Args:
         path: a run folder, or the folder or s3:// prefix of a corpus.
@@ -136,7 +136,7 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
 
 
 def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a run: its tokenizer, its corpora and every committed checkpoint of its targets.
+    """Yield the parts of a run: its vocabulary, its corpora (held-out rows included) and its committed checkpoints.
 
     Args:
         run_dir: folder of the run.
@@ -162,7 +162,7 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a corpus: corpus.json, the vocabulary and the shards; corpus.json alone if it is damaged.
+    """Yield the parts of a corpus: corpus.json, vocabulary, shards and side files; corpus.json alone if it is damaged.
 
     Args:
         store: store of the corpus.
@@ -219,7 +219,7 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
-    """Return no fault for a file that a reader has accepted; the reader raises an error for any other."""
+    """Return an empty list, for use in lambdas: the reader that gives `checked` raises a UserError for a bad file."""
     return []
 
 

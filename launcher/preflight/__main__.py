@@ -116,10 +116,10 @@ def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
         run_dir: the run folder.
         rank: the rank whose heartbeat file is written. The supervisor deletes the file after preflight.
     """
-    heartbeats: list[Heartbeat] = []  # empty before the first wait, then this one
+    heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:
-        """Write a heartbeat for a wait; an empty reason means that no wait goes on."""
+        """Write a heartbeat about a wait and its reason; an empty reason means that the wait is over."""
         if reason and not heartbeats:
             heartbeats.append(Heartbeat(run_dir, rank))
         if heartbeats:

@@ -26,7 +26,7 @@ from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from launcher.preflight.findings import Finding
 
-BYTES_PER_PARAMETER = 12  # fp32 master weights and both moments
+BYTES_PER_PARAMETER = 12  # of a checkpoint: fp32 master weights and both Adam moments
 LOG_BYTES = 100_000_000  # metrics, logs and TensorBoard of a run
 LOG_FILES = 2_000  # files of a run other than shards
 
@@ -56,6 +56,9 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
         config: the resolved config of the run.
         corpora: URL -> manifest of each corpus of the run; those on S3 need space in the cache.
         node: name of this node, for the findings.
+
+    Raises:
+        StoreError: this node has no temporary directory that can be used for the cache.
     """
     needs_by_disk: dict[int, list[Need]] = {}
     cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
@@ -106,9 +109,10 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
 def _checkpoint_need(config: Config, url: str) -> Need:
     """Return how much local space the checkpoints of one target need, at 12 bytes per parameter each.
 
-    In a local target, the first failure would come from the checkpoints that exist at once: the newest, the best, and
-    the one being written. By the end of the run, those that are kept for good (`keep_steps`, `keep_every_steps`) are
-    added. A target on S3 takes local space only for the checkpoint that is being uploaded.
+    A local target soon holds these checkpoints at once: the newest (`keep_last`), the best (`keep_best`), one that is
+    old enough for a rollback, and the one being written. By the end of the run, those that `keep_steps` and
+    `keep_every_steps` keep for good are added. A target on S3 takes local space only for the checkpoint that is being
+    uploaded.
 
     Args:
         config: the resolved config of the run.
@@ -132,7 +136,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
     num_being_written = 1
     most_skipped = config.guard.most_skipped
     spacing = most_skipped if keep.every_steps == "auto" else keep.every_steps
-    # Retention keeps one that is old enough for a rollback, unless the last ones reach back so far.
+    # One more is kept for a rollback, unless the oldest of the last `keep_last` is old enough for it.
     num_for_rollback = int((keep.keep_last - 1) * spacing < most_skipped)
     num_kept = keep.keep_last + keep.keep_best + num_for_rollback + num_being_written
     num_permanent = len(keep.keep_steps)

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from electra_dist.nvml import GpuHealth
 from launcher.preflight.findings import Finding, Severity
 
-SLOW_FACTOR = 1.3  # A GPU that is slower than the median by more is unhealthy; sound ones differ by some 5 %.
+SLOW_FACTOR = 1.3  # A GPU slower than the median by more than this factor is unhealthy; sound ones differ by some 5 %.
 HOT_MARGIN_C = 5  # A GPU this close to its slowdown temperature gets a warning.
 ASSUMED_SLOWDOWN_C = 90  # slowdown temperature of a device that does not report one
-MIN_CLOCK = 0.5  # fraction of the highest clock, under load
+MIN_CLOCK = 0.5  # fraction of the highest clock below which a GPU under load gets a warning
 _RESET = "drain the node and reset this GPU"
-_TROUBLE = ("hardware slowdown", "hardware thermal slowdown", "power brake")
+_TROUBLE = ("hardware slowdown", "hardware thermal slowdown", "power brake")  # throttle reasons of an unhealthy GPU
 
 _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 

@@ -1,9 +1,9 @@
 """Compare ranks while they work: speed of the GPUs under load, clocks, network bandwidth, and which rank is slow.
 
-Guarantees: all ranks get the same findings, so they agree on which rank is slow. A node is blamed only if the
-measurement can separate it from its neighbours: a rank exchanges data with two others and counts as slow only if both
-exchanges were slow. With fewer than three nodes (or, on one node, fewer than three ranks) no rank is blamed. Without a
-GPU the exchanges go over gloo, and a slow rank is only a warning.
+Guarantees: all ranks get the same findings, so they agree on which rank is slow. A rank is blamed for slow exchanges
+of data only if the measurement can separate it from its neighbours: it exchanges data with two other ranks, and both
+exchanges must be slow. With fewer than three nodes (or, on one node, fewer than three ranks) no exchange is measured.
+Without a GPU the exchanges go over gloo, and a slow rank is only a warning.
 
 Cost: torch's import (2 to 4 s), 3 s of matrix products, under a second of exchanges, for any number of ranks.
 
@@ -32,10 +32,10 @@ from launcher.preflight.storage_access_checks import classify_skew
 if TYPE_CHECKING:
     import torch
 
-TIMEOUT = timedelta(minutes=5)  # A node may still be waiting for its storage.
+TIMEOUT = timedelta(minutes=5)  # of the process group; long, because a node may still be waiting for its storage
 LOAD_S = 3.0  # seconds of matrix products
 LOAD_SIZE = 8192  # rows and columns of the matrices
-SLOW_LINK_FACTOR = 2.0  # A rank whose exchange takes longer than the median by more is slow.
+SLOW_LINK_FACTOR = 2.0  # A rank is slow if its exchange takes more than this times the median.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
     """Return the findings of all ranks, and those that follow from comparing the ranks. Pure.
 
-    Compared are the clocks of the nodes, the speeds of the GPUs, and the seconds that a rank needs to exchange data
-    with its neighbours.
+    The comparison is of the clocks of the nodes, the speeds of the GPUs, and the seconds that a rank needs to exchange
+    data with its neighbours.
 
     Args:
         reports: the reports of all ranks, ordered by rank.

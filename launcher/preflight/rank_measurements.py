@@ -20,7 +20,7 @@ from electra_dist.collectives import gather
 
 _SKEW_TRIES = 3  # comparisons of the clocks, of which the best one counts
 _REPEATS = 5  # timed tries of an exchange, of which the fastest one counts
-_CHUNK = 8  # matrix products between two synchronizations
+_CHUNK = 8  # matrix products that are timed together, without a synchronization between them
 _FLOAT_BYTES = 4  # of an element of the exchanged buffers, which are fp32
 
 
@@ -50,8 +50,8 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 def skew(rank: int) -> float:
     """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
 
-    Negative if it is behind. The ranks read their clocks after a barrier, which they leave at slightly different
-    moments; that adds to the difference. Three tries are made, and the difference nearest to 0 is returned.
+    Negative if it is behind. The ranks read their clocks after a barrier. They leave it at slightly different moments,
+    which distorts the difference, so three tries are made, and the difference nearest to 0 is returned.
     """
     differences = []
     for _ in range(_SKEW_TRIES):

@@ -47,8 +47,8 @@ _RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_tim
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    Storage that cannot be used is reported as a finding with severity "user error"; no exception is raised. If the run
-    has begun, storage that is full or away is a "warning" only, because the run waits for it
+    A corpus, target or disk that cannot be used is reported as a finding with severity "user error". If the run has
+    begun, storage that is full or away is a "warning" only, because the run waits for it
     (`cluster.storage_patience_s`) and a chain of jobs must not end for it. If the run has not begun, these checks wait
     until the storage is back or `patience` is over.
 
@@ -56,6 +56,9 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
         config: the resolved config of the run.
         node: name of this node, for the findings.
         patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
+
+    Raises:
+        StoreError: this node has no folder in which it could cache shards; only in a run on several nodes.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:

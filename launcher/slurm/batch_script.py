@@ -31,7 +31,7 @@ from launcher.slurm.environment_archive import staging_lines
 from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
 from launcher.slurm.sbatch import directive, user_options
 
-SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save after the first one has ended
+SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save once a task has ended (srun --wait)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class JobOptions:
     chain: int = 0  # number of jobs that run one after another, without requeue; 0: one job that is requeued
     signal_ahead_s: int = 120  # how long before the time limit the ranks receive USR1; Slurm may send it 60 s earlier
     container: Container | None = None  # None: the ranks run without a container
-    sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`: account=vision
-    accept_new_numerics: bool = False  # the run may continue with other draws than the version that began it had
-    setup_file: str | None = None  # shell file that the script and every node read first, such as for modules
-    stage_environment: bool = False  # every node copies the Python packages to its own disk before the ranks start
+    sbatch_options: tuple[str, ...] = ()  # further sbatch options, `name=value` or `name`, such as account=vision
+    accept_new_numerics: bool = False  # whether to continue a run begun by a version with other draws or rounding
+    setup_file: str | None = None  # shell file that the script and every node source first, for example for modules
+    stage_environment: bool = False  # whether every node unpacks the Python packages on its own disk first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Submit the build of a corpus to Slurm: an array of parts, and a job that joins them when all have succeeded.
 
 Guarantee: the scripts hold the whole command with absolute paths, so a person can read them and submit them again.
-Every part can be requeued at any time; it goes on after its finished steps. If a part fails, the joining job does not
-run, and Slurm removes it from the queue.
+Every part can be requeued at any time; it goes on after its finished steps. If a part fails, the job that joins the
+parts does not run, and Slurm removes it from the queue.
 
-How: the jobs depend on one another. If the output has no vocab.txt and the user names none, a first job trains the
-vocabulary. Imports no torch.
+How: each job depends on the success of the job before it. If the output has no vocab.txt and the user names none, a
+first job trains the vocabulary. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CorpusJobs:
     output: str  # of the corpus: an absolute path, or an s3:// URL
     folder: Path  # absolute; for scripts and logs
     build: tuple[str, ...]  # options of `corpus build`, without --part and --workers; paths are absolute
-    vocabulary: tuple[str, ...]  # options of `corpus vocab` that train the vocabulary; empty: there is one
+    vocabulary: tuple[str, ...]  # options of `corpus vocab` for a first job; empty: the vocabulary exists already
     merge: tuple[str, ...]  # further options of `corpus merge`
     num_parts: int
     cpus: int  # cores and worker processes of a part
@@ -45,7 +45,7 @@ class CorpusScript(NamedTuple):
 
 
 def corpus_scripts(jobs: CorpusJobs) -> list[CorpusScript]:
-    """Return the batch scripts of a corpus build in the order in which they run; each needs the success of the last.
+    """Return the batch scripts of a corpus build in the order in which they run.
 
     Raises:
         UserError: a value cannot be written into a script.

@@ -43,9 +43,9 @@ def environment_files(
 
     Args:
         folders: folders that hold packages; None means the folders into which pip installs.
-        packages: names of packages that may be in other folders, as after `pip install --editable`. They are searched
-            as `import` does, and replace files of the same name from `folders`. A package that is not found is left
-            out.
+        packages: names of packages that may be in other folders, as after `pip install --editable`. They are found as
+            by `import`. A file of them replaces one from `folders` with the same path in the archive. A package that
+            is not installed is left out.
     """
     if folders is None:
         folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]

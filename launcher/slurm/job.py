@@ -2,8 +2,9 @@
 
 `job_verdict.py` decides what follows.
 
-How: RUN/slurm/jobs.jsonl holds one line for each submission, begin and end of a job. Only one job of a run writes to
-it at a time, because Slurm runs one at a time (`--dependency=singleton`).
+How: RUN/slurm/jobs.jsonl holds one line for each submission, and two lines, "begin" and "end", for each start of the
+ranks by a job. A job starts the ranks again when Slurm requeues it, and when a spare node replaces another node. Two
+jobs of a run never write at the same time, because Slurm runs one at a time (`--dependency=singleton`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def exit_codes(state: Path) -> dict[str, int]:
     A node that died wrote no file, or one without a number; it is missing from the dict.
 
     Args:
-        state: the folder RUN/slurm/job-ID-RESTART; a job that Slurm requeues has a new one each time.
+        state: the folder of one start of the ranks, RUN/slurm/job-ID-RESTART or RUN/slurm/job-ID-RESTART-REPLACEMENTS.
     """
     codes = {}
     for file in state.glob("exit-*"):
@@ -65,8 +66,8 @@ def exit_codes(state: Path) -> dict[str, int]:
 def begin(args: argparse.Namespace) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
-    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint. By
-    the last two, `decide` finds out later what this job achieved.
+    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint. With
+    the last two, `decide` later selects the events of this job, and sees whether it has saved a checkpoint.
 
     Args:
         args: options of the command line, see `main`.

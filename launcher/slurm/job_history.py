@@ -1,7 +1,7 @@
 """Describe the Slurm jobs of a run's newest submission: how each ended, and why the run waits or has not begun.
 
-Guarantee: all functions are pure. They use jobs.jsonl, to which the jobs write their starts and ends, and Slurm's
-queue.
+Guarantee: all functions are pure. Callers pass the records of jobs.jsonl, which has a line for each submission and for
+each begin and end of a job, and the view of Slurm's queue (slurm_queue.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Link:
     replacements: int  # how often spare nodes had replaced other nodes since the last requeue
     began: str  # ISO 8601
     ended: str | None  # ISO 8601; None: the job runs, or it ended without a verdict
-    verdict: str | None  # action that followed, such as "next" (launcher/slurm/job.py); None: see `ended`
+    verdict: str | None  # action that followed, such as "next" (job_verdict.py lists them); None: see `ended`
     why: str  # reason of the verdict; "" without one
 
     def described(self, is_running: bool) -> str:

@@ -62,7 +62,8 @@ def measured_start_s(ledger: Sequence[Record]) -> float | None:
         ledger: events of the run.
 
     Returns:
-        The sum, in which the saves count as 0 if there is none; None if the ledger has the seconds of no start.
+        The sum of both medians, or the first one alone if no save is recorded; None if no start has recorded its
+        seconds.
     """
     starts_s = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
     saves_s = [

@@ -4,12 +4,13 @@ Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's lo
 exit code of every node, of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is
 done is read only from the ledger, because a launcher can end with 0 after a kill. The verdicts are:
 
-    done    the target step is reached; the rest of the chain is cancelled
+    done    the target step is reached; all waiting jobs of the run are cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
     later   storage stayed full or away (75); a replacement job or a requeue continues in ten minutes
     again   crashed, and not too often without a new checkpoint; a replacement job or a requeue continues
-    stop    a person must act (78, no new checkpoint, RUN/stop); the rest of the chain is cancelled
-    leave   ended from outside (scancel, preemption), or a newer job has taken the run over; nothing is done
+    stop    a person must act (78, no new checkpoint, RUN/stop); all waiting jobs of the run are cancelled
+    leave   ended from outside (scancel, preemption), or a newer job has taken the run over; no job is started, and
+            after TERM a job that is not of a chain cancels its standby job
 
 The numbers are exit codes. A chain is several jobs that are submitted together and run one after another; without a
 chain, a single job is requeued.
@@ -52,7 +53,7 @@ class JobEnd:
     replacements: int = 0  # how often spare nodes have replaced other nodes since the last requeue
     codes: Mapping[str, int]  # node -> exit code of its supervisor; a node that died has none
     cancelled: bool = False  # whether TERM came long before the time limit
-    max_fruitless_restarts: int = 3  # in a row that may save no new checkpoint, by jobs and within a job
+    max_fruitless_restarts: int = 3  # restarts in a row, of jobs or of ranks, that may end without a new checkpoint
 
 
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:

@@ -1,4 +1,4 @@
-"""Write the values of #SBATCH lines, and submit scripts with sbatch."""
+"""Check and quote the options in #SBATCH lines, and submit batch scripts with sbatch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
 
 
 def directive(value: object) -> str:
-    """Return an option's value, quoted for Slurm's own parser of #SBATCH lines.
+    """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
 
     That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
     value with a backslash is therefore refused.

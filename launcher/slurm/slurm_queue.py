@@ -1,6 +1,6 @@
 """Ask Slurm (squeue, sinfo) for the jobs of a run in the queue and for the nodes that are out of service.
 
-Limits: without Slurm, or if its controller does not answer, the result is None; that is never an error.
+Limits: without Slurm, or if its controller does not answer, `queue_view` returns None and raises no exception.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --gpus-per-node 8 --time 24:00:00 --chain 5
     electra-dist submit --config configs/large_25pct_mask.yaml --nodes 8 --dry-run
 
-Guarantee: the queued run is the checked one. The config is resolved at submission and stored beside the script, so a
+Guarantee: jobs run with the config that was checked. It is resolved at submission and stored beside the script, so a
 later edit of the YAML file changes nothing for waiting jobs. Scripts are numbered and never overwritten. Nodes with
 a strike (a recorded fault that has not expired) are excluded. Imports no torch.
 
@@ -110,8 +110,9 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
     If Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded. Without a
-    chain, two jobs are submitted: the second one is the standby job. It waits until the first job has ended, and
-    continues the run if the first job could not be requeued. The first job cancels it when the run is finished.
+    chain, two jobs are submitted. The second one is the standby job: it waits until the first job has ended, and
+    continues the run if the first job could not be requeued. The first job cancels the standby job when the run is
+    finished.
 
     Args:
         config: the resolved config of the run, written beside the script.

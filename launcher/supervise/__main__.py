@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command-line arguments without the program name; None means those of this process.
 
     Returns:
-        An exit code of `electra_dist/errors.py`: 0 done, 1 crash, 69 this node is unhealthy, 75 stopped on purpose,
-        78 user error.
+        An exit code of `electra_dist/errors.py`: 0 done, 1 crash, 69 this node is unhealthy, 75 stopped on purpose or
+        for lack of storage, 78 user error.
     """
     args = _parse(argv)
     # Each rank, and preflight, loads the same config file with the same overrides.
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in args.set:
         pretrain_arguments += ["--set", override]
     try:
-        # The config can set another limit, but only after it was read.
+        # The config is read with the default limit, because the config's own limit is not known before.
         default_patience = Patience(ClusterConfig().storage_patience_s)
         config = default_patience.call(lambda: load_config(args.config, args.set))
         placement = Placement.from_options(

@@ -1,11 +1,11 @@
-"""Tell by this process's own clock when each rank has sent its newest heartbeat.
+"""Convert the Unix times in heartbeats to this process's own clock, which never jumps.
 
-Guarantee: a jump of a wall clock, on this node or another, shifts no time by more than the interval between two calls
-for the same rank. The Unix times in the heartbeats are used only to tell how old a record was when it was seen first,
-and only as far as that agrees with what was seen before.
+Guarantee: a jump of a wall clock, on this node or another, shifts no converted time by more than the interval between
+two calls for the same rank.
 
 How: a new heartbeat of a rank was sent after the previous look at this rank, which found an older heartbeat, and
-before the look that found the new one. Within these two bounds the Unix time in the heartbeat decides.
+before the look that found the new one. Only within these two bounds does the Unix time in the heartbeat decide, by the
+age that the heartbeat had when it was first seen.
 """
 
 from __future__ import annotations

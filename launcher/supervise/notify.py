@@ -3,8 +3,8 @@
 Guarantee: a command that fails or hangs changes neither the run nor the supervisor's exit code; the log has one line
 about it.
 
-Limits: only supervisors run it, and each of them for itself: node 0 for the ends of the run, any other node when it is
-itself unhealthy. If node 0 ends because another node is unhealthy, there may be two notifications.
+Limits: the command is run by supervisors only. The supervisor of node 0 reports how the run ended; that of any other
+node reports only that its own node is unhealthy. If both have something to report, the command runs twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event that `cluster.notify` reports when a supervisor ends; None if it reports nothing.
+    """Return the event that `cluster.notify` reports when a supervisor ends; None if the command is not run.
 
     Args:
         code: exit code of the supervisor, from `electra_dist/errors.py`.

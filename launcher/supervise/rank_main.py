@@ -1,4 +1,4 @@
-"""Run one rank: call pretrain.py, and write three files by which `launcher.supervise` judges how the rank ended.
+"""Run one rank under `launcher.supervise`: call pretrain.py, and record pid, exit code and stacks for the supervisor.
 
 Guarantee: the folder given by `--state` holds the files of one start of a node's ranks. For each rank R they are:
 - `pid-R`: the rank's pid, written before anything slow begins.
@@ -8,7 +8,8 @@ Guarantee: the folder given by `--state` holds the files of one start of a node'
 
 The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
 
-The rank saves and stops if its supervisor, which the file `supervisor` there names, ends (supervisor_watch.py).
+If the supervisor ends, the rank saves and stops (supervisor_watch.py). The file `supervisor` in the `--state` folder
+names the supervisor's process.
 
 Cost: none until STACK_SIGNAL is received.
 
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         An exit code of `electra_dist/errors.py`.
 
     Raises:
-        Whatever `pretrain.main` raises; EXIT_CRASH is recorded for it.
+        SystemExit: `pretrain.main` raised it, for example after a wrong option; its exit code is recorded.
+        Exception: any other exception of `pretrain.main`; EXIT_CRASH is recorded for it.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
@@ -89,7 +91,10 @@ def _exit_code(system_exit: SystemExit) -> int:
 def _write(file: Path, number: int) -> None:
     """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number.
 
-    A folder of temporary files that is full is waited for.
+    If the disk of the file is full or does not respond, wait for it.
+
+    Raises:
+        StorageLost: the file could not be written for 900 s.
     """
 
     def write() -> None:

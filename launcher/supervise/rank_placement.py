@@ -29,7 +29,7 @@ class Placement:
     node: int  # number of this node, from 0
     slots: tuple[int, ...]  # number of ranks on each node
     address: str = "127.0.0.1"  # of node 0
-    port: int | None = None  # first of the ports that starts use in turn; None: any free one
+    port: int | None = None  # first of the 64 ports that successive starts use in turn; None: any free port
 
     @classmethod
     def from_options(

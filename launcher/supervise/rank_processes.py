@@ -2,9 +2,9 @@
 
 Guarantees:
 - Signals are sent to the ranks themselves, never to DeepSpeed's two launcher processes: SIGTERM makes the first one
-  (`runner`) end and leave its ranks running, and the second one (`launch`) end the ranks one by one. Once the ranks
-  end, both launchers are killed, because the second one kills the ranks that still save 30 s after the first rank has
-  ended with a code other than 0.
+  (`runner`) end and leave its ranks running, and the second one (`launch`) end the ranks one by one. Both launchers
+  are killed when the ranks are sent a signal, or when a rank has ended with a code other than 0: 30 s after that,
+  `launch` would kill the other ranks, even if they still save.
 - The ranks ignore SIGTERM, SIGUSR1 and SIGUSR2 from before their first exec until they install handlers, so that a
   rank that is still importing survives these signals. A rank is sent a signal only once it has its own handler.
 - The end of a rank is judged by the files that the rank itself wrote (rank_main.py). If a launcher dies, nothing is
@@ -34,7 +34,7 @@ from launcher.supervise.rank_main import STACK_SIGNAL
 from launcher.supervise.supervisor_watch import is_state_folder_of, write_owner
 
 _FOLDER_PREFIX = "electra-dist-ranks-"  # of the state folder of a start, in the folder for temporary files
-_STACK_WAIT_S = 3.0  # how long `stacks` waits for all ranks to write theirs
+_STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have begun to write their stacks
 _KILL_WAIT_S = 30.0  # how long `kill` repeats SIGKILL before it gives up
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
 
@@ -118,11 +118,10 @@ class RankProcesses:
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
     def stopped(self) -> list[int]:
-        """Return the running ranks that make no progress at the moment, by their state in /proc.
+        """Return the ranks whose process exists but cannot execute at the moment, by its state in /proc/PID/status.
 
         They are stopped by a signal (state T) or by a debugger (t), or they are blocked in the kernel (D).
         """
-        # The states in /proc/PID/status are T: stopped by a signal, t: by a debugger, D: blocked in the kernel.
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
@@ -206,8 +205,7 @@ class RankProcesses:
     def close(self) -> list[int]:
         """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed.
 
-        `alive`, `codes`, `lost` and `stopped` read the state folder: call them before, because they return nothing
-        after it.
+        Call `alive`, `codes`, `lost` and `stopped` before `close`: without the state folder they return nothing.
         """
         left = self.kill()
         self._folder.cleanup()
@@ -240,10 +238,10 @@ def delete_old_state_folders(mark: str) -> None:
 
 
 def condensed(stacks: str) -> list[str]:
-    """Shorten the stacks of all threads as faulthandler wrote them: return one line per call.
+    """Shorten the stacks of all threads as faulthandler wrote them: return one line per call, and headings.
 
-    The threads come in reverse order, so that the main thread, which faulthandler writes last, is first. Threads with
-    equal stacks are shown once with their number. Within a stack the innermost call is first.
+    Threads with equal stacks are shown once, below a heading with the number of these threads. The main thread, which
+    faulthandler writes last, comes first. Within a stack the innermost call is first.
 
     For example, `File "/a/b.py", line 7 in wait` of two threads becomes the lines `2 threads:` and `  /a/b.py:7 wait`.
     """

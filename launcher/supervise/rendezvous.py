@@ -8,11 +8,11 @@
 The ranks of a run are started on all nodes at once, and again after a crash; these starts are numbered. A session is
 one job, for example one Slurm job.
 
-Guarantees: node 0 decides when there is another start; the other nodes join a start that they have not joined yet. A
-node whose ranks ended reports it, so that ranks of other nodes, which would wait in a collective for minutes, are
-ended within seconds. A node that was cut off from the network never joins the job that replaced its own. Without a
-session name, a node may join a start of an earlier job, until it sees the new start of node 0.
-Each start has its own port, so that no rank of an earlier start can connect to it.
+Guarantees: only node 0 begins starts; every other node joins each start at most once. A node whose ranks ended
+reports it, so that ranks of other nodes, which would wait in a collective for minutes, are ended within seconds. A
+node that was cut off from the network never joins the job that replaced its own. Without a session name, a node may
+join a start of an earlier job, until it sees the new start of node 0. Starts use 64 ports in turn, so that no rank of
+an earlier start can connect to the current one.
 
 Cost: per second, node 0 lists a small folder, and every other node opens two files: `sessions` and the summary. A run
 on one node writes the same files and waits for nothing.
@@ -42,9 +42,9 @@ from electra_dist.store.json_file import read_json_as
 from launcher.supervise.meeting.reports import End, MeetingFolder
 from launcher.supervise.meeting.summary import Summary, SummaryReader, SummaryWriter
 
-_KEPT_STARTS = 3  # files of older starts are deleted
+_KEPT_STARTS = 3  # newest starts whose files are kept
 _NUM_PORTS = 64  # consecutive starts use the ports in turn
-_POLL_S = 1.0
+_POLL_S = 1.0  # shortest time between two reads of the files by `news`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ class Rendezvous:
         """Return why this node's ranks should end, as one line; empty if there is no reason.
 
         The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
-        have crashed or failed in this start, or the supervisor of another node ended in the start before it. Reads the
-        files at most once per second; calls in between return "".
+        have crashed or failed in this start, or the supervisor of another node has ended in the previous start. Reads
+        the files at most once per second; calls in between return "".
         """
         if time.monotonic() < self._next_look:
             return ""
@@ -236,7 +236,8 @@ class Rendezvous:
         """
         is_first = self.number == 0
         self.begin_session()
-        # The first start of a job skips a number, so that nodes that left the earlier job do not count as having left.
+        # Reports on the previous start count (`left_by`). The first start of a job skips a number, so that the reports
+        # with which the nodes left an earlier job are not about its previous start.
         increment = 2 if is_first else 1
         number = self._files.newest_start() + increment
         # Each start has a port of its own, so that no rank of an earlier start can connect to it.

@@ -24,7 +24,7 @@ class StartEnd:
     events: Sequence[Record]  # the ledger's events since the start
     codes: Mapping[int, int]  # rank -> exit code that it wrote itself; a killed rank has none
     num_ranks: int  # ranks that were started on this node
-    at_fault: bool = True  # whether EXIT_UNHEALTHY is about this node: the ranks of all nodes end with that code
+    at_fault: bool = True  # whether the fault is this node's if ranks end with EXIT_UNHEALTHY, as they do on all nodes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,21 @@
 """Supervise the ranks of one node: start them, watch them, and restart them while new checkpoints appear.
 
-Guarantees: a hung rank is noticed within the limits of the config's `cluster` section (in a step by default 5 times
-the step time that the rank has measured), and its stacks are in the log before it is killed. The run ends after
-`cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The exit code is one of errors.py,
-decided from the ledger (the run's log of events) and the exit codes that the ranks wrote themselves
-(start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and
-end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
-the node's number.
+Guarantees: a hung rank is noticed within the limits of the config's `cluster` section, and its stacks are in the log
+before it is killed. The limit in a training step is by default 5 times the step time that the rank has measured, and
+at least 30 s. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The
+exit code is one of errors.py, decided from the ledger (the run's log of events) and the exit codes that the ranks
+wrote themselves (start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the
+ranks save and end with 75; a second SIGINT kills them. Every decision is one line on stdout and in
+RUN/supervise-K.log, where K is the node's number.
 
-The supervisor of node 0 holds the lease of the run folder, so no other start trains in it. If a supervisor is killed,
-its ranks save and stop (supervisor_watch.py), and the next supervisor of this run on this node kills what is left.
+The supervisor of node 0 holds the lease of the run folder, a lock that keeps other starts of the run from training in
+this folder. If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this
+run on this node kills the processes that are left.
 
 Cost: a process of 40 MB without torch, which polls ten times per second.
 
-Limits: Slurm or a person must keep the supervisor itself alive. If a node is cut off from the network, its own
-supervisor ends its ranks.
+Limits: a supervisor that has ended is started again only by Slurm or by a person. If a node is cut off from the
+network, its own supervisor ends its ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from launcher.supervise.supervisor_lock import lock_node
 from launcher.supervise.supervisor_log import Log
 from launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
-_TAKE_OVER_S = 180.0  # how long a new job waits until the supervisor of the job before it has ended its ranks
+_TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
 
@@ -76,9 +77,9 @@ class Supervisor:
         session: str = "",
         rank_options: Sequence[str] = (),
     ) -> None:
-        """Make this process the only supervisor of its node: take the lease of the run folder, or the node's lock.
+        """Install signal handlers, and make this process the only supervisor of its node. No rank is started.
 
-        Node 0 takes the lease, the other nodes a lock each. Signal handlers are installed first. No rank is started.
+        Node 0 takes the lease of the run folder; any other node takes a lock of its own (supervisor_lock.py).
 
         Args:
             config: the resolved config of the run.
@@ -91,7 +92,7 @@ class Supervisor:
         Raises:
             UserError: the run folder cannot be written, this node already has a supervisor of this run, or another
                 start trains in the run folder.
-            KeyboardInterrupt: a signal was received while it waited for the lease.
+            KeyboardInterrupt: a signal was received during the wait for the lease.
         """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
@@ -103,7 +104,7 @@ class Supervisor:
         self._signals = ReceivedSignals()
         self._job_end = JobEndTime()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # stays ignored under nohup
                 signal.signal(number, self._signals.handle)
         self._mark = mark_of(self._run_dir, placement.node)
         self._meeting = Rendezvous(self._run_dir, placement.node, placement.port, session)
@@ -115,11 +116,13 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
-        """Take the lease of the run folder. The supervisor of an older job is given the time to end its ranks.
+        """Take the lease of the run folder.
+
+        If `session` is not empty, wait up to 180 s for the supervisor of an older job to end its ranks.
 
         Raises:
             UserError: another start trains in the run folder.
-            KeyboardInterrupt: a signal was received meanwhile.
+            KeyboardInterrupt: a signal was received during the wait.
         """
         self._meeting.begin_session()
         return take_lease(
@@ -361,7 +364,8 @@ class Supervisor:
     def _end(self, end: StartOutcome) -> int:
         """Report to the other nodes that this supervisor ends, log the reason, and return the exit code.
 
-        The command `cluster.notify` is run if the run is done, needs a person or makes no progress.
+        The command `cluster.notify` is run if the run is done, needs a person or makes no progress, but not after a
+        crash that followed a signal to this supervisor.
 
         Args:
             end: the exit code, and the reason for the log; the other nodes receive only the code.

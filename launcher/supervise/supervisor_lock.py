@@ -1,4 +1,4 @@
-"""Lock that prevents a second supervisor of the same run on a node other than node 0, which has the run's lease."""
+"""Lock a node other than node 0, so that a run has only one supervisor there; node 0 has the run's lease instead."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from electra_dist.store.atomic_files import writable
 
 
 def lock_node(run_dir: Path, node: int) -> int:
-    """Take the lock that makes this process the only supervisor of its run on this host; return its file descriptor.
+    """Take the lock that prevents a second supervisor of this run and node number on this host.
 
-    Keep the descriptor open: the kernel releases the lock when it is closed or when this process ends, also after a
-    kill. The name of the lock file contains the host name, so a supervisor that is cut off from the network does not
-    block the one that takes over its node number on another host. On a file system without locks nothing is locked,
-    and no error is raised.
+    The name of the lock file contains the host name, so a supervisor that is cut off from the network does not block
+    the one that takes over its node number on another host. On a file system without locks nothing is locked, and no
+    error is raised.
 
     Args:
         run_dir: folder of the run; created if it is missing.
         node: number of this node in the run, from 0; it is part of the file's name.
 
+    Returns:
+        The descriptor of the lock file. Keep it open: the kernel releases the lock when it is closed or when this
+        process ends, also after a kill.
+
     Raises:
         StoreError: the run folder cannot be written.
-        UserError: another supervisor of this run holds the lock on this host.
+        UserError: another supervisor of this run and node number holds the lock on this host.
     """
     path = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
     with writable(path):

@@ -1,8 +1,8 @@
 """End a rank whose supervisor has ended, so that no rank trains on unwatched, whatever killed the supervisor.
 
 Guarantee: when the supervisor's process ends while the rank runs, the rank saves a checkpoint and stops, as after
-SIGTERM. A rank that has nothing to save yet, because it is still importing, ends at once, and one that has not ended
-`_GRACE_S` seconds later is ended without a save.
+SIGTERM. A rank that has not installed its signal handlers yet has nothing to save; it ends at once with exit code 75.
+A rank that has not ended `_GRACE_S` seconds later ends without a save, with exit code 1.
 
 How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for
 the end of that process. A death signal of the kernel (PR_SET_PDEATHSIG) would not do, because it follows the direct
@@ -26,7 +26,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.run.process_identity import ProcessIdentity, is_running, this_process
 
 _GRACE_S = 120.0  # how long the rank may take to save and end
-_POLL_S = 1.0  # between two looks at the supervisor, on a kernel that cannot wait for the process of another
+_POLL_S = 1.0  # between two looks at the supervisor, on a kernel without pidfd_open (before Linux 5.3)
 _SUPERVISOR_FILE = "supervisor"
 _MARK_FILE = "mark"
 
@@ -39,7 +39,7 @@ def write_owner(state: Path, mark: str) -> None:
         mark: the result of `electra_dist.run.marked_processes.mark_of`.
     """
     (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())))
-    (state / _MARK_FILE).write_text(mark)  # written last: the folder of another run is never taken for one of this
+    (state / _MARK_FILE).write_text(mark)  # A folder without this file is never deleted as one of this run.
 
 
 def is_state_folder_of(state: Path, mark: str) -> bool:
@@ -82,7 +82,7 @@ def _wait_for_end(supervisor: ProcessIdentity) -> None:
         descriptor = os.pidfd_open(supervisor.pid)
     except OSError:  # It has ended already, or the kernel is older than 5.3.
         descriptor = -1
-    if descriptor >= 0 and is_running(supervisor):  # The number may be that of a later process.
+    if descriptor >= 0 and is_running(supervisor):  # Otherwise a later process may have got the pid.
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.poll()

@@ -1,12 +1,13 @@
 """Watch one start of a node's ranks, and decide when this start is over.
 
-Guarantee: `StartMonitor.until_over` returns when all ranks of the node have ended. It returns earlier when the caller
-should kill them: when some are hung (their stacks are then in the log), or when some are lost, on this node or
-another, and the rest did not end by themselves within seconds. The only process that the monitor itself kills is
-DeepSpeed's launcher, which would kill ranks that still save.
+Guarantee: `StartMonitor.until_over` returns when all ranks of the node have ended. It returns earlier if the caller
+should kill them:
+- ranks are hung, on this node or another; the stacks of this node's ranks are then in the log;
+- ranks are lost, on this node or another, and the rest have not ended by themselves within 10 s;
+- SIGINT was received twice, or node 0 has begun a new start.
+The only processes that the monitor itself kills are DeepSpeed's launchers, which would kill ranks that still save.
 
-Limits: what the end of a start means for the run is decided in start_outcome.py. The ranks are killed by
-rank_processes.py.
+Limits: start_outcome.py decides what the end of a start means for the run. rank_processes.py kills the ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class ReceivedSignals:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a received signal; pass this method to `signal.signal` as the handler.
 
-        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once. SIGHUP is, too,
-        because a rank that has not installed its handlers yet would be killed by it.
+        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once. SIGHUP is recorded as
+        SIGTERM, too, because it would kill a rank without handlers; SIGTERM is ignored by such a rank.
         """
         if number == signal.SIGINT:
             self.interrupts += 1
@@ -97,14 +98,14 @@ class StartMonitor:
         self._has_launcher = True
         self._passed_on = 0  # the signal that the ranks receive; 0: none yet
         self._lost: list[int] = []
-        self._follow_until: float | None = None  # when ranks that did not follow a loss are to be killed
+        self._follow_until: float | None = None  # until when the other ranks may end by themselves; None: no loss yet
         self._next_look = 0.0
         self._heartbeat_times = HeartbeatTimes()
         own_file = supervise_log(run_dir, placement.node)
         self._folder = FolderWatch(lambda: probe_folder(run_dir, own_file), limits.storage_s, log)
         self._report = HangReport(meeting.hang_folder(), placement.node, placement.num_nodes, log)
         self._next_look_for_hang = 0.0
-        self._leaving: dict[int, float] = {}  # rank -> since when only the end of its process is missing
+        self._leaving: dict[int, float] = {}  # rank -> when it was first seen to be finished, by `time.monotonic`
 
     def until_over(self) -> str:
         """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
@@ -227,9 +228,10 @@ class StartMonitor:
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
         """Return the hung ranks of this node, the likely culprit first; usually an empty list.
 
-        A rank is hung if its last heartbeat is older than the limit of its phase. Ranks whose process still exists 120
-        s after their last heartbeat ("done") or their exit code are hung, too, and come last. The heartbeats are read
-        at most every 0.5 s; calls in between return an empty list.
+        A rank is hung if its last heartbeat is older than the limit of its phase, unless the run folder explains its
+        silence (folder_watch.py). Ranks whose process still exists 120 s after their last heartbeat ("done") or their
+        exit code are hung, too, and come last. The heartbeats are read at most every 0.5 s; calls in between return an
+        empty list.
 
         Args:
             alive: rank -> pid of the ranks that run.

@@ -1,8 +1,8 @@
 """Scores encoders by their context AUC on held-out rows: how well they find tokens that do not fit their context.
 
 Some tokens of the rows are replaced by tokens of other places (`objectives/context_replacements.py`). A score that
-depends on the token alone, such as its frequency, gives 0.5; what is above was found in the context. All runs of a
-comparison read the same rows with the same replacements, whatever their objectives and seeds are.
+depends on the token alone, such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the
+context. All runs of a comparison read the same rows with the same replacements, whatever their objectives and seeds.
 
 How: the encoder gives each compared token a score of being the original one (`finetune/token_scores.py`). A
 discriminator reads each row once. A masked language model reads a copy of the row for each compared token, in which
@@ -64,6 +64,8 @@ class ContextMeasure(Measure):
 
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
         """Return the ROC-AUC, in [0, 1], of the scores of the replaced tokens against those of the original tokens.
+
+        The value is None, with a failure that says why, if the held-out rows have no two different tokens.
 
         Raises:
             UserError: the encoder has no pretraining head.

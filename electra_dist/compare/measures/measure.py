@@ -16,8 +16,8 @@ from electra_dist.pretrained.load_encoder import Pretrained
 class Measured:
     """Score of one encoder by one measure, with its standard error and the scores of which it consists."""
 
-    value: float | None  # a fraction; None if every fine-tuning run diverged
-    failures: tuple[str, ...] = ()  # why seeds of fine-tuning count as failed, one line each
+    value: float | None  # a fraction; None if there is no score, for example because every fine-tuning run diverged
+    failures: tuple[str, ...] = ()  # why there is no score, or why seeds of fine-tuning count as failed, one line each
     standard_error: float | None = None  # over the choice of the test examples; None if it is not known
     layer: int | None = None  # of a probe: the layer that was chosen on the training data; 0 is the embeddings
     details: dict[str, float] = dataclasses.field(default_factory=dict)  # kind of pair, or "layer 2" -> its score

@@ -1,1 +1,1 @@
-"""What fine-tuning leaves for others: models in Hugging Face's format, predictions, files for the GLUE benchmark."""
+"""Write what fine-tuning produces: models in Hugging Face's format, predictions, files for the GLUE benchmark."""

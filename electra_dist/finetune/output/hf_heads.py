@@ -4,8 +4,8 @@ Guarantee: the model that is written gives the logits of the model that was trai
 its predictions in the units of the labels, although it is trained on labels that are scaled to [0, 1].
 
 How: Hugging Face's classifier is Dense(H -> H), GELU, Dense(H -> N). The paper's is Dense(H -> N) alone, z = W x + b.
-It has the form of the first one because GELU(z) - GELU(-z) = z for every z: the rows of the first Dense are W and -W,
-and the second one subtracts. The heads for tags and for spans are a single Dense in both. In models of the
+It can be written in Hugging Face's form, because GELU(z) - GELU(-z) = z for every z: the rows of the first Dense are W
+and -W, and the second Dense subtracts. The heads for tags and for spans are a single Dense in both. In models of the
 architecture `modern` each head has the same layers as in Hugging Face's ModernBERT classes, so only names change.
 
 Limits: the identity needs two rows for each label, so a linear head with more than H / 2 labels cannot be translated.

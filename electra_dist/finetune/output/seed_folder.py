@@ -90,7 +90,7 @@ def _write_model(
     Raises:
         StoreError: safetensors cannot write the weights.
     """
-    # An encoder has the names of a discriminator's layers, whichever tower of a run it was.
+    # The export converts a discriminator, so the encoder's layers get a discriminator's names, whichever tower it was.
     weights = {}
     for name, tensor in model.backbone.state_dict().items():
         is_layer = name.startswith("encoder.")

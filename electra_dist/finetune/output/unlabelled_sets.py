@@ -92,6 +92,7 @@ def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
     Raises:
         UserError: the file is not valid, or a line has too few columns.
     """
+    # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
     texts = read_texts(file, spec.text_a, spec.text_b, label=index_column)
     if texts.skipped > 0:

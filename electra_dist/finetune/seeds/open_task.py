@@ -21,7 +21,7 @@ class TaskRequest:
 
     name: str  # name of a GLUE task, squad1, squad2, ner, tagging or custom
     data: Path  # folder of the data
-    text_a: str | None = None  # column of the text; this and the following are used by the task custom only
+    text_a: str | None = None  # column of the text; the columns and `kind` are used by the task `custom` only
     text_b: str | None = None  # column of the second text; None for single texts
     label: str | None = None  # column of the label
     kind: Literal["classification", "regression"] = "classification"

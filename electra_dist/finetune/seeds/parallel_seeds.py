@@ -4,9 +4,9 @@ Guarantee: the results, and the bytes of the models that are written, are those 
 because each is a function of (encoder, data, settings, seed) and a process computes with as many threads as its
 parent. If this process ends, for whatever reason, its processes end, too.
 
-How: `concurrent.futures` with started (not forked) processes. Each loads the model and the data by itself, and
-compares the identity of its first result with that of its parent, so a checkpoint that was written in the meantime is
-noticed. With GPUs, process i computes on GPU i, counted round if there are more processes than GPUs.
+How: `concurrent.futures` with spawned (not forked) processes. Each process loads the model and the data by itself.
+Before each seed it compares the identity of the result with the one that its parent computed, so that a checkpoint
+that was written in the meantime is noticed. With N GPUs, process i computes on GPU i modulo N.
 
 Cost: each process holds the model and the data in memory, and takes some seconds to start. On a CPU, N processes with
 T threads each need N x T cores: set OMP_NUM_THREADS to the number of cores divided by N. A command without --parallel

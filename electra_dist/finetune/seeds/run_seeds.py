@@ -34,7 +34,7 @@ RESULTS_FILE = "results.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedJob:
-    """One seed of one task that has to be computed, by the name of the task; it can be sent to another process."""
+    """Job of computing one seed of one task. It names the task and holds no data, so it can be sent to a process."""
 
     task: str
     seed: int

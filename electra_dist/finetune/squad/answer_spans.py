@@ -13,10 +13,10 @@ Span = tuple[float, int, int]  # (log-probability, first token, last token), tok
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
     """Return the best allowed answer span of each window among its candidate starts and ends.
 
-    A window is a row with the question and a part of the passage; windows of one passage overlap. A span is allowed if
-    it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and starts at a token that
-    the window owns. Of the windows with a token, the one with the most context around it owns it. The best span has
-    the highest log p(start) + log p(end | start).
+    A window is a row with the question and a part of the passage; windows of one passage overlap. Each token of the
+    passage is owned by one of the windows that contain it: the one with the most context around the token. A span is
+    allowed if it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and starts at a
+    token that the window owns. The best span has the highest log p(start) + log p(end | start).
 
     Args:
         windows: the windows of a batch.

@@ -143,9 +143,7 @@ def best_threshold(
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
     """Return the mean of `score` over all questions of `gold`, in per cent.
 
-    A question without a prediction counts as 0.
-
-    If a question has several gold answers, the one with the highest score counts.
+    If a question has several gold answers, the highest score counts. A question without a prediction counts as 0.
     """
     scores = []
     for question, answers in gold.items():

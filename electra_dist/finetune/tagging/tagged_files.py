@@ -31,8 +31,8 @@ class TaggedSentence(NamedTuple):
 def find_tagged_file(folder: Path, split: str) -> Path:
     """Return the file of a folder with the sentences of "train" or "dev".
 
-    Names are, for dev, dev.conllu, *-dev.conllu (as treebanks have), dev.txt and the other suffixes, valid.txt,
-    validation.txt and testa.txt with their suffixes.
+    The name is train, or for "dev" one of dev, valid, validation and testa, with one of the suffixes .conllu, .txt,
+    .conll, .tsv, .bio and .iob2. Names of treebank files, *-train.conllu and *-dev.conllu, are found, too.
 
     Raises:
         UserError: there is no such file, or more than one.

@@ -46,7 +46,7 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 class TaggingModel(TaskModel):
     """Encoder with a head from the state of each token to the logits of the tags.
 
-    The head is one linear layer; in models of the architecture `modern` it has the layers of `ModernFeatures` before.
+    The head is one linear layer; in models of the architecture `modern`, the layers of `ModernFeatures` precede it.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class TaggingModel(TaskModel):
 
         Args:
             ids_BS: token ids with padding, int64.
-            target_BK: number of the tag at the first piece of each word, -100 elsewhere, int64, for K >= S tokens.
+            target_BK: number of the tag at the first piece of each word, -100 elsewhere, int64 [B, K] with K >= S. The
+                columns from S on belong to longer rows of other batches, and are not used.
             dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         logit_BSN = self.predict(ids_BS, dropout_keys)

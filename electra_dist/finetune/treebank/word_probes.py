@@ -1,7 +1,7 @@
 """Probes the frozen states of words for their parts of speech and for their heads, at every layer.
 
-Guarantee: the result is a function of the encoder's weights and the treebank, and on a CPU with the same number of
-threads the same bit for bit. The layer is chosen on a fixed tenth of the training sentences, which is held out; the
+Guarantee: the result depends on the encoder's weights and the treebank alone. On a CPU with the same number of threads
+it is reproduced bit for bit. The layer is chosen on a fixed tenth of the training sentences, which is held out; the
 test sentences decide nothing.
 
 How: the tag of a word is predicted by a linear model of its state, softmax(W x_i / sqrt(H) + b). The head of a word is
@@ -9,7 +9,7 @@ predicted among [CLS], which stands for the root, and the other words of the sen
 states, softmax over j of (x_i^T B x_j / H + c^T x_j). States are standardized with the training data. Both models
 begin at 0 and are trained by Adam, whose learning rate falls linearly to 0, on batches of 32 sentences in a fixed
 order, for 10 epochs and at least 400 steps. The held-out accuracy is computed after each tenth of the steps, and the
-best weights count. Both training problems are convex.
+weights with the highest one are used. Both training problems are convex.
 
 Cost: seconds of one core for each layer, with 2,000 training sentences and a width of 256.
 

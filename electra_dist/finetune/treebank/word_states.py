@@ -1,14 +1,14 @@
 """Computes the frozen states of the words of sentences at every layer of an encoder.
 
-How: a word is cut into pieces by itself, and its state is that of its first piece. The state of [CLS] stands before
-the words of a sentence, for the root of its tree. So place i of a sentence is its word number i, counted from 1 as in
-CoNLL-U.
+How: a word is cut into pieces by itself, and its state is that of its first piece. The state of [CLS] precedes those
+of the words and represents the root of the sentence's tree. So the state at place i of a sentence is that of its word
+i, counted from 1 as in CoNLL-U.
 
 Cost: one forward pass of each sentence. All states are kept: (L + 1) x H floats for each word, which is 1.3 GB for the
 250,000 words of UD English-EWT with L = 4 and H = 256.
 
-Shapes: L1 layers with the embeddings, W places ([CLS] and the words) of one sentence, H hidden width; T places of all
-sentences.
+Shapes: L1 is the number of layers + 1, for the embeddings; W places ([CLS] and the words) of one sentence, T places of
+all sentences, H hidden width.
 """
 
 from __future__ import annotations

@@ -3,15 +3,17 @@
 These are the output product of attention, dropout + residual + LayerNorm, the feed-forward network (product, GELU,
 product), and dropout + residual + LayerNorm again.
 
-Guarantee: the values are those of `EncoderLayer`'s composition of separate operations to rounding; it is the
-definition with which tests compare. The random elements that dropout drops are the same.
+Guarantee: up to rounding, the values are those of `EncoderLayer.compose`, the definition with which tests compare.
+Dropout drops the same elements.
 
-Why: autograd over separate operations adds up the gradients of every residual connection in a pass of its own, sums
-every bias's gradient in a pass of its own, and makes views for each call. Here a residual's gradient enters the next
-product, the norms' and GELU's backward passes give the sums for the biases, and tensors are [T, H] throughout.
+Why: with separate operations, autograd needs one pass over memory to add up the gradients of each residual connection
+and one to sum the gradient of each bias, and it makes views at every call. Here a residual's gradient is added inside
+the next product, the backward passes of the norms and of GELU give the sums for the biases, and tensors are [T, H]
+throughout.
 
-What is kept for the backward pass is what autograd kept: the inputs of the three products, GELU's input, and what
-each norm needs. Parameters are kept themselves, and not casts of them, so that ZeRO-3 may partition them in between.
+What is kept for the backward pass is what autograd would keep: the inputs of the three products, GELU's input, and
+what each norm needs. Of the parameters the originals are kept, not casts of them, so that ZeRO-3 may partition them
+between the forward and the backward pass.
 
 Shapes: T tokens, H hidden, I width of the feed-forward network.
 """
@@ -45,7 +47,7 @@ class Parameters(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the two norms need beside tensors that have gradients."""
+    """Options of the two norms of a layer; none of them has a gradient."""
 
     eps: float  # added to the variance
     attention_dropout: LayerDropout  # on the output of attention
@@ -138,7 +140,7 @@ class _AfterAttention(torch.autograd.Function):
             settings.output_dropout,
         )
         grad_contract_weight = weight_gradient(grad_contracted_TH, activated_TI)
-        # The activations are not needed any more, so their memory takes the gradient; it is the largest of the pass.
+        # This gradient is one of the largest tensors of the pass. It overwrites the activations, which have been used.
         grad_activated_TI = input_gradient(grad_contracted_TH, used.contract_weight, out_TI=activated_TI)
         grad_expanded_TI = passes.gelu(grad_activated_TI, expanded_TI)
         grad_expand_weight = weight_gradient(grad_expanded_TI, normed_TH)
@@ -154,7 +156,7 @@ class _AfterAttention(torch.autograd.Function):
         grad_out_weight = weight_gradient(grad_attended_TH, context_TH)
         grad_context_TH = input_gradient(grad_attended_TH, used.out_weight)
 
-        # The order is that of the backward passes.
+        # The sums come in the order of the calls above: `norm`, `gelu`, `norm`.
         sums = passes.sums(parameters.out_bias.dtype)
         grad_output_norm_weight, grad_output_norm_bias, grad_contract_bias, grad_expand_bias = sums[:4]
         grad_attention_norm_weight, grad_attention_norm_bias, grad_out_bias = sums[4:]
@@ -193,5 +195,6 @@ def _backward_passes(backend: str, grad_TH: torch.Tensor, parameters: Parameters
         return ReferencePasses()
     hidden = len(parameters.out_bias)
     intermediate = len(parameters.expand_bias)
-    # Weight, bias and the bias before it for each of the two norms, with GELU's between them.
+    # Widths of the sums in the order of the backward pass. For the last norm: its weight, its bias, and the bias of
+    # the product before it. Then the bias before GELU, and the same three sums for the norm after attention.
     return TritonPasses(grad_TH, [hidden, hidden, hidden, intermediate, hidden, hidden, hidden])

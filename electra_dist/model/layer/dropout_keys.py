@@ -39,9 +39,9 @@ class DropoutKeys(NamedTuple):
     def of_layers(self, num_layers: int) -> list[LayerDropoutKeys]:
         """Return the dropout keys of each layer of the network.
 
-        A layer's number is part of its key, so that each layer drops different elements. The keys of all layers are
-        one tensor. Where kernels read it, it is computed on the device from the step that is there, so that nothing is
-        copied in the middle of a micro-batch.
+        A layer's number is part of its key, so that each layer drops different elements. The keys are views of one
+        tensor. Under Triton, whose kernels read them from the device, the tensor is computed there from
+        `step_on_device`, so that nothing is copied in the middle of a micro-batch. Otherwise it is on the host.
         """
         device = self.row_B.device
         if resolve_without_cuda(self.backend, device.type) == "triton":
@@ -62,7 +62,7 @@ def _keys_without_step(seed: int, num_layers: int, device: torch.device) -> torc
 
 @functools.lru_cache(maxsize=4)
 def _step_column(device: torch.device) -> torch.Tensor:
-    """Return a row of a key with 1 in place of the step and 0 elsewhere, int64 [3], made once per process."""
+    """Return a key with 1 in place of the step and 0 elsewhere, int64 [3]; times a step, it adds the step to a key."""
     return torch.tensor([0, 1, 0], device=device)
 
 

@@ -1,9 +1,9 @@
 """Measure what each stage of a preparation (`corpus prepare`) costs on this machine, for `electra-dist corpus plan`.
 
 How: the steps of datatrove run in this process on a sample. First the filters run on the files of the sample. Then
-the deduplication runs on all documents of the sample, also on those that the filters drop, because the sample is small
-and the time of deduplicating a few documents would be fixed cost only. A plan charges the deduplication for the text
-that the filters keep.
+the deduplication runs on all documents of the sample, also on those that the filters drop: the sample is small, and to
+deduplicate the few kept documents would take little more than the fixed costs. A plan multiplies the measured cost per
+byte by the size of the text that the filters keep.
 
 Limits: the memory of the search for duplicates is not measured; datatrove keeps the hashes of one range at a time. The
 search sorts, so its time grows a little faster than the text; the plan does not extrapolate this.

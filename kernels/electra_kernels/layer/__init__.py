@@ -1,1 +1,1 @@
-"""Passes of a transformer layer's operations for autograd functions that cover a whole sub-layer."""
+"""Forward and backward passes of a layer's norms and GELU, for autograd functions that span several operations."""

@@ -1,7 +1,8 @@
 """Compute GELU's gradient and its sum over the tokens in one pass.
 
 Guarantee: the gradient is that of the exact GELU (erf). Its sum over the tokens, which is the gradient of the bias
-that was added before GELU, is taken from the values before they are rounded to the dtype of the gradient.
+that was added before GELU, is computed in fp32 or wider. The Triton kernel adds the values before they are rounded to
+the dtype of the gradient, the reference the rounded ones.
 
 Why: torch's GELU gradient and a sum for the bias read and write 2 * 3 + 2 bytes an element in bf16. In Triton, one
 kernel moves 6 and writes the gradient over its input, so no memory of that size is allocated.

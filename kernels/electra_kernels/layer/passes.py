@@ -1,9 +1,10 @@
-"""Run the forward and backward passes of a layer's norms and of GELU outside autograd, and collect sums over tokens.
+"""Run the forward passes of a layer's norms and the backward passes of its norms and GELU, outside autograd.
 
-A layer's own autograd function calls them between its matrix products. Beside the gradients of their inputs, the
-backward passes give sums over all tokens: the gradients of each LayerNorm's weight and bias, and of the bias of the
-matrix product before each norm and before GELU. Under Triton all kernels of a layer write their partial sums into one
-buffer, which one addition over its strips then turns into all of these gradients.
+A layer's own autograd function (`electra_dist/model/layer/after_attention.py`) calls them between its matrix products.
+Beside the gradients of their inputs, the backward passes give sums over all tokens: the gradients of each LayerNorm's
+weight and bias, and of the bias of the matrix product before each norm and before GELU. Under Triton all kernels of a
+layer write their partial sums, one for each strip of tokens, into one buffer, and one sum over the strips then gives
+all of these gradients.
 
 Guarantee: the values are those of `dropout_add_norm` and of `gelu_gradient`, whose references define them.
 
@@ -73,7 +74,7 @@ class BackwardPasses(abc.ABC):
         """Return the gradients of x and of the residual, [T, H] in the dtype of `grad_TH`.
 
         It collects three sums [H]: the gradients of the LayerNorm's weight, of its bias, and of a bias added to x.
-        Without dropout, the two gradients are one tensor. What was kept may be overwritten.
+        Without dropout, the two gradients are one tensor. The tensors of `kept` may be overwritten.
 
         Args:
             grad_TH: Contiguous gradient of the norm.

@@ -1,1 +1,1 @@
-"""Triton kernels, one file per operation, and a program to compile them without a GPU (`compile_without_gpu.py`)."""
+"""Triton kernels, one file per operation, device functions they share, and a program to compile them without a GPU."""

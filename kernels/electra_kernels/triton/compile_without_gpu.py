@@ -112,10 +112,10 @@ _SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_colu
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
-    """Return what is to be compiled, in the order of the printed table.
+    """Return the kernels to compile, with their argument types and constants, in the order of the printed table.
 
-    The training variant of the head comes once more with a scheduled temperature, which it reads from memory. Argument
-    types and sizes are those of the large model's launches.
+    The training variant of the head is compiled twice: with the temperature as an argument, and with a scheduled
+    temperature, which it reads from memory. Argument types and sizes are those of the large model's launches.
 
     Args:
         all_dtypes: whether to return every kernel in all of `DTYPES`. Otherwise every kernel is returned in bf16, and

@@ -1,4 +1,4 @@
-"""Ranks that `electra-dist status` names: those that are hung, and those that wait for storage."""
+"""Find the hung ranks of a run, and those that wait for storage, and describe them for `electra-dist status`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def hung_rank_lines(ranks: Sequence[Hung]) -> list[str]:
 def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:
     """Return what waits for storage in a living run, as JSON objects; usually an empty list.
 
-    Each has the rank, its host, the reason, whether its training waits, and since when (seconds) if it does. A run
-    folder whose disk takes no bytes, and therefore no heartbeats, has an object of its own, with rank None.
+    Each has the keys "rank", "host", "reason", "is_training" (False if the training thread itself waits) and "for_s"
+    (the seconds for which it has waited; None if it does not). A run folder whose disk takes no bytes, and therefore
+    no heartbeats, has an object of its own, with rank None.
 
     Args:
         run: the run folder.

@@ -27,7 +27,7 @@ from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
 
-_STEPS_OF_PATIENCE = 10  # A run that was silent for this many step times may still be in a long step.
+_STEPS_OF_PATIENCE = 10  # step times for which a living run may be silent, because a step may take longer than usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class RunSnapshot:
     strikes: list[Strike]
     queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
-    owner: tuple[LeaseOwner, float] | None  # who holds the lease of the run folder, and when it was renewed; or nobody
+    owner: tuple[LeaseOwner, float] | None  # holder of the run folder's lease, Unix time of renewal; None: nobody
 
     @cached_property
     def state(self) -> State:

@@ -1,9 +1,9 @@
 """Find out whether ranks send no heartbeats because their run folder cannot be written.
 
-Guarantee: while the run folder is full, read-only, or does not answer, no rank counts as hung, for as long as a rank
-may wait for storage. Once the folder can be written again, the silence of each rank is counted from that moment. After
-the supervisor itself did not execute for more than 5 s (it was blocked in a read, or suspended), the silence of each
-rank is counted from its next round.
+Guarantee: while the run folder is full, read-only, or does not answer, no rank counts as hung, up to the longest time
+that a rank may wait for storage. Once the folder can be written again, the silence of each rank is counted from that
+moment. If the supervisor itself did not execute for more than 5 s (it was blocked in a read, or suspended), the
+silence of each rank is counted from the next round of the supervisor's loop.
 
 How: a thread sets the modification time of the supervisor's log file, for which the disk or the file server must
 write. If that takes more than a second, the folder counts as not answering. A thread is needed because a blocked
@@ -65,7 +65,7 @@ class FolderWatch:
 
     @property
     def is_away(self) -> bool:
-        """Whether the folder could not be written, or did not answer, when it was probed last."""
+        """Return whether the folder could not be written, or did not answer, when it was probed last."""
         return self._away_since is not None
 
     def round_begins(self) -> None:

@@ -58,7 +58,7 @@ class HangReport:
 
     @property
     def was_begun(self) -> bool:
-        """Whether any node has found a hung rank since the ranks were started: the folder of the report exists."""
+        """Return whether any node has found a hung rank since the ranks were started: the report's folder exists."""
         return self._folder.exists()
 
     def begin(self) -> None:

@@ -1,7 +1,7 @@
-"""Read the files by which the supervisors of a job agree on starts of the ranks, from RUN/meeting/SESSION/.
+"""Read, and delete when they are old, the files in RUN/meeting/SESSION/ by which supervisors agree on starts.
 
 The ranks may be started several times during a job. These starts are numbered, and the files of a start have its
-number in their names (rendezvous.py lists them).
+number in their names (rendezvous.py lists the files).
 
 How: each call lists the folder once. A report is opened only if it is about a start that the caller needs, and opened
 again only if the file has changed since.
@@ -44,7 +44,7 @@ class _FileVersion(NamedTuple):
     """Identification of a file's content: at least one of the fields changes when the file is replaced."""
 
     inode: int
-    changed_ns: int
+    changed_ns: int  # modification time
     size_bytes: int
 
 
