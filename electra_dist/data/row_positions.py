@@ -19,14 +19,14 @@ from electra_kernels.keyed_random import Purpose, philox4x32
 from electra_dist.data.row_order import NUM_ROUNDS, Integers, RowOrder, RowSequence, Words, halves, scaled
 
 
-class RowUse(NamedTuple):
+class RowPosition(NamedTuple):
     """Position of a run's sequence at which a row is used, and the number of the corpus's epoch at that position."""
 
     epoch: int  # from 0, counted within the phase of the run that trains on the row's corpus
     position: int  # from 0, over the whole run
 
 
-def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowUse]]:
+def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
     """Return for each of k rows the positions at which a run uses the row, in ascending order.
 
     A row that the run never uses has an empty list.
@@ -37,7 +37,7 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
         rows: [k] number of each row within its shard.
         num_positions: number of rows that the whole run uses (steps x global batch); later positions are left out.
     """
-    uses: list[list[RowUse]] = [[] for _ in rows]
+    uses: list[list[RowPosition]] = [[] for _ in rows]
     for phase in order.phases:
         end_position = num_positions
         if phase.end_position is not None:
@@ -52,7 +52,7 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
             positions = positions_of_rows(phase.order, epoch, shards_of_corpus[indices], rows[indices])
             for index, position in zip(indices, phase.first_position + positions, strict=True):
                 if position < end_position:
-                    uses[index].append(RowUse(epoch, int(position)))
+                    uses[index].append(RowPosition(epoch, int(position)))
     return uses
 
 

@@ -1,6 +1,6 @@
 """Hands the values of an objective that may change from step to step to its forward passes.
 
-These are the keys of the config's section `objective` that take a number or a schedule: the fields of `StepNumbers`.
+These are the keys of the config's section `objective` that take a number or a schedule: the fields of `HostValues`.
 
 Guarantee: the values of step t are a pure function of (config, t, num_steps). A scheduled value that equals a plain
 number gives the same bits as that number (with `mask_prob`, as long as the number of slots is the same). Without
@@ -43,7 +43,7 @@ class ScheduledValues:
     random_share: Scalar  # share of the masked positions with a random replacement
 
 
-class StepNumbers(NamedTuple):
+class HostValues(NamedTuple):
     """The values of a step as numbers on the host, for the records of a run; see `ScheduledValues`."""
 
     temperature: float
@@ -72,7 +72,7 @@ class Schedules:
         self._schedule_of_key = schedules_of(objective)
         self._values_K = torch.zeros(len(self._schedule_of_key), dtype=torch.float64, device=device)
 
-    def numbers(self, step: int) -> StepNumbers:
+    def numbers(self, step: int) -> HostValues:
         """Return the values of a step.
 
         Args:
@@ -148,9 +148,9 @@ def weighted(weight: Scalar, scale: Scalar, loss_sum: torch.Tensor) -> torch.Ten
     return weight * scale * loss_sum
 
 
-def _numbers(objective: ObjectiveConfig, progress: float) -> StepNumbers:
+def _numbers(objective: ObjectiveConfig, progress: float) -> HostValues:
     """Return the values at a point of the run; `progress` is u = t / num_steps."""
-    return StepNumbers(
+    return HostValues(
         temperature=value_at(objective.temperature, progress),
         mask_prob=value_at(objective.mask_prob, progress),
         mlm_weight=value_at(objective.mlm_weight, progress),

@@ -409,8 +409,8 @@ class Trainer:
         writes the copy.
         """
         self.monitor.beat("checkpoint", self.state.step)
-        self._spent_at_save[self.state.step] = self.clock.spent_s()
         if self.reporter:
+            self._spent_at_save[self.state.step] = self.clock.spent_s()
             self.reporter.saving()
             self.stop.saved()
         timing = self.checkpointer.save(self.state)

@@ -323,7 +323,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     By default all kinds of faults are used except `disk`, which needs root.
     """
     parser = argparse.ArgumentParser(
-        prog="chaos.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m launcher.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument(

@@ -240,7 +240,7 @@ class Rendezvous:
         # with which the nodes left an earlier job are not about its previous start.
         increment = 2 if is_first else 1
         number = self._files.newest_start() + increment
-        # Each start has a port of its own, so that no rank of an earlier start can connect to it.
+        # The port is not that of the start before, so that no rank of it can connect to this one.
         port = _free_port() if self._port is None else self._next_port(self._port, number)
         self._write(self._start_file(number), {"port": port})
         self.number = number  # Set only now, so that a repeated call announces the same number after a failed write.

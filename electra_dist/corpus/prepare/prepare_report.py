@@ -39,7 +39,7 @@ _FORMAT = 1
 Tree = dict[str, Any]
 
 
-class SourceReport(TypedDict):
+class PreparedSource(TypedDict):
     """Entry of prepare.json for one source: its licence, files, documents and characters."""
 
     license: str
@@ -68,7 +68,7 @@ class PrepareReport(TypedDict):
     documents_in: int
     documents_dropped: int
     documents_out: int
-    sources: dict[str, SourceReport]
+    sources: dict[str, PreparedSource]
     dropped: dict[str, dict[str, dict[str, int]]]
     inputs_skipped: dict[str, dict[str, dict[str, int]]]
     outputs: list[OutputFile]

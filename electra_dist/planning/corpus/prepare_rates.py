@@ -17,8 +17,9 @@ import resource
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.prepare.prepare_config import (
@@ -28,7 +29,6 @@ from electra_dist.corpus.prepare.prepare_config import (
     SourceSection,
 )
 from electra_dist.planning.corpus.corpus_rates import PrepareRate
-from electra_dist.store.json_file import read_json_object
 
 
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
@@ -70,7 +70,6 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
 
     from electra_dist.corpus.prepare.preparation import check
     from electra_dist.corpus.prepare.source_plan import write_plan
-    from electra_dist.corpus.prepare.steps.document_files import RECORDS_DIR, record_of_task
 
     logger.remove()  # datatrove's messages would appear on the console
     sources = tuple(
@@ -88,22 +87,29 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
     work = folder / "work"
     work.mkdir(parents=True)
     write_plan(preparation.plan, work)
-    rates = []
-    text_bytes = 1
+    rates: list[PrepareRate] = []
+    sizes: list[int] = []
     for stage in preparation.stages[:-1]:
+        is_first = not rates
         begin = _cpu_seconds()
         with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of datatrove
             for task in range(stage.num_tasks):
-                data = None
-                for step in stage.steps:
-                    data = step.run(data, task, stage.num_tasks)
-                deque(data or (), maxlen=0)  # The steps are generators, which run when they are read.
+                documents = None
+                for number, step in enumerate(stage.steps):
+                    documents = step.run(documents, task, stage.num_tasks)
+                    if is_first and number == 0:  # the reader of the sources
+                        documents = _noting_sizes(documents, sizes)
+                deque(documents or (), maxlen=0)  # The steps are generators, which run when they are read.
         cpu_s = _cpu_seconds() - begin
-        if stage is preparation.stages[0]:
-            record = read_json_object(work / stage.name / RECORDS_DIR / record_of_task(0), "plan again")
-            text_bytes = max(1, sum(record["characters_in"].values()))
-        rates.append(PrepareRate(stage=stage.name, cpu_s=cpu_s, text_bytes=text_bytes))
+        rates.append(PrepareRate(stage=stage.name, cpu_s=cpu_s, text_bytes=max(1, sum(sizes))))
     return rates
+
+
+def _noting_sizes(documents: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
+    """Yield documents, and append the size of each one's text in bytes to `sizes`."""
+    for document in documents:
+        sizes.append(len(document.text.encode()))
+        yield document
 
 
 def _cpu_seconds() -> float:

@@ -166,8 +166,8 @@ class Download:
             raise Taken
         if part.end - part.first != answer["ContentLength"]:
             raise Again("a body of another length than its range")
-        last_wanted = part.size if self._span.end is None else min(self._span.end, part.size)
-        if part.end != last_wanted:
+        wanted_end = part.size if self._span.end is None else min(self._span.end, part.size)
+        if part.end != wanted_end:
             raise Again("another range of bytes than was asked for")
 
     def restart(self) -> None:
