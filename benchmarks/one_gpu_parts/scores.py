@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +91,39 @@ def score_run(run_dir: Path, data: Path, console: Console) -> list[Json]:
     weights = load_run_weights(run_dir)
     step = weights.state.step
     known = {(score["name"], score["digest"]): score for score in read_scores(run_dir) if score["step"] == step}
-    scores = []
+    measures = open_measures(data, weights.config)
     encoder: Pretrained | None = None  # loaded when the first score is missing
-    for measure in open_measures(data, weights.config):
-        score = known.get((measure.name, measure.digest))
-        if score is None:
-            encoder = encoder or load_pretrained(str(run_dir))
-            console.print(f"scoring: {measure.name}")
-            begin = time.monotonic()
-            try:
-                measured = measure.score(encoder, _progress_lines(console))
-            except UserError as error:
-                measured = Measured(value=None, failures=(str(error),))
-            seconds = time.monotonic() - begin
-            score = _record(measure.name, measure.metric, measure.digest, step, measured, seconds)
-        scores.append(score)
-        with replacing(run_dir / SCORES_FILE) as file:
-            file.write(json.dumps(scores, indent=1).encode() + b"\n")
-    return scores
+    for measure in measures:
+        if (measure.name, measure.digest) in known:
+            continue
+        encoder = encoder or load_pretrained(str(run_dir))
+        console.print(f"scoring: {measure.name}")
+        known[measure.name, measure.digest] = _score(measure, encoder, step, console)
+        _write_scores(run_dir, _in_order(known, measures))
+    return _in_order(known, measures)
+
+
+def _score(measure: Measure, encoder: Pretrained, step: int, console: Console) -> Json:
+    """Score an encoder, which has the weights after `step` steps, by a measure; return the entry of scores.json."""
+    begin = time.monotonic()
+    try:
+        measured = measure.score(encoder, _progress_lines(console))
+    except UserError as error:
+        measured = Measured(value=None, failures=(str(error),))
+    seconds = time.monotonic() - begin
+    return _record(measure.name, measure.metric, measure.digest, step, measured, seconds)
+
+
+def _in_order(scores: dict[tuple[str, str], Json], measures: Sequence[Measure]) -> list[Json]:
+    """Return the scores by any of the measures, in the order of the measures; the keys are (name, digest)."""
+    keys = [(measure.name, measure.digest) for measure in measures]
+    return [scores[key] for key in keys if key in scores]
+
+
+def _write_scores(run_dir: Path, scores: list[Json]) -> None:
+    """Replace RUN/scores.json."""
+    with replacing(run_dir / SCORES_FILE) as file:
+        file.write(json.dumps(scores, indent=1).encode() + b"\n")
 
 
 def _progress_lines(console: Console) -> Progress:

@@ -122,16 +122,16 @@ def _check_older_run(
         UserError: the start is of another run.
         OtherNumerics: the start is of this run, and the change is not accepted.
     """
-    for numerics, older_run in older_runs.items():
-        if found_document == _attempt_document(older_run):
-            if accept_new_numerics:
-                return
-            current = max(older_runs) + 1
-            raise OtherNumerics(target.url, numerics, current)
-    raise UserError(
-        f"{target.url} holds checkpoints of another run (another config or corpus); "
-        f"set checkpoint.targets to a folder that only this run uses"
-    )
+    numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
+    numerics = numerics_of_document.get(found_document)
+    if numerics is None:
+        raise UserError(
+            f"{target.url} holds checkpoints of another run (another config or corpus); "
+            f"set checkpoint.targets to a folder that only this run uses"
+        )
+    if not accept_new_numerics:
+        current = max(older_runs) + 1  # `older_runs` has all numerics below this run's
+        raise OtherNumerics(target.url, numerics, current)
 
 
 def _attempt_document(run: dict[str, str]) -> bytes:

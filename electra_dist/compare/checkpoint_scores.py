@@ -29,7 +29,7 @@ from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_ob
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Score of one checkpoint on one task, or on minimal pairs; the fields are the keys of its JSON file.
+    """Score of one checkpoint by one measure; the fields are the keys of its JSON file.
 
     The score is a fraction: the result of a probe at the layer that the training data choose, the median over the
     seeds of fine-tuning, the accuracy on minimal pairs, or the context AUC. It is None if every fine-tuning run
@@ -40,7 +40,7 @@ class Score:
     seed: int  # seed of the pretraining run
     step: int  # step of the checkpoint; 0 for the initial weights
     flops: float  # training FLOPs up to that step
-    task: str
+    task: str  # name of the measure, a column of the table
     metric: str
     score: float | None  # a fraction; None if there is no score
     failures: tuple[str, ...]  # why there is no score, or why seeds of fine-tuning count as failed, one line each

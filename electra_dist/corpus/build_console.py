@@ -74,22 +74,22 @@ class BuildConsole:
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Show that a group of input files was read; the arguments are added to the counts.
+        """Add a group of input files that was read to the counts, and show the new counts.
 
         Args:
-            num_bytes: size of its files, on disk.
-            num_documents: number of its documents.
+            num_bytes: size of the files of the group, on disk.
+            num_documents: number of documents in the group.
         """
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
     def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Show that rows were made of some documents; the arguments are added to the counts.
+        """Add documents of which rows were made to the counts, and show the new counts.
 
         Args:
             num_bytes: size of the documents, undecoded.
-            num_documents: their number.
-            num_tokens: number of their tokens, without [CLS], [SEP] and [PAD].
+            num_documents: number of documents.
+            num_tokens: number of tokens in the documents, without [CLS], [SEP] and [PAD].
         """
         self._documents += num_documents
         self._tokens += num_tokens

@@ -218,10 +218,10 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Return a function that measures the bytes that a forward and backward pass of a number of rows takes.
+    """Build a function from a number of rows to the memory, in bytes, of a forward and backward pass over them.
 
-    A copy of the module runs on `device` in the dtype that its parameters have under the engine; the copy itself is
-    not counted on a GPU. The function returns None if a GPU has too little memory for that many rows.
+    The function returns None if a GPU has too little memory for that many rows. It runs a copy of the module on
+    `device`, in the dtype that the engine gives to the parameters. On a GPU the copy itself is not counted.
 
     Args:
         config: gives the precision, the ZeRO stage, the row length and the seed.

@@ -36,8 +36,8 @@ from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
-# there: on one core of an Intel Xeon with AMX, forward and backward take 3.2 times as long at 64 tokens, 2.2 at 128
-# (32 and 16 rows, 4 heads of 64), and 0.65 at 512, where the probabilities of a row do not fit into the cache.
+# there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
+# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (benchmarks/cpu_attention.py).
 _MAX_PLAIN_TOKENS = 128
 
 
@@ -133,10 +133,10 @@ def attend(
     """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
-        return _attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
+        return attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
     if isinstance(attention_mask, torch.Tensor):
         if not dropout and _is_short_bf16_on_cpu(query_BNSD):
-            return _attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask)
+            return attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask)
         return F.scaled_dot_product_attention(
             query_BNSD, key_BNSD, value_BNSD, attn_mask=attention_mask, dropout_p=dropout
         )
@@ -160,7 +160,7 @@ def _is_short_bf16_on_cpu(query_BNSD: torch.Tensor) -> bool:
     )
 
 
-def _attend_with_plain_operations(
+def attend_with_plain_operations(
     query_BNSD: torch.Tensor,
     key_BNSD: torch.Tensor,
     value_BNSD: torch.Tensor,

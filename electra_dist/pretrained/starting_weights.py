@@ -83,9 +83,9 @@ def find_source(train: TrainConfig) -> Source:
 
 
 def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
-    """Raise if the source that `train.init_from` names does not exist, or has another vocabulary than the corpus.
+    """Check that the weights that `train.init_from` names exist and were trained with the vocabulary of the corpus.
 
-    The tokens in the source's vocab.txt are compared; a source without that file is not checked.
+    `check_vocabulary` says which files are compared. Weights without such a file are accepted.
 
     Args:
         train: the config's section `train`, with `init_from` set.

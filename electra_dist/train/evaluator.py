@@ -75,7 +75,7 @@ _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluation of a model on held-out rows of a corpus: losses, and how well replaced tokens are detected.
+    """Measures the losses of a model on held-out rows of a corpus, and how well it detects replaced tokens.
 
     Every rank creates one with equal values, and all ranks call `run` together, as often as the weights are to be
     evaluated.

@@ -67,8 +67,7 @@ def verify_command(
     out = open_console()
     corpora = open_run_corpora(config.data)
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
-    damaged: list[str] = []
-    checkpoints = _read_checkpoint_states(config, damaged)
+    checkpoints, damaged = _read_checkpoint_states(config)
     skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
     marks = read_marks(run, checkpoints)
     if not marks:
@@ -138,18 +137,20 @@ def _num_starts(run: Path) -> int:
     return sum(event["event"] in ("start", "resume") for event in read_ledger(run))
 
 
-def _read_checkpoint_states(config: Config, damaged: list[str]) -> list[tuple[str, RunState]]:
-    """Return the URL and the run state of every complete checkpoint of a run.
+def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
+    """Read the run states of all complete checkpoints of a run.
 
-    The run state is a part of the checkpoint's manifest, with the step and the rows used. A checkpoint whose manifest
-    is damaged is left out.
+    The run state is a part of the checkpoint's manifest, with the step and the rows used.
 
     Args:
         config: the run's config, which names the stores of its checkpoints.
-        damaged: list to which one line is appended for each checkpoint with a damaged manifest; the line names the
-            fault and the command that repairs the checkpoint.
+
+    Returns:
+        checkpoints: URL and run state of each checkpoint with an undamaged manifest.
+        damaged: one line for each other checkpoint, with the fault and the command that repairs the checkpoint.
     """
     checkpoints = []
+    damaged = []
     for store in open_targets(config):
         for _, _, folder in committed(store):
             url = f"{store.url}/{folder}"
@@ -158,7 +159,7 @@ def _read_checkpoint_states(config: Config, damaged: list[str]) -> list[tuple[st
             except TornCheckpoint as error:
                 advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
                 damaged.append(f"checkpoint {url} is damaged ({error}); {advice}")
-    return checkpoints
+    return checkpoints, damaged
 
 
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:

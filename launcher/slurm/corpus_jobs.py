@@ -22,9 +22,9 @@ from launcher.slurm.sbatch import directive, run_sbatch, user_options
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusJobs:
-    """Description of the jobs that build a corpus."""
+    """What the batch scripts of a corpus build contain: places, options of the commands, and resources of the jobs."""
 
-    output: str  # of the corpus: an absolute path, or an s3:// URL
+    output: str  # where the corpus is written: an absolute path, or an s3:// URL
     folder: Path  # absolute; for scripts and logs
     build: tuple[str, ...]  # options of `corpus build`, without --part and --workers; paths are absolute
     vocabulary: tuple[str, ...]  # options of `corpus vocab` for a first job; empty: the vocabulary exists already

@@ -6,6 +6,7 @@ from typing import Any
 
 import context_auc
 import corpus_builder
+import cpu_attention
 import loader
 import long_runs
 import many_ranks
@@ -205,3 +206,10 @@ def test_rank_0_waits_for_few_requests_in_a_commit(tmp_path: Path) -> None:
     cases = _run(many_ranks, tmp_path)["cases"]
     assert [case["stage"] for case in cases] == [1, 3]
     assert all(0 < case["save"]["serial"] < 50 and case["save"]["cpu_s"] > 0 for case in cases)
+
+
+def test_cpu_attention_times_both_ways_on_equal_rows() -> None:
+    record = cpu_attention.main(["--smoke"])
+    assert list(record["seconds"]) == ["32 x 64"]
+    assert set(record["seconds"]["32 x 64"]) == {"plain", "fused"}
+    assert len(record["lines"]) == 1

@@ -106,7 +106,7 @@ def make_report(
     undecodable: Undecodable,
     notes: SourceNotes,
 ) -> BuildReport:
-    """Return the report of a build.
+    """Combine the counts of a finished build into its report, the content of build.json.
 
     Args:
         skipped: counter of the inputs that the search for input files has left out.

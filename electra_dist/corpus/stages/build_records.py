@@ -80,7 +80,10 @@ class ReadGroup(Section):
 
 
 class CorpusOrder(Section):
-    """Record that all inputs were read: how the corpus is divided into buckets, and how often each source is used."""
+    """Content of order.json, which a build writes as soon as it has read all inputs.
+
+    It fixes how the documents are divided into buckets, and how often those of each source are used.
+    """
 
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")

@@ -44,7 +44,7 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
 class TaggingModel(TaskModel):
-    """Encoder with a head from the state of each token to the logits of the tags.
+    """Encoder with a head that computes the logits of the tags from the state of each token.
 
     The head is one linear layer; in models of the architecture `modern`, the layers of `ModernFeatures` precede it.
     """

@@ -116,8 +116,8 @@ class _AfterAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of both inputs and of all parameters, and None for the settings.
 
-        It can run once for a forward pass, because it overwrites what was saved; torch reports a second time as an
-        error.
+        It can run only once after a forward pass, because it overwrites tensors that the forward pass saved. torch
+        raises an error if it is called again.
 
         Weights of products have gradients in the dtype of `grad_TH`, which autograd casts to that of the parameters.
         """

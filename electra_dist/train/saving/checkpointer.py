@@ -224,9 +224,9 @@ class Checkpointer:
         )
         if self._loss_scale is not None:
             self._loss_scale.restore(restored.loss_scale if restored else None)
-        if restored is None and pristine:
-            return None, set_aside
         if restored is None:
+            if pristine:
+                return None, set_aside
             self._initialise(fragments)
         publish(self._optimizer)  # copies the masters to the parameters that the forward pass reads
         return restored, set_aside
