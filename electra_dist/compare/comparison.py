@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
-from electra_dist.compare.comparison_config import RANDOM, CompareConfig
+from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults
 from electra_dist.compare.criterion import record_criterion
@@ -76,6 +76,11 @@ class Comparison:
             vocabulary = inputs.vocabulary
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))
+        elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
+            raise UserError(
+                f"{file}: criterion.metrics: `{CONTEXT_AUC}` needs held-out rows; set `data.heldout` in "
+                f"{compare.base}, or remove the metric"
+            )
 
         # Everything is valid, so the output folder may be written.
         tokenizer = corpus.manifest.tokenizer

@@ -38,7 +38,7 @@ _COPY_AGAIN = "download or export the model again"
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
-def load_pretrained(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
+def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
     """Overwrite the parameters that Hugging Face folders hold; return notes on what they do not hold.
 
     A note is a line of text for the run's log, such as that a head keeps its random initial weights.

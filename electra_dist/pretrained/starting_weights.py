@@ -24,7 +24,7 @@ from electra_dist.config import TrainConfig
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.load_towers import check_shape, load_pretrained, load_towers, shape_of
+from electra_dist.pretrained.load_towers import check_shape, load_tower_folders, load_towers, shape_of
 from electra_dist.pretrained.pretraining_record import check_tokenizer_files
 from electra_dist.pretrained.run_weights import load_run_weights, read_run_vocabulary
 from electra_dist.run.folder import is_run_folder
@@ -178,7 +178,7 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     """
     source = find_source(train)
     if source.run is None:
-        notes = load_pretrained(towers, source.discriminator, source.generator)
+        notes = load_tower_folders(towers, source.discriminator, source.generator)
         return [f"the weights of {train.init_from}", *notes]
     return _load_run(towers, source.run)
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from electra_dist.compare.checkpoint_scores import Score
+from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig, Criterion
 from electra_dist.compare.criterion import CRITERION_FILE, judge, record_criterion, verdict_lines
 from electra_dist.compare.significance import (
@@ -146,6 +148,18 @@ def test_a_criterion_that_cannot_be_judged_is_refused(
     tree = {"statement": "x", "arm": "rtd", "baseline": "mlm", "metrics": ["words"], **changes}
     with pytest.raises(UserError, match=message):
         load_section(make_comparison(seeds=[1, 2], criterion=tree), CompareConfig)
+
+
+def test_a_criterion_on_the_context_auc_needs_held_out_rows(make_comparison: Callable[..., Path]) -> None:
+    tree = {"statement": "x", "arm": "rtd", "baseline": "mlm", "metrics": ["context-auc"]}
+    file = make_comparison(seeds=[1, 2], criterion=tree)
+    base_file = file.parent / "base.yaml"
+    base = yaml.safe_load(base_file.read_text())
+    del base["data"]["heldout"]
+    base_file.write_text(yaml.safe_dump(base))
+    with pytest.raises(UserError, match=r"`context-auc` needs held-out rows; set `data\.heldout` in "):
+        Comparison(load_section(file, CompareConfig), file, None)
+    assert not (file.parent / "out").exists()
 
 
 def test_a_criterion_needs_two_seeds_and_columns_need_different_names(make_comparison: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTrainin
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
-from electra_dist.pretrained.load_towers import load_pretrained, read_weights
+from electra_dist.pretrained.load_towers import load_tower_folders, read_weights
 
 MOMENTS_NOTE = "optimizer: a Hugging Face folder holds no moments; they start at zero"
 WORD_TABLE = "electra.embeddings.word_embeddings.weight"  # a parameter of Hugging Face's models
@@ -62,7 +62,7 @@ def test_from_a_discriminator_alone_everything_except_the_generator_is_loaded(
     towers = build_towers(model, 1)
     random_towers = build_towers(model, 1)
 
-    notes = load_pretrained(towers, discriminator_dir, None)
+    notes = load_tower_folders(towers, discriminator_dir, None)
 
     hf_state = ElectraForPreTraining.from_pretrained(discriminator_dir).state_dict()
     # The towers pad the word table beyond its 300 words, and have 48 of the folder's 64 positions.
@@ -91,7 +91,7 @@ def test_shared_embeddings_are_those_of_the_discriminators_folder_and_a_differen
     _, generator_dir = released
     towers = build_towers(model, 1)
 
-    notes = load_pretrained(towers, *released)
+    notes = load_tower_folders(towers, *released)
 
     assert notes == [
         "embeddings: those of the two folders differ; the discriminator's are used for both towers",
@@ -109,7 +109,7 @@ def test_towers_with_separate_word_tables_get_the_tables_of_their_own_folders(
     discriminator_dir, generator_dir = released
     towers = build_towers(model.model_copy(update={"sharing": sharing}), 1)
 
-    notes = load_pretrained(towers, discriminator_dir, generator_dir)
+    notes = load_tower_folders(towers, discriminator_dir, generator_dir)
 
     assert notes == [MOMENTS_NOTE]
     generator_table = ElectraForMaskedLM.from_pretrained(generator_dir).state_dict()[WORD_TABLE]
@@ -131,7 +131,7 @@ def test_pickled_weights_of_a_model_without_a_head_are_loaded_and_the_head_is_no
     (body_dir / "config.json").write_text((discriminator_dir / "config.json").read_text())
     towers = build_towers(model, 1, ObjectiveConfig(generator="uniform"))
 
-    notes = load_pretrained(towers, body_dir, None)
+    notes = load_tower_folders(towers, body_dir, None)
 
     head_size = num_parameters(towers.discriminator_head)
     assert notes == [
@@ -157,17 +157,17 @@ def test_a_folder_of_another_shape_is_refused_with_the_difference(
     towers = build_towers(ModelConfig(**{**model.model_dump(), **change}), 1)
 
     with pytest.raises(UserError, match=expected_message):
-        load_pretrained(towers, discriminator_dir, None)
+        load_tower_folders(towers, discriminator_dir, None)
 
 
 def test_a_folder_without_a_config_or_of_another_model_type_is_refused(tmp_path: Path, model: ModelConfig) -> None:
     towers = build_towers(model, 1)
 
     with pytest.raises(UserError, match=r"no config.json"):
-        load_pretrained(towers, tmp_path, None)
+        load_tower_folders(towers, tmp_path, None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UserError, match="model_type is bert"):
-        load_pretrained(towers, tmp_path, None)
+        load_tower_folders(towers, tmp_path, None)
 
 
 def test_weights_in_several_files_are_those_of_one_file_and_a_missing_file_is_named(

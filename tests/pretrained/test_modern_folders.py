@@ -30,8 +30,8 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_export import export_generator, export_towers
-from electra_dist.pretrained.load_encoder import load_pretrained as load_tower
-from electra_dist.pretrained.load_towers import load_pretrained
+from electra_dist.pretrained.load_encoder import load_pretrained
+from electra_dist.pretrained.load_towers import load_tower_folders
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_weights_exported_and_read_again_are_equal_bit_for_bit(fields: dict[str,
     folder = exported(towers, vocab)
     again = build_towers(model, seed=1)
 
-    notes = load_pretrained(again, folder / "discriminator", folder / "generator")
+    notes = load_tower_folders(again, folder / "discriminator", folder / "generator")
 
     expected = towers.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
@@ -124,7 +124,7 @@ def test_a_released_masked_language_model_becomes_discriminator_and_generator(tm
     theirs.save_pretrained(tmp_path / "released")
     towers = build_towers(model, seed=1).eval()
 
-    notes = load_pretrained(towers, tmp_path / "released", tmp_path / "released")
+    notes = load_tower_folders(towers, tmp_path / "released", tmp_path / "released")
 
     assert [note.partition(":")[0] for note in notes] == ["discriminator_head", "optimizer"]
     ids = example_ids()
@@ -140,7 +140,7 @@ def test_a_model_without_a_head_is_read(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "bare")
     towers = build_towers(model, seed=1)
 
-    load_pretrained(towers, tmp_path / "bare", None)
+    load_tower_folders(towers, tmp_path / "bare", None)
 
     weight = towers.state_dict()["discriminator.layers.2.attention.qkv.weight"]
     assert torch.equal(weight, theirs.state_dict()["layers.2.attn.Wqkv.weight"])
@@ -179,7 +179,7 @@ def test_a_folder_of_another_function_is_refused_in_one_line(
     (folder / "config.json").write_text(json.dumps(settings | change))
 
     with pytest.raises(UserError, match=message) as error:
-        load_pretrained(build_towers(towers.model, seed=1), folder, None)
+        load_tower_folders(build_towers(towers.model, seed=1), folder, None)
     assert "\n" not in str(error.value)
 
 
@@ -190,7 +190,7 @@ def test_incomplete_weights_are_refused(vocab: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 4}))
 
     with pytest.raises(UserError, match=r"lack 'model\.layers\.3\.attn_norm\.weight'"):
-        load_pretrained(build_towers(modern_model(layers=4), seed=1), folder, None)
+        load_tower_folders(build_towers(modern_model(layers=4), seed=1), folder, None)
 
 
 @pytest.mark.parametrize("tower", ["discriminator", "generator"])
@@ -211,7 +211,7 @@ def test_one_tower_is_read_for_fine_tuning_from_an_export_and_from_a_folder_of_t
         (tmp_path / "saved" / name).write_bytes((folder / name).read_bytes())
 
     for source in (folder, tmp_path / "saved"):
-        loaded = load_tower(str(source))
+        loaded = load_pretrained(str(source))
 
         head = "generator_head" if tower == "generator" else "discriminator_head"
         assert set(loaded.head_state()) == {name for name, _ in getattr(towers, head).named_parameters()}
@@ -224,11 +224,11 @@ def test_a_folder_of_another_kind_of_model_is_refused(vocab: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": "roberta"}))
     with pytest.raises(UserError, match="neither an ELECTRA model with absolute positions nor a ModernBERT"):
-        load_tower(str(folder))
+        load_pretrained(str(folder))
 
 
 def test_positions_beyond_those_of_the_folder_are_accepted_because_there_is_no_table(vocab: Path) -> None:
     folder = exported(random_towers(modern_model(max_positions=64)), vocab)
     longer: ModelConfig = modern_model(max_positions=4096, global_rope_theta=1e6)
 
-    assert load_pretrained(build_towers(longer, seed=1), folder / "discriminator", None)
+    assert load_tower_folders(build_towers(longer, seed=1), folder / "discriminator", None)

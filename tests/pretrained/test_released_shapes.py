@@ -14,7 +14,7 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.load_towers import load_pretrained
+from electra_dist.pretrained.load_towers import load_tower_folders
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VOCAB_SIZE = 30522
@@ -101,7 +101,7 @@ def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_
 
     del hf_discriminator, fill_mask  # frees memory
     imported = towers_without_values(model)
-    notes = load_pretrained(imported, folders["discriminator"], folders["generator"])
+    notes = load_tower_folders(imported, folders["discriminator"], folders["generator"])
     assert notes == ["optimizer: a Hugging Face folder holds no moments; they start at zero"]
     exported_state = towers.state_dict()
     for key, tensor in imported.state_dict().items():
