@@ -43,16 +43,16 @@ Note = Callable[[str], None]  # called with one line of text for the user
 
 
 class Comparison:
-    """Comparison of pretraining objectives whose config, corpus and tasks have been opened and checked.
+    """Make a comparison of pretraining objectives: its runs, the scores of their checkpoints, tables and pictures.
 
-    `run` makes the pretraining runs, scores their checkpoints and writes the results; both skip what an earlier,
-    interrupted call has finished.
+    The constructor checks config, corpus and tasks. `run` does the work, and skips the runs and the scores that an
+    earlier, interrupted call has finished.
     """
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
-        """Check config, corpus and tasks, then write the vocabulary and the configs of the runs to the output folder.
+        """Check config, corpus and tasks; then write a vocabulary file and a config file for each run.
 
-        Nothing is written if a check fails.
+        They are written to the output folder of the comparison, or nothing is written if a check fails.
 
         Args:
             compare: the config of the comparison.
@@ -72,8 +72,7 @@ class Comparison:
             # The numerics version is not checked here: a finished run is only read, whichever version made it, and for
             # an unfinished run the process that continues it makes this check.
             inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
-            corpus = inputs.corpus  # the same one for all runs
-            vocabulary = inputs.vocabulary
+        # All runs read the same corpora, so `inputs`, those of the last run, stand for all.
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))
         elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
@@ -83,12 +82,11 @@ class Comparison:
             )
 
         # Everything is valid, so the output folder may be written.
-        tokenizer = corpus.manifest.tokenizer
-        vocab_file = self.folder / tokenizer.vocab_file
-        _replace_file(vocab_file, vocabulary.text.encode())
+        manifest = inputs.corpus.manifest
+        _replace_file(self.folder / manifest.tokenizer.vocab_file, inputs.vocabulary.text.encode())
         for cell in self.plan.cells:
             _replace_file(cell.file, dump_yaml(cell.config).encode())
-        self._scores = Scores(self.folder / "scores", corpus.manifest.fingerprint)
+        self._scores = Scores(self.folder / "scores", manifest.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}

@@ -39,9 +39,10 @@ _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
 def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
-    """Overwrite the parameters that Hugging Face folders hold; return notes on what they do not hold.
+    """Load the weights of Hugging Face folders into the towers; return notes on the parts that the folders lack.
 
-    A note is a line of text for the run's log, such as that a head keeps its random initial weights.
+    Parameters that neither folder holds keep their random initial values. A note is a line of text for the run's log,
+    such as that a head was not found.
 
     Args:
         towers: initialised generator and discriminator on the host, not yet under an engine.
@@ -65,7 +66,7 @@ def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, ge
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Overwrite the parameters of the towers that two state dicts hold; return a note on each part that they lack.
+    """Load the weights of two state dicts into the towers; return a note on each part that the dicts lack.
 
     A note is a line of text for the run's log. A part is a submodule such as `generator_head`; what the states lack of
     it keeps its random initial values. There is one more note if the states have different embeddings but the towers

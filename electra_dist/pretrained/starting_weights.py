@@ -165,9 +165,9 @@ def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequen
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
-    """Overwrite the parameters that the model named by `train.init_from` holds; return lines for the log.
+    """Load the weights of the model at `train.init_from` into the towers; return lines for the run's log.
 
-    The lines name that model and everything that it does not hold.
+    The lines name that model and every parameter of the towers that it lacks, which keeps its random initial value.
 
     Args:
         towers: initialised towers on the host, not yet under an engine.
@@ -184,7 +184,7 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
 
 
 def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
-    """Overwrite the parameters that the newest good checkpoint of a run holds; return lines for the log.
+    """Load the weights of a run's newest good checkpoint into the towers; return lines for the new run's log.
 
     Args:
         towers: initialised towers on the host, not yet under an engine.
