@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from electra_dist.finetune.task_metrics import regression_metrics
-from electra_dist.finetune.tasks import GLUE, TextTask
+from electra_dist.finetune.texts.text_specs import GLUE
+from electra_dist.finetune.texts.text_task import TextTask
 
 
 def overlap(first: str, second: str) -> float:

@@ -29,8 +29,9 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.seed_results import Result, best_layer
+from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_metrics import linear_outputs
-from electra_dist.finetune.tasks import Task, TaskOutcome, TextTask
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, count_steps, fit, predict, quiet
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.load_encoder import Pretrained

@@ -9,7 +9,8 @@ import torch
 
 from electra_dist.engine.optimizers.adamw import ForeachAdamW
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.tasks import TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import fit
 from electra_dist.pretrained.load_encoder import Pretrained
 

@@ -16,7 +16,8 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.number_agreement import ADJECTIVES, NOUNS, THINGS
 from electra_dist.finetune.seed_results import best_layer
 from electra_dist.finetune.task_metrics import metric_standard_error
-from electra_dist.finetune.tasks import TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import padded
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.hf_export import export_discriminator

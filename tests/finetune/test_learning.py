@@ -17,7 +17,8 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.seed_results import summarize
 from electra_dist.finetune.seeds.run_seeds import RESULTS_FILE, run_all
 from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.finetune.tasks import TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, fit
 from electra_dist.pretrained.load_encoder import Pretrained
 

@@ -12,7 +12,8 @@ from electra_dist.compare.measures.measure import Measure
 from electra_dist.compare.measures.task_measure import TaskMeasure
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import settings_for
-from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:

@@ -7,7 +7,7 @@ from electra_dist.compare.measures.measure import Measure, Measured, digest_of, 
 from electra_dist.finetune.finetune_and_probe import PROBED_LAYERS, finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.seed_results import summarize
-from electra_dist.finetune.tasks import TextTask
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice
 

@@ -9,7 +9,9 @@ from typing import Literal
 from electra_dist.errors import UserError
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
-from electra_dist.finetune.tasks import GLUE, Task, TextSpec, TextTask
+from electra_dist.finetune.task import Task
+from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 
 _SQUAD_VERSIONS = {"squad1": 1, "squad2": 2}
 _TAGGING = ("ner", "tagging")

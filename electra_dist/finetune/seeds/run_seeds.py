@@ -22,7 +22,7 @@ from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.seed_folder import check_folder, copy_best, read_identity, seed_dir
 from electra_dist.finetune.seed_results import Result
-from electra_dist.finetune.tasks import Task
+from electra_dist.finetune.task import Task
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.run.jsonl import JsonlFile, read_records

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.labelled_texts import find_file
 from electra_dist.finetune.output.hf_heads import span_head
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.squad.answer_spans import Span, best_spans
@@ -38,8 +37,9 @@ from electra_dist.finetune.squad.passage_windows import (
     window_target,
 )
 from electra_dist.finetune.squad.squad_metrics import squad1_metrics, squad2_metrics
+from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel, new_features
-from electra_dist.finetune.tasks import Task, TaskOutcome
+from electra_dist.finetune.texts.labelled_texts import find_file
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained

@@ -30,8 +30,8 @@ from electra_dist.finetune.output.hf_heads import tag_head
 from electra_dist.finetune.output.text_files import TextFile
 from electra_dist.finetune.tagging.entity_metrics import are_bio_tags, entity_metrics
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence, find_tagged_file, read_tagged_file, tags_of
+from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import TaskModel, init_head, new_features, on_features
-from electra_dist.finetune.tasks import Task, TaskOutcome
 from electra_dist.finetune.training_loop import Examples, Progress, padded, predict
 from electra_dist.model.architectures.modern_heads import ModernFeatures
 from electra_dist.model.layer.dropout_keys import DropoutKeys

@@ -24,8 +24,10 @@ from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
+from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_heads import Classifier, TaskModel
-from electra_dist.finetune.tasks import Task, TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ import torch
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.output.unlabelled_sets import GLUE_TEST_SETS
 from electra_dist.finetune.squad.squad_task import SquadTask
-from electra_dist.finetune.tasks import GLUE, TextSpec, TextTask
+from electra_dist.finetune.texts.text_specs import GLUE, TextSpec
+from electra_dist.finetune.texts.text_task import TextTask
+from electra_dist.finetune.texts.unlabelled_sets import GLUE_TEST_SETS
 from electra_dist.pretrained.load_encoder import Pretrained
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from electra_dist.finetune.seeds import parallel_seeds, run_seeds
 from electra_dist.finetune.seeds.open_task import TaskRequest, open_task
 from electra_dist.finetune.seeds.parallel_seeds import ModelRequest, SeedProcesses, advice_on_threads
 from electra_dist.finetune.seeds.run_seeds import SeedJob, run_all
-from electra_dist.finetune.tasks import Task
+from electra_dist.finetune.task import Task
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained

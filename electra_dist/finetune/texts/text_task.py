@@ -1,34 +1,21 @@
-"""Defines the interface of fine-tuning tasks, the nine tasks of GLUE, and custom tasks on single texts or pairs.
+"""Implements classification and regression on single texts or pairs, as a fine-tuning task.
 
-Guarantee: columns, labels, metrics and folders are those of the standard GLUE download, as google-research/electra
-reads them; the pairs (A, B) of MRPC and STS, whose order has no meaning, are used in training as (B, A), too. The
+Guarantee: the pairs (A, B) of MRPC and STS, whose order has no meaning, are used in training as (B, A), too. The
 `digest` of a task covers the bytes of its files and the way in which they are read.
-
-The metric that counts as a task's score is that of the ELECTRA paper's tables of development results: Matthews
-correlation for CoLA, Spearman for STS, accuracy for all others. MNLI is scored on the matched set; metrics of the
-mismatched set have the prefix `mismatched_`.
-
-Limits: a model is trained on one task. WNLI, which the reference leaves out, is read like the others.
 """
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.labelled_texts import Column, Texts, encode_texts, find_file, read_texts
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
 from electra_dist.finetune.output.text_files import TextFile, tsv_file
-from electra_dist.finetune.output.unlabelled_sets import UnlabelledSet, predictions_file, read_test_sets
+from electra_dist.finetune.task import Task, TaskOutcome
 from electra_dist.finetune.task_heads import Classifier, TaskModel, new_features
 from electra_dist.finetune.task_metrics import (
     classification_metrics,
@@ -36,146 +23,13 @@ from electra_dist.finetune.task_metrics import (
     metric_standard_error,
     regression_metrics,
 )
+from electra_dist.finetune.texts.label_targets import LabelTargets
+from electra_dist.finetune.texts.labelled_texts import Texts, encode_texts, find_file, read_texts
+from electra_dist.finetune.texts.text_specs import TextSpec
+from electra_dist.finetune.texts.unlabelled_sets import UnlabelledSet, predictions_file, read_test_sets
 from electra_dist.finetune.training_loop import Examples, Ids, Progress, predict
 from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
-
-
-class TaskOutcome(NamedTuple):
-    """Metrics and predictions of a model on the development data, and the reason if the result counts as failed.
-
-    Metrics are fractions, those of SQuAD per cent. `failure` is empty for a good result; a failed one keeps its
-    metrics unless the loss diverged.
-    """
-
-    metrics: dict[str, float]  # fractions; per cent for SQuAD
-    failure: str  # why the result counts as failed, in one line; empty for a good one
-    predictions: tuple[TextFile, ...] = ()  # files with the predictions for the development data
-
-
-class Task(abc.ABC):
-    """Interface of a fine-tuning task: it makes training examples and a model, and scores the trained model."""
-
-    name: str  # as on the command line
-    metric: str  # name of the score among the metrics
-    digest: str  # sha256 of the data and of how they are read
-    notes: list[str]  # remarks about the data for the user, one line each
-
-    @abc.abstractmethod
-    def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples as rows of token ids, without padding, with their targets.
-
-        The encoder provides the tokenizer and the special ids; the settings limit the length of a row.
-        """
-
-    @abc.abstractmethod
-    def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
-        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`.
-
-        The settings give the layers of the head and the dropout.
-        """
-
-    @abc.abstractmethod
-    def evaluate(
-        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
-    ) -> TaskOutcome:
-        """Score a trained model on the development data.
-
-        Args:
-            model: a model of this task (see `model`), in evaluation mode, on any device.
-            encoder: provides the tokenizer and the special ids.
-            settings: the settings of the training; the limits of lengths and the batch size are used.
-            progress: called after each batch with ("predict", rows done, rows in total).
-        """
-
-    @abc.abstractmethod
-    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a trained model under Hugging Face's names; None if they have no such head.
-
-        Args:
-            model: a model of this task (see `model`), on any device.
-            settings: the settings of the training.
-        """
-
-    def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
-        """Return in one line why models of this task cannot be saved and what to do; empty if they can."""
-        return ""
-
-    def predict_test_sets(
-        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
-    ) -> tuple[TextFile, ...]:
-        """Return files with predictions for the task's test sets, which have no labels; none for most tasks.
-
-        The arguments are those of `evaluate`.
-        """
-        return ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextSpec:
-    """Description of a task on texts: names of its files, their columns, its labels and its metric.
-
-    A column is a title in the header, a key of the JSON objects, or an index from 0 in a file without header. An empty
-    `labels` means a regression, or a classification whose labels are those of the training data, sorted.
-    """
-
-    name: str
-    text_a: Column
-    text_b: Column | None  # None for a task on single texts
-    label: Column
-    labels: tuple[str, ...] = ()  # empty for a regression, or to use the sorted labels of the training data
-    kind: Literal["classification", "regression"] = "classification"
-    span: tuple[float, float] | None = None  # (lowest, highest) label of a regression; None: of the training data
-    metric: str = "accuracy"  # the score: a key of `classification_metrics` or `regression_metrics`
-    symmetric: bool = False  # whether (A, B) means the same as (B, A)
-    folder: str = ""  # folder of the GLUE download; empty for a custom task
-    dev_files: tuple[tuple[str, str], ...] = (("", "dev"),)  # (prefix of the metrics, file name without suffix)
-
-
-_BINARY = ("0", "1")
-_NLI = ("entailment", "not_entailment")
-GLUE = {
-    spec.name: spec
-    for spec in (
-        TextSpec(name="cola", text_a=3, text_b=None, label=1, labels=_BINARY, metric="mcc", folder="CoLA"),
-        TextSpec(name="sst2", text_a="sentence", text_b=None, label="label", labels=_BINARY, folder="SST-2"),
-        TextSpec(
-            name="mrpc",
-            text_a="#1 String",
-            text_b="#2 String",
-            label="Quality",
-            labels=_BINARY,
-            symmetric=True,
-            folder="MRPC",
-        ),
-        TextSpec(
-            name="stsb",
-            text_a="sentence1",
-            text_b="sentence2",
-            label="score",
-            kind="regression",
-            span=(0.0, 5.0),
-            metric="spearman",
-            symmetric=True,
-            folder="STS-B",
-        ),
-        TextSpec(name="rte", text_a="sentence1", text_b="sentence2", label="label", labels=_NLI, folder="RTE"),
-        TextSpec(name="qnli", text_a="question", text_b="sentence", label="label", labels=_NLI, folder="QNLI"),
-        TextSpec(
-            name="qqp", text_a="question1", text_b="question2", label="is_duplicate", labels=_BINARY, folder="QQP"
-        ),
-        TextSpec(
-            name="mnli",
-            text_a="sentence1",
-            text_b="sentence2",
-            label="gold_label",
-            labels=("contradiction", "entailment", "neutral"),
-            folder="MNLI",
-            dev_files=(("", "dev_matched"), ("mismatched_", "dev_mismatched")),
-        ),
-        TextSpec(name="wnli", text_a="sentence1", text_b="sentence2", label="label", labels=_BINARY, folder="WNLI"),
-    )
-}
 
 
 class TextTask(Task):
@@ -218,15 +72,10 @@ class TextTask(Task):
             if texts.skipped > 0:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
 
-        self.labels: tuple[str, ...] = ()  # empty for a regression
-        if spec.kind == "classification":
-            labels_in_training_data = tuple(sorted(set(self.train.label)))
-            self.labels = spec.labels or labels_in_training_data
-            self.label_span = (0.0, 1.0)  # not used
-        else:
-            self.label_span = spec.span or _label_range(_label_values(self.train))
-        self.train_target = self._targets(self.train)
-        self.dev_target = {prefix: self._targets(texts) for prefix, texts in self.dev.items()}
+        self._label_targets = LabelTargets(spec, self.train)
+        self.labels = self._label_targets.labels  # empty for a regression
+        self.train_target = self._label_targets.targets(self.train)
+        self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.
@@ -261,7 +110,9 @@ class TextTask(Task):
         """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         features = new_features(encoder, seed)
-        return Classifier(backbone, encoder.tower.hidden_size, self._num_outputs, settings, seed, features)
+        return Classifier(
+            backbone, encoder.tower.hidden_size, self._label_targets.num_outputs, settings, seed, features
+        )
 
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
@@ -293,7 +144,7 @@ class TextTask(Task):
             texts = test_set.texts
             ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
             output_NL = self._outputs(model, ids, encoder, settings, progress)
-            files.append(predictions_file(test_set, self._answers(output_NL)))
+            files.append(predictions_file(test_set, self._label_targets.predicted_labels(output_NL)))
         return tuple(files)
 
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
@@ -302,7 +153,7 @@ class TextTask(Task):
         A regression then predicts labels as they are in the files, not scaled to [0, 1].
         """
         assert isinstance(model.head, torch.nn.Sequential)
-        return classifier_head(model.head, self.labels, self.label_span, settings.head_dropout)
+        return classifier_head(model.head, self.labels, self._label_targets.span, settings.head_dropout)
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
         """Return why the trained head cannot be saved in Hugging Face's format, for an error message; "" if it can.
@@ -318,11 +169,12 @@ class TextTask(Task):
                 f"cannot be saved in Hugging Face's format; leave it out, or pass --no-save for scores only"
             )
         width = encoder.tower.hidden_size
-        if not has_too_many_labels(self._num_outputs, width, settings):
+        num_outputs = self._label_targets.num_outputs
+        if not has_too_many_labels(num_outputs, width, settings):
             return ""
         return (
-            f"--task {self.name}: a linear head for {self._num_outputs} labels on states of width {width} cannot be "
-            f"saved in Hugging Face's format; pass --set head=dense, or --no-save for scores only"
+            f"--task {self.name}: a linear head for {num_outputs} labels on states of width {width} cannot be saved "
+            f"in Hugging Face's format; pass --set head=dense, or --no-save for scores only"
         )
 
     def _outputs(
@@ -331,24 +183,11 @@ class TextTask(Task):
         """Return a model's outputs for rows of token ids, fp32 [N, L] in the order of the rows."""
         assert isinstance(model, Classifier)
         device = next(model.parameters()).device
-        output_NL = np.zeros((len(ids), self._num_outputs), np.float32)
+        output_NL = np.zeros((len(ids), self._label_targets.num_outputs), np.float32)
         # Batches come in order of length; the row numbers put their outputs back in the order of the file.
         for rows, output_BL in predict(model.predict, ids, encoder.special.pad, settings.batch, device, progress):
             output_NL[rows] = output_BL.cpu().numpy()
         return output_NL
-
-    def _answers(self, output_NL: np.ndarray) -> list[str]:
-        """Return the predicted label of each example as it would be written in a file.
-
-        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
-        """
-        if self.labels:
-            return [self.labels[number] for number in output_NL.argmax(1)]
-        low, high = self.label_span
-        value_N = low + (high - low) * output_NL[:, 0].astype(np.float64)
-        if self.spec.span is not None:
-            value_N = value_N.clip(low, high)
-        return [f"{value:.6g}" for value in value_N]
 
     def _dev_predictions(self, outputs: dict[str, np.ndarray]) -> tuple[TextFile, ...]:
         """Return a table of predictions and labels for each development file, such as dev_predictions.tsv.
@@ -357,7 +196,7 @@ class TextTask(Task):
         """
         files = []
         for prefix, stem in self.spec.dev_files:
-            answers = self._answers(outputs[prefix])
+            answers = self._label_targets.predicted_labels(outputs[prefix])
             numbers = map(str, range(len(answers)))
             rows = zip(numbers, answers, self.dev[prefix].label, strict=True)
             files.append(tsv_file(f"{stem}_predictions.tsv", ("index", "prediction", "label"), rows))
@@ -382,11 +221,10 @@ class TextTask(Task):
         failures = []
         for prefix, output_NL in outputs.items():
             true_N = self.dev_target[prefix][:, 0].numpy()
+            predicted_N = self._label_targets.predictions(output_NL)
             if self.labels:
-                predicted_N = output_NL.argmax(1)
                 file_metrics = classification_metrics(predicted_N, true_N, len(self.labels))
             else:
-                predicted_N = output_NL[:, 0]
                 file_metrics = regression_metrics(predicted_N, true_N)
             for name, value in file_metrics.items():
                 metrics[f"{prefix}{name}"] = value
@@ -402,15 +240,9 @@ class TextTask(Task):
         Args:
             outputs: a model's outputs, as for `score`; those of the main file, with the prefix "", are used.
         """
-        output_NL = outputs[""]
-        predicted_N = output_NL.argmax(1) if self.labels else output_NL[:, 0]
+        predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0].numpy()
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
-
-    @property
-    def _num_outputs(self) -> int:
-        """Return the number of outputs of the task's head: one per label, or 1 for a regression."""
-        return len(self.labels) or 1
 
     def _read(self, data: Path, stem: str) -> Texts:
         """Read the examples of one of the task's files, such as MRPC/train.tsv.
@@ -431,67 +263,3 @@ class TextTask(Task):
             candidates = [data / f"{stem}.tsv", data / f"{stem}.jsonl"]
         file = find_file(candidates)
         return read_texts(file, spec.text_a, spec.text_b, spec.label)
-
-    def _targets(self, texts: Texts) -> torch.Tensor:
-        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
-
-        The labels of a regression are scaled linearly, so that the lowest possible label becomes 0 and the highest 1.
-        If the task does not define these two, the lowest and the highest training label are taken; development labels
-        may then lie outside [0, 1].
-
-        Raises:
-            UserError: a label is unknown or not a number; the message names the line.
-        """
-        if self.labels:
-            number_N = torch.tensor(_label_numbers(texts, self.labels))
-            return number_N[:, None]
-        value_N = torch.tensor(_label_values(texts))
-        low, high = self.label_span
-        scaled_N = (value_N - low) / (high - low)
-        return scaled_N[:, None]
-
-
-def _label_numbers(texts: Texts, labels: Sequence[str]) -> list[int]:
-    """Return the index of each example's label in `labels`.
-
-    Raises:
-        UserError: a label is not one of `labels`; the message names the file and the line.
-    """
-    number_of = {label: number for number, label in enumerate(labels)}
-    numbers = []
-    for label, line in zip(texts.label, texts.line):
-        if label not in number_of:
-            raise UserError(
-                f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
-                f"correct the line"
-            )
-        numbers.append(number_of[label])
-    return numbers
-
-
-def _label_values(texts: Texts) -> list[float]:
-    """Return each example's label as a number, for a regression.
-
-    Raises:
-        UserError: a label is not a number; the message names the file, the line and the alternative, a classification.
-    """
-    values = []
-    for label, line in zip(texts.label, texts.line):
-        try:
-            values.append(float(label))
-        except ValueError:
-            raise UserError(
-                f"{texts.file}:{line}: the label `{label}` is not a number; correct the line, or use classification "
-                f"(--kind classification)"
-            ) from None
-    return values
-
-
-def _label_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of `values`, the labels of a regression.
-
-    If all values are equal, the highest is raised by 1e-9, so that callers can divide by the difference.
-    """
-    low = min(values)
-    high = max(max(values), low + 1e-9)
-    return low, high

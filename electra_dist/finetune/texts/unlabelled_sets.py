@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import Column, Texts, read_texts
 from electra_dist.finetune.output.text_files import TextFile, tsv_file
+from electra_dist.finetune.texts.labelled_texts import Column, Texts, read_texts
 
 SUBMISSION_DIR = "submission"  # folder of the files for the benchmark, within the folder of a model
 

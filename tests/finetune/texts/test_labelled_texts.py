@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import encode_texts, read_texts, truncate_pair
+from electra_dist.finetune.texts.labelled_texts import encode_texts, read_texts, truncate_pair
 from electra_dist.pretrained.load_encoder import Pretrained
 
 

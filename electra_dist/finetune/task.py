@@ -1,0 +1,87 @@
+"""Defines the interface of fine-tuning tasks, which the tasks on texts, on questions and on tagged words implement.
+
+A model is trained on one task. Training is the same for all tasks (`training_loop.py`); a task provides the examples,
+the model with its head, and the scores.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import NamedTuple
+
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.output.text_files import TextFile
+from electra_dist.finetune.task_heads import TaskModel
+from electra_dist.finetune.training_loop import Examples, Progress
+from electra_dist.pretrained.hf_export import TaskHead
+from electra_dist.pretrained.load_encoder import Pretrained
+
+
+class TaskOutcome(NamedTuple):
+    """Metrics and predictions of a model on the development data, and the reason if the result counts as failed.
+
+    Metrics are fractions, those of SQuAD per cent. `failure` is empty for a good result; a failed one keeps its
+    metrics unless the loss diverged.
+    """
+
+    metrics: dict[str, float]  # fractions; per cent for SQuAD
+    failure: str  # why the result counts as failed, in one line; empty for a good one
+    predictions: tuple[TextFile, ...] = ()  # files with the predictions for the development data
+
+
+class Task(abc.ABC):
+    """Interface of a fine-tuning task: it makes training examples and a model, and scores the trained model."""
+
+    name: str  # as on the command line
+    metric: str  # name of the score among the metrics
+    digest: str  # sha256 of the data and of how they are read
+    notes: list[str]  # remarks about the data for the user, one line each
+
+    @abc.abstractmethod
+    def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
+        """Return the training examples as rows of token ids, without padding, with their targets.
+
+        The encoder provides the tokenizer and the special ids; the settings limit the length of a row.
+        """
+
+    @abc.abstractmethod
+    def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
+        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`.
+
+        The settings give the layers of the head and the dropout.
+        """
+
+    @abc.abstractmethod
+    def evaluate(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> TaskOutcome:
+        """Score a trained model on the development data.
+
+        Args:
+            model: a model of this task (see `model`), in evaluation mode, on any device.
+            encoder: provides the tokenizer and the special ids.
+            settings: the settings of the training; the limits of lengths and the batch size are used.
+            progress: called after each batch with ("predict", rows done, rows in total).
+        """
+
+    @abc.abstractmethod
+    def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
+        """Return the head of a trained model under Hugging Face's names; None if they have no such head.
+
+        Args:
+            model: a model of this task (see `model`), on any device.
+            settings: the settings of the training.
+        """
+
+    def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
+        """Return in one line why models of this task cannot be saved and what to do; empty if they can."""
+        return ""
+
+    def predict_test_sets(
+        self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
+    ) -> tuple[TextFile, ...]:
+        """Return files with predictions for the task's test sets, which have no labels; none for most tasks.
+
+        The arguments are those of `evaluate`.
+        """
+        return ()

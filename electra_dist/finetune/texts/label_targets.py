@@ -1,0 +1,128 @@
+"""Translates the labels of a task on texts into targets of training, and a model's outputs into labels.
+
+A label of a classification becomes its number in the list of labels. A label of a regression is scaled linearly, so
+that the lowest possible label becomes 0 and the highest 1; if the task does not define these two, the lowest and the
+highest label of the training data are taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from electra_dist.errors import UserError
+from electra_dist.finetune.texts.labelled_texts import Texts
+from electra_dist.finetune.texts.text_specs import TextSpec
+
+
+class LabelTargets:
+    """Translation between the labels in the files of a task and the targets and outputs of a model.
+
+    Attributes:
+        labels: the labels of a classification, in the order of their numbers; empty for a regression.
+        span: the labels of a regression that become 0 and 1; (0, 1) for a classification, where it is not used.
+        num_outputs: number of outputs of the task's head: one per label, or 1 for a regression.
+    """
+
+    def __init__(self, spec: TextSpec, train: Texts) -> None:
+        """Find the labels of a task, or the range of them for a regression.
+
+        Args:
+            spec: the kind of the task; its labels and its range, if it defines them.
+            train: the training data, whose labels are used otherwise.
+
+        Raises:
+            UserError: a label in `train` is needed for the range of a regression, but is not a number.
+        """
+        self.labels: tuple[str, ...] = ()
+        self.span = (0.0, 1.0)
+        if spec.kind == "classification":
+            labels_in_training_data = tuple(sorted(set(train.label)))
+            self.labels = spec.labels or labels_in_training_data
+        else:
+            self.span = spec.span or _range_of(_label_values(train))
+        self.num_outputs = len(self.labels) or 1
+        self._has_limits = spec.span is not None
+
+    def targets(self, texts: Texts) -> torch.Tensor:
+        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
+
+        If the range of a regression is that of the training labels, targets of other files may lie outside [0, 1].
+
+        Raises:
+            UserError: a label is unknown or not a number; the message names the line.
+        """
+        if self.labels:
+            number_N = torch.tensor(_label_numbers(texts, self.labels))
+            return number_N[:, None]
+        value_N = torch.tensor(_label_values(texts))
+        low, high = self.span
+        scaled_N = (value_N - low) / (high - low)
+        return scaled_N[:, None]
+
+    def predictions(self, output_NL: np.ndarray) -> np.ndarray:
+        """Return what a model's outputs [N, L] predict for each example, [N], on the scale of the targets.
+
+        These are the numbers of the labels with the highest outputs, or the only output for a regression.
+        """
+        return output_NL.argmax(1) if self.labels else output_NL[:, 0]
+
+    def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
+        """Return the predicted label of each example as it would be written in a file, from outputs [N, L].
+
+        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
+        """
+        predicted_N = self.predictions(output_NL)
+        if self.labels:
+            return [self.labels[number] for number in predicted_N]
+        low, high = self.span
+        value_N = low + (high - low) * predicted_N.astype(np.float64)
+        if self._has_limits:
+            value_N = value_N.clip(low, high)
+        return [f"{value:.6g}" for value in value_N]
+
+
+def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
+    """Return the index of each example's label in `labels`.
+
+    Raises:
+        UserError: a label is not one of `labels`; the message names the file and the line.
+    """
+    number_of = {label: number for number, label in enumerate(labels)}
+    numbers = []
+    for label, line in zip(texts.label, texts.line, strict=True):
+        if label not in number_of:
+            raise UserError(
+                f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
+                f"correct the line"
+            )
+        numbers.append(number_of[label])
+    return numbers
+
+
+def _label_values(texts: Texts) -> list[float]:
+    """Return each example's label as a number, for a regression.
+
+    Raises:
+        UserError: a label is not a number; the message names the file, the line and the alternative, a classification.
+    """
+    values = []
+    for label, line in zip(texts.label, texts.line, strict=True):
+        try:
+            values.append(float(label))
+        except ValueError:
+            raise UserError(
+                f"{texts.file}:{line}: the label `{label}` is not a number; correct the line, or use classification "
+                f"(--kind classification)"
+            ) from None
+    return values
+
+
+def _range_of(values: list[float]) -> tuple[float, float]:
+    """Return the lowest and the highest of `values`, the labels of a regression.
+
+    If all values are equal, the highest is raised by 1e-9, so that callers can divide by the difference.
+    """
+    low = min(values)
+    high = max(max(values), low + 1e-9)
+    return low, high
