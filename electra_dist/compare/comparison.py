@@ -5,7 +5,8 @@ checkpoint that cannot be scored, does not stop the rest: it is listed among the
 again when the comparison is started again. Table and picture are written after each run, from the scores that exist by
 then.
 
-How: all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
+How: first the checkpoints of interrupted runs are scored, so that these results are known before the runs go on. Then
+all objectives are run with the first seed, then all with the next one. For each seed, the initial weights are
 scored first. Then, for every objective, the run is made and its checkpoints are scored, while up to `parallel - 1` of
 the next runs train at the same time. A run whose checkpoints have all their scores is not made again.
 
@@ -19,7 +20,7 @@ first device while runs train.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
@@ -112,6 +113,7 @@ class Comparison:
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
         incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
+        self._score_interrupted(incomplete_cells, progress)
         with Pretrainings(incomplete_cells, self._compare.ranks, self._compare.parallel) as runs:
             for number, cell in enumerate(self.plan.cells, start=1):
                 title = f"[{number}/{num_runs}] {cell.name}"
@@ -124,18 +126,41 @@ class Comparison:
                 failure = runs.result(cell, report) if cell in incomplete_cells else ""
                 if failure:
                     self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
-                # A run that failed may have saved some of its checkpoints; these are scored, too.
-                saved = saved_steps(cell)
-                for step in cell.marks:
-                    if step in saved:
-                        self._score(cell.entry, cell, step, report)
-
+                self._score_saved(cell, report)  # also of a run that failed: it may have saved some of its checkpoints
                 self.write()
                 if failure:
                     note(f"{title}: {failure}")
                 else:
                     note(f"{title}: {cell.marks[-1]:,} steps, scored at {len(cell.marks)}")
         return not self._failures
+
+    def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
+        """Score what interrupted runs have saved, and write the results if there are any.
+
+        Finished runs are left out, because they are scored later, while the next runs train.
+
+        Args:
+            cells: runs of which some may be interrupted, others finished or not begun.
+            progress: called while a checkpoint is scored.
+        """
+        for cell in cells:
+            is_finished = cell.marks[-1] in saved_steps(cell)
+            if not is_finished:
+                self._score_saved(cell, with_prefix(progress, f"{cell.name} "))
+        if self.scores():
+            self.write()
+
+    def _score_saved(self, cell: Cell, progress: Progress) -> None:
+        """Score the checkpoints that a run has saved, as far as they have no scores yet.
+
+        Args:
+            cell: the run, which may be unfinished.
+            progress: called while a checkpoint is scored.
+        """
+        saved = saved_steps(cell)
+        for step in cell.marks:
+            if step in saved:
+                self._score(cell.entry, cell, step, progress)
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
         """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored.
@@ -151,10 +176,11 @@ class Comparison:
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
+        key = f"{entry}-seed{cell.seed} {step}"
+        self._failures.pop(key, None)  # of an earlier try
         try:
             self._scores.make(entry, cell, step, missing_measures, progress)
         except UserError as error:
-            key = f"{entry}-seed{cell.seed} {step}"
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:

@@ -45,8 +45,8 @@ def saved_steps(cell: Cell) -> set[int]:
 class Pretrainings:
     """Pool of the runs of a comparison, of which a limited number train at the same time.
 
-    Use it as a context manager, and call `result` for the runs in order. A call of `result` starts its run and the
-    next `parallel - 1` runs, unless they have been started before.
+    Use it as a context manager, and call `result` for the runs in order. While `result` waits for its run, up to
+    `parallel - 1` of the next runs train, too: when one of these ends, the next one is started.
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
@@ -77,7 +77,7 @@ class Pretrainings:
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Wait for a run to end; it and the runs after it, `parallel` in all, are started if they are not running yet.
+        """Wait for a run to end, and meanwhile start it and the runs that may train beside it.
 
         Args:
             cell: one of the runs of the pool.
@@ -86,16 +86,26 @@ class Pretrainings:
         Returns:
             An empty string if the run is finished, otherwise the reason in one line.
         """
-        first = self._cells.index(cell)
-        due_cells = self._cells[first : first + self._parallel]  # this run, and those that may train beside it
-        for due_cell in due_cells:
-            if due_cell.name not in self._started:
-                self._started[due_cell.name] = self._pool.submit(pretrain, due_cell, self._ranks, self._pause)
+        self._start(cell)
         run = self._started[cell.name]
         while not run.done():
+            self._start_runs_beside(cell)
             progress("pretraining", _current_step(cell), cell.marks[-1])
             wait([run], timeout=_POLL_S)
         return run.result()
+
+    def _start_runs_beside(self, cell: Cell) -> None:
+        """Start runs in their order until `parallel - 1` train beside the run `cell`, or none is left."""
+        for next_cell in self._cells:
+            num_beside = sum(not run.done() for name, run in self._started.items() if name != cell.name)
+            if num_beside >= self._parallel - 1:
+                return
+            self._start(next_cell)
+
+    def _start(self, cell: Cell) -> None:
+        """Start a run in a thread of the pool, unless it has been started before."""
+        if cell.name not in self._started:
+            self._started[cell.name] = self._pool.submit(pretrain, cell, self._ranks, self._pause)
 
     def _pause(self) -> None:
         """Sleep for half a second between two checks of a run.

@@ -21,6 +21,7 @@ from electra_dist.compare.measures import open_measures
 from electra_dist.compare.measures.task_measure import TaskMeasure
 from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config_file import load_section
+from electra_dist.errors import UserError
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
 
@@ -229,6 +230,31 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
     assert not training
 
 
+def test_when_a_later_run_ends_first_the_next_one_takes_its_place(
+    make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run ends when the third one has started, beside which the second one has ended."""
+    file = make_comparison(seeds=[1, 2])
+    cells = make_plan(load_section(file, CompareConfig), file).cells
+    started: list[str] = []
+
+    def train(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
+        started.append(cell.name)
+        for _ in range(200):
+            if cell.name != cells[0].name or cells[2].name in started:
+                return ""
+            pause()
+        return "no other run was started"
+
+    monkeypatch.setattr(pretraining_runs, "pretrain", train)
+    monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
+
+    with Pretrainings(cells, 1, 2) as runs:
+        assert [runs.result(cell, lambda *report: None) for cell in cells] == ["", "", "", ""]
+
+    assert sorted(started) == sorted(cell.name for cell in cells)  # each once
+
+
 def test_scored_runs_are_not_made_again_without_their_folders(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,3 +276,60 @@ def test_scored_runs_are_not_made_again_without_their_folders(
     assert pretraining.events[0] == "mlm-seed1"
     assert not any(event.startswith("rtd-seed1") for event in pretraining.events)
     assert results(tmp_path / "out") == expected_results
+
+
+def test_the_next_start_scores_what_an_interrupted_run_has_saved_before_the_run_goes_on(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run is interrupted after it has saved the checkpoint after half of its steps."""
+    file = make_comparison()
+    half_way, last_step = make_plan(load_section(file, CompareConfig), file).cells[0].marks
+    pretraining = FakePretraining(monkeypatch)
+    table_before_run: list[tuple[str, int]] = []  # (objective, step) of the results when the run goes on
+
+    def save_half_way(cell: Cell, ranks: int, pause: Any) -> str:
+        pretraining.saved[cell.name] = {half_way}
+        raise KeyboardInterrupt
+
+    def finish(cell: Cell, ranks: int, pause: Any) -> str:
+        if not table_before_run:
+            table_before_run.extend((row["entry"], row["step"]) for row in results(tmp_path / "out")["table"])
+        return pretraining.pretrain(cell, ranks, pause)
+
+    monkeypatch.setattr(pretraining_runs, "pretrain", save_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        compare(file)
+    monkeypatch.setattr(pretraining_runs, "pretrain", finish)
+    assert compare(file)
+
+    assert table_before_run == [("random", 0), ("rtd", half_way)]
+    tasks = ["fewer", "words"]
+    events_of_rtd = [event for event in pretraining.events if event.startswith("rtd") and " at 0 " not in event]
+    assert events_of_rtd == [
+        *(f"rtd-seed1 at {half_way} {task}" for task in tasks),
+        "rtd-seed1",
+        *(f"rtd-seed1 at {last_step} {task}" for task in tasks),
+    ]
+
+
+def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_again_afterwards(
+    make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_comparison()
+    rtd, mlm = make_plan(load_section(file, CompareConfig), file).cells
+    pretraining = FakePretraining(monkeypatch)
+    pretraining.saved[rtd.name] = {rtd.marks[0]}
+    loaded_steps: list[int] = []
+
+    def fail_first(spec: str, step: int | None = None) -> Pretrained:
+        if step is not None:
+            loaded_steps.append(step)
+            if len(loaded_steps) == 1:
+                raise UserError("the store does not answer")
+        return pretraining.load(spec, step)
+
+    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_first)
+
+    assert compare(file)
+
+    assert loaded_steps == [rtd.marks[0], *rtd.marks, *mlm.marks]
