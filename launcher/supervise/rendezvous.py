@@ -252,8 +252,9 @@ class Rendezvous:
     def _next_port(self, first: int, number: int) -> int:
         """Return a port for a start of the ranks: the next one of 64 ports in turn that is free on this node.
 
-        The search starts at port `first` + `number` mod 64 and wraps around. If all ports are in use, the result is
-        the port at which the search started.
+        The search starts at port `first` + `number` mod 64 and wraps around. The port of the start before is left out,
+        which may be the next one if that start has skipped ports in use. If no other port is free, the result is the
+        port at which the search started.
 
         Args:
             first: the lowest of the 64 ports.
@@ -262,7 +263,7 @@ class Rendezvous:
         turn = number % _NUM_PORTS
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
         for port in ports:
-            if is_free(port):
+            if port != self._announced_port and is_free(port):
                 return port
         return ports[0]
 

@@ -83,6 +83,8 @@ def test_a_supervisor_announces_a_port_that_is_free_on_its_node(listener: socket
     turn_of_first_start = 2  # the first start of a job skips a number
     node_0 = Rendezvous(tmp_path, node=0, port=in_use - turn_of_first_start)
     assert node_0.start(lambda: False, 1) == in_use + 1
+    # The turn of the second start is the port at which ranks of the first one may still try to meet.
+    assert node_0.start(lambda: False, 1) not in (in_use, in_use + 1)
 
 
 def test_the_port_of_one_group_is_not_taken_for_that_of_another_with_the_same_parent(
