@@ -28,7 +28,7 @@ from one_gpu_parts.experiment import ARCHIVE, CONFIG, CORPUS, PAIRS, REPOSITORY,
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest, write_manifest
 from electra_dist.errors import EXIT_USER_ERROR, UserError
-from electra_dist.finetune.pair_files import read_pair_files
+from electra_dist.finetune.sentences.pair_files import read_pair_files
 from electra_dist.finetune.treebank.conllu_files import read_treebank
 from electra_dist.store.open_store import open_store
 

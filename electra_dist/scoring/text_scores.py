@@ -1,9 +1,9 @@
 """Score texts by a pretrained model: each token, and the whole text.
 
-How: `finetune/token_scores.py` computes the score of a token, whose meaning depends on the head with which the model
-was pretrained. The score of a text is the sum over its tokens, as for minimal pairs. A text that is longer than the
-rows that the model was trained on is cut into windows that overlap by half, and each token is scored in the window in
-which it is farther from the ends. Rows are `[CLS] text [SEP]`, one text each.
+How: `finetune/sentences/token_scores.py` computes the score of a token, whose meaning depends on the head with which
+the model was pretrained. The score of a text is the sum over its tokens, as for minimal pairs. A text that is longer
+than the rows that the model was trained on is cut into windows that overlap by half, and each token is scored in the
+window in which it is farther from the ends. Rows are `[CLS] text [SEP]`, one text each.
 
 Cost: one forward pass for each text or window; for a masked language model one for each token.
 
@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.token_scores import build_token_scorer, predicts_tokens
+from electra_dist.finetune.sentences.head_outputs import predicts_tokens
+from electra_dist.finetune.sentences.token_scores import build_token_scorer
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
 

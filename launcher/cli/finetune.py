@@ -199,8 +199,8 @@ def minimal_pairs(
     The built-in pairs test number agreement in English, such as singular and plural verbs; --file reads others, such
     as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
-    from electra_dist.finetune.minimal_pairs import score_minimal_pairs, score_sentence_pairs
-    from electra_dist.finetune.pair_files import read_pair_files
+    from electra_dist.finetune.sentences.minimal_pairs import score_minimal_pairs, score_sentence_pairs
+    from electra_dist.finetune.sentences.pair_files import read_pair_files
     from electra_dist.pretrained.load_encoder import device_of_choice, load_pretrained
 
     spec = source if model is None else model

@@ -20,7 +20,7 @@ from support.real_runs import write_corpus
 from electra_dist.config_file import load_config
 from electra_dist.data.corpus_manifest import ShardEntry, read_manifest
 from electra_dist.errors import UserError
-from electra_dist.finetune.number_agreement import ADJECTIVES, BE, NOUNS, PREPOSITIONS
+from electra_dist.finetune.sentences.number_agreement import ADJECTIVES, BE, NOUNS, PREPOSITIONS
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.store.open_store import open_store

@@ -14,7 +14,7 @@ from transformers import ElectraForMaskedLM
 from electra_dist.compare.measures import context_measure
 from electra_dist.compare.measures.context_measure import ContextMeasure
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.finetune.token_scores import build_token_scorer, score_places
+from electra_dist.finetune.sentences.token_scores import build_token_scorer, score_places
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained.hf_export import export_towers

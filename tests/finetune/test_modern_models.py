@@ -27,13 +27,13 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.layerwise_optimizer import peak_lr
 from electra_dist.finetune.output.seed_folder import write_seed_folder
 from electra_dist.finetune.seed_results import Result
+from electra_dist.finetune.sentences.token_scores import build_token_scorer
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
 from electra_dist.finetune.task import Task
 from electra_dist.finetune.task_heads import Classifier, TaskModel
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
-from electra_dist.finetune.token_scores import build_token_scorer
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.hf_export import export_towers

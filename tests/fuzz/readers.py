@@ -32,8 +32,8 @@ from electra_dist.data.shard import Shard
 from electra_dist.engine.micro_batch import read_known_sizes
 from electra_dist.errors import TornCheckpoint
 from electra_dist.finetune.output.seed_folder import read_identity
-from electra_dist.finetune.pair_files import read_pair_files
 from electra_dist.finetune.seeds.run_seeds import _finished_results
+from electra_dist.finetune.sentences.pair_files import read_pair_files
 from electra_dist.finetune.squad.passage_windows import read_squad
 from electra_dist.finetune.texts.labelled_texts import read_texts
 from electra_dist.library.corpus import open_corpus

@@ -11,7 +11,7 @@ from transformers import ElectraForPreTraining
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.finetune.minimal_pairs import pseudo_log_likelihood, replaced_logits
+from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive

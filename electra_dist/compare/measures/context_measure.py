@@ -4,7 +4,7 @@ Some tokens of the rows are replaced by tokens of other places (`objectives/cont
 depends on the token alone, such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the
 context. All runs of a comparison read the same rows with the same replacements, whatever their objectives and seeds.
 
-How: the encoder gives each compared token a score of being the original one (`finetune/token_scores.py`). A
+How: the encoder gives each compared token a score of being the original one (`finetune/sentences/token_scores.py`). A
 discriminator reads each row once. A masked language model reads a copy of the row for each compared token, in which
 this token is masked.
 
@@ -21,7 +21,7 @@ from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.analysis.roc_auc import auc_with_standard_error
 from electra_dist.compare.comparison_config import CONTEXT_AUC
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of
-from electra_dist.finetune.token_scores import score_places
+from electra_dist.finetune.sentences.token_scores import score_places
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed

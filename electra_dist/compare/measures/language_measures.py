@@ -6,8 +6,8 @@ from pathlib import Path
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, TaskEntry
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of, layer_details
-from electra_dist.finetune.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
-from electra_dist.finetune.pair_files import read_pair_files
+from electra_dist.finetune.sentences.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
+from electra_dist.finetune.sentences.pair_files import read_pair_files
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.finetune.treebank.conllu_files import read_treebank
 from electra_dist.finetune.treebank.word_probes import Target, probe_words

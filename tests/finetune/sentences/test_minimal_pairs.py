@@ -12,9 +12,9 @@ from transformers import ElectraForMaskedLM
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
-from electra_dist.finetune import minimal_pairs
-from electra_dist.finetune.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
-from electra_dist.finetune.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
+from electra_dist.finetune.sentences import minimal_pairs
+from electra_dist.finetune.sentences.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
+from electra_dist.finetune.sentences.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.objectives.base import StepInput

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.number_agreement import Pair, make_pairs
-from electra_dist.finetune.pair_files import SentencePair
-from electra_dist.finetune.token_scores import (
+from electra_dist.finetune.sentences.head_outputs import predicts_tokens
+from electra_dist.finetune.sentences.number_agreement import Pair, make_pairs
+from electra_dist.finetune.sentences.pair_files import SentencePair
+from electra_dist.finetune.sentences.token_scores import (
     kept_log_probs,
-    predicts_tokens,
     pseudo_log_likelihood,
     replaced_logits,
     sentence_log_probs,

@@ -22,24 +22,15 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from electra_dist.errors import UserError
+from electra_dist.finetune.sentences.head_outputs import (
+    SENTENCES_PER_BATCH,
+    discriminator_output_function,
+    kept_log_prob_function,
+    predicts_tokens,
+)
+from electra_dist.finetune.sentences.masked_scores import TokenScorer, masked_log_probs, masked_scorer
 from electra_dist.finetune.training_loop import Ids, Progress, predict, quiet
 from electra_dist.pretrained.load_encoder import Pretrained
-
-_BATCH = 128  # sentences per forward
-
-
-def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the encoder's pretraining head predicts tokens; False if it detects replaced tokens.
-
-    The two kinds of heads differ in their weights: only a head that predicts tokens has a `bias`, one value per token.
-    """
-    return "bias" in encoder.head_state()
-
-
-# Function that scores every token of rows of ids. It takes the rows and a function to report progress to, which it
-# calls after each batch. It returns one fp32 tensor on the host for each row, without [CLS] and the last [SEP].
-TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
@@ -61,11 +52,11 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
     """
     if predicts_tokens(encoder):
         if encoder.reads_masks:
-            return _masked_scorer(encoder, device)
+            return masked_scorer(encoder, device)
         # Replace MLM and All-Tokens MLM: log P(original), from a distribution over the vocabulary.
-        token_scores = _kept_log_prob_function(encoder, device)
+        token_scores = kept_log_prob_function(encoder, device)
     else:
-        discriminator_outputs = _discriminator_output_function(encoder, device)
+        discriminator_outputs = discriminator_output_function(encoder, device)
 
         def token_scores(ids_BS: torch.Tensor) -> torch.Tensor:
             """Return the score of every token of a batch from the outputs of a discriminator, fp32 [B, S]."""
@@ -104,7 +95,7 @@ def score_places(
         UserError: the model has no pretraining head.
     """
     if predicts_tokens(encoder) and encoder.reads_masks:
-        return _masked_log_probs(encoder, ids, places, device, progress)
+        return masked_log_probs(encoder, ids, places, device, progress)
     scores = build_token_scorer(encoder, device)(ids, progress)
     return torch.stack([scores[row][position - 1] for row, position in places])
 
@@ -146,37 +137,8 @@ def replaced_logits(
     Raises:
         UserError: the model has no discriminator head.
     """
-    replaced_logit = _discriminator_output_function(encoder, device)
+    replaced_logit = discriminator_output_function(encoder, device)
     return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
-
-
-def _discriminator_output_function(
-    encoder: Pretrained, device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build the discriminator with its head from the weights that `encoder` holds.
-
-    Returns:
-        A function from padded token ids [B, S] to the output of the head for every token, fp32 [B, S]. The output is
-        the logit of "replaced" or, for the discriminator of Electric, the energy of the token.
-
-    Raises:
-        UserError: the model has no discriminator head.
-    """
-    head = _head(encoder, device, "dense.weight", "out.weight")
-    backbone = encoder.backbone().to(device).eval()
-
-    def outputs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the output of the discriminator's head for every token of a batch, fp32 [B, S]."""
-        state_BSH = backbone(ids_BS)
-        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head.get("dense.bias")))
-        if "layer_norm.weight" in head:  # architecture `modern`
-            hidden_BSH = F.layer_norm(
-                hidden_BSH, hidden_BSH.shape[-1:], head["layer_norm.weight"], eps=encoder.model.layer_norm_eps
-            )
-        output_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
-        return output_BS1.squeeze(-1).float()
-
-    return outputs
 
 
 def kept_log_probs(
@@ -198,36 +160,7 @@ def kept_log_probs(
     Raises:
         UserError: the model has no head that predicts tokens.
     """
-    return _at_positions(_kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
-
-
-def _kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build a model that restores replaced tokens, with its head, from the weights that `encoder` holds.
-
-    Returns:
-        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32
-        [B, S]; `kept_log_probs` defines it.
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
-    """
-    token_log_probs = _token_log_probs(encoder, device)
-    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
-    backbone = encoder.backbone().to(device).eval()
-
-    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return for every token of a batch the log-probability that it is the original one, fp32 [B, S]."""
-        state_BSH = backbone(ids_BS)
-        logp_BSV = token_log_probs(state_BSH)
-        logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
-        if "copy_gate.weight" not in head:
-            return logp_BS
-        gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
-        copy_logp_BS = F.logsigmoid(gate_BS)  # log c, with c = sigmoid(gate)
-        no_copy_logp_BS = F.logsigmoid(-gate_BS)  # log(1 - c)
-        return torch.logaddexp(copy_logp_BS, no_copy_logp_BS + logp_BS)
-
-    return log_probs
+    return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
 
 
 def pseudo_log_likelihood(
@@ -250,95 +183,7 @@ def pseudo_log_likelihood(
     Raises:
         UserError: the model has no head that predicts tokens.
     """
-    return _row_sums(_masked_scorer(encoder, device)(ids, progress))
-
-
-def _masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Return a function that scores each token of rows when it is masked, by a masked language model.
-
-    Raises:
-        UserError: the model has no head that predicts tokens; the function raises it.
-    """
-
-    def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return log p(token | all other tokens) of the tokens of each row; the model reads one copy per token."""
-        # All places but [CLS] and the last [SEP].
-        places = [(row, position) for row, row_ids in enumerate(ids) for position in range(1, len(row_ids) - 1)]
-        logp_C = _masked_log_probs(encoder, ids, places, device, progress)
-        return list(logp_C.split([len(row_ids) - 2 for row_ids in ids]))
-
-    return score
-
-
-def _masked_log_probs(
-    encoder: Pretrained, ids: Ids, places: Sequence[tuple[int, int]], device: torch.device, progress: Progress
-) -> torch.Tensor:
-    """Return log p(token | all other tokens) of the tokens at C places of rows, fp32 [C] on the host.
-
-    The model reads one copy of a row for each place, in which the token at this place is masked.
-
-    Args:
-        encoder: a masked language model.
-        ids: rows of token ids with [CLS] and [SEP], without padding.
-        places: (index of the row, position in the row) of each token.
-        device: where the model runs.
-        progress: called after each batch with ("predict", copies done, copies in total).
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
-    """
-    token_log_probs = _token_log_probs(encoder, device)
-    backbone = encoder.backbone().to(device).eval()
-    mask = encoder.special.mask
-
-    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
-        state_BSH = backbone(ids_BS)
-        masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
-        return token_log_probs(masked_state_BH)
-
-    copies = [_with_mask(ids[row], position, mask) for row, position in places]
-    logp_C = torch.empty(len(copies))
-    for copy_numbers, logp_BV in predict(log_probs, copies, encoder.special.pad, _BATCH, device, progress):
-        masked_places = [places[number] for number in copy_numbers]
-        original_B = torch.tensor([ids[row][position] for row, position in masked_places], device=logp_BV.device)
-        logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
-    return logp_C
-
-
-def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
-    """Return a copy of a row of ids in which the id at `position` is replaced by `mask`, the id of [MASK]."""
-    return [*row[:position], mask, *row[position + 1 :]]
-
-
-def _token_log_probs(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
-
-    Returns:
-        A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
-        E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
-        where E is the embedding width.
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
-    """
-    head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
-    table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
-
-    def log_probs(state: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
-        hidden = F.gelu(F.linear(state, head["dense.weight"], head.get("dense.bias")))
-        normed = F.layer_norm(
-            hidden,
-            normalized_shape=hidden.shape[-1:],
-            weight=head["layer_norm.weight"],
-            bias=head.get("layer_norm.bias"),
-            eps=encoder.model.layer_norm_eps,
-        )
-        logits = F.linear(normed, table_VE, head["bias"])
-        return logits.float().log_softmax(-1)
-
-    return log_probs
+    return _row_sums(masked_scorer(encoder, device)(ids, progress))
 
 
 def _at_positions(
@@ -360,7 +205,7 @@ def _at_positions(
         progress: called after each batch with ("predict", rows done, rows in total).
     """
     value_N = torch.empty(len(ids))
-    for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
+    for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
         value_N[rows] = value_BS.gather(1, position_B[:, None])[:, 0].cpu()
     return value_N
@@ -385,7 +230,7 @@ def _values_between_ends(
         progress: called after each batch with ("predict", rows done, rows in total).
     """
     values = [torch.empty(0)] * len(ids)
-    for rows, value_BS in predict(function, ids, encoder.special.pad, _BATCH, device, progress):
+    for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         for row, value_S in zip(rows, value_BS.cpu(), strict=True):
             values[row] = value_S[1 : len(ids[row]) - 1].clone()  # a view would keep the whole batch in memory
     return values
@@ -394,22 +239,3 @@ def _values_between_ends(
 def _row_sums(values: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of each of N tensors as one fp32 tensor [N]; the sums are taken in float64."""
     return torch.tensor([value.double().sum().item() for value in values], dtype=torch.float32)
-
-
-def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`, keyed by their names within the head.
-
-    The names `needed` are those that the caller's kind of head has, for example "out.weight" for a discriminator.
-
-    Raises:
-        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another
-            kind of head.
-    """
-    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
-    missing = [name for name in needed if name not in head]
-    if missing:
-        raise UserError(
-            f"{encoder.name}: the model came without its pretraining head ({missing[0]} is missing); "
-            f"use the run's folder, or export the model with its head"
-        )
-    return head

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.finetune import minimal_pairs
-from electra_dist.finetune.minimal_pairs import score_sentence_pairs
-from electra_dist.finetune.pair_files import SentencePair, read_pair_files
-from electra_dist.finetune.token_scores import pseudo_log_likelihood, sentence_log_probs
+from electra_dist.finetune.sentences import minimal_pairs
+from electra_dist.finetune.sentences.minimal_pairs import score_sentence_pairs
+from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
+from electra_dist.finetune.sentences.token_scores import pseudo_log_likelihood, sentence_log_probs
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained

@@ -1,0 +1,1 @@
+"""Scores tokens, sentences and minimal pairs by the head with which a model was pretrained, without fine-tuning."""

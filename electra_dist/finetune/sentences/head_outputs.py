@@ -1,0 +1,133 @@
+"""Builds the pretraining head of a loaded model, with its encoder, as a function from token ids to its outputs.
+
+There are two kinds of heads. That of a discriminator gives one number per token: the logit of "replaced" or, in
+Electric, the energy of the token. That of a language model gives a distribution over the vocabulary; with a copy gate
+(All-Tokens MLM) it also gives the probability that a token was not replaced.
+
+Shapes: B rows of a batch, S tokens, H hidden width, E embedding width, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from electra_dist.errors import UserError
+from electra_dist.pretrained.load_encoder import Pretrained
+
+SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package scores rows
+
+
+def predicts_tokens(encoder: Pretrained) -> bool:
+    """Return whether the encoder's pretraining head predicts tokens; False if it detects replaced tokens.
+
+    The two kinds of heads differ in their weights: only a head that predicts tokens has a `bias`, one value per token.
+    """
+    return "bias" in encoder.head_state()
+
+
+def discriminator_output_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build the discriminator with its head from the weights that `encoder` holds.
+
+    Returns:
+        A function from padded token ids [B, S] to the output of the head for every token, fp32 [B, S]. The output is
+        the logit of "replaced" or, for the discriminator of Electric, the energy of the token.
+
+    Raises:
+        UserError: the model has no discriminator head.
+    """
+    head = _head(encoder, device, "dense.weight", "out.weight")
+    backbone = encoder.backbone().to(device).eval()
+
+    def outputs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the output of the discriminator's head for every token of a batch, fp32 [B, S]."""
+        state_BSH = backbone(ids_BS)
+        hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head.get("dense.bias")))
+        if "layer_norm.weight" in head:  # architecture `modern`
+            hidden_BSH = F.layer_norm(
+                hidden_BSH, hidden_BSH.shape[-1:], head["layer_norm.weight"], eps=encoder.model.layer_norm_eps
+            )
+        output_BS1 = F.linear(hidden_BSH, head["out.weight"], head["out.bias"])
+        return output_BS1.squeeze(-1).float()
+
+    return outputs
+
+
+def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build a model that restores replaced tokens, with its head, from the weights that `encoder` holds.
+
+    Returns:
+        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32
+        [B, S]; `kept_log_probs` defines it.
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    token_log_probs = token_log_prob_function(encoder, device)
+    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    backbone = encoder.backbone().to(device).eval()
+
+    def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return for every token of a batch the log-probability that it is the original one, fp32 [B, S]."""
+        state_BSH = backbone(ids_BS)
+        logp_BSV = token_log_probs(state_BSH)
+        logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
+        if "copy_gate.weight" not in head:
+            return logp_BS
+        gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
+        copy_logp_BS = F.logsigmoid(gate_BS)  # log c, with c = sigmoid(gate)
+        no_copy_logp_BS = F.logsigmoid(-gate_BS)  # log(1 - c)
+        return torch.logaddexp(copy_logp_BS, no_copy_logp_BS + logp_BS)
+
+    return log_probs
+
+
+def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
+
+    Returns:
+        A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
+        E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
+        where E is the embedding width.
+
+    Raises:
+        UserError: the model has no head that predicts tokens.
+    """
+    head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
+    table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
+
+    def log_probs(state: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
+        hidden = F.gelu(F.linear(state, head["dense.weight"], head.get("dense.bias")))
+        normed = F.layer_norm(
+            hidden,
+            normalized_shape=hidden.shape[-1:],
+            weight=head["layer_norm.weight"],
+            bias=head.get("layer_norm.bias"),
+            eps=encoder.model.layer_norm_eps,
+        )
+        logits = F.linear(normed, table_VE, head["bias"])
+        return logits.float().log_softmax(-1)
+
+    return log_probs
+
+
+def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
+    """Return the weights of the pretraining head on `device`, keyed by their names within the head.
+
+    The names `needed` are those that the caller's kind of head has, for example "out.weight" for a discriminator.
+
+    Raises:
+        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another
+            kind of head.
+    """
+    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    missing = [name for name in needed if name not in head]
+    if missing:
+        raise UserError(
+            f"{encoder.name}: the model came without its pretraining head ({missing[0]} is missing); "
+            f"use the run's folder, or export the model with its head"
+        )
+    return head
