@@ -12,7 +12,8 @@ import torch
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.answer_spans import best_spans
 from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.task_heads import Classifier, SpanHead, SpanModel
+from electra_dist.finetune.squad.span_head import SpanHead, SpanModel
+from electra_dist.finetune.task_heads import Classifier
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.load_encoder import Pretrained
 

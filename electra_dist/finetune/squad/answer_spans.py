@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.task_heads import SpanScores
+from electra_dist.finetune.squad.span_head import SpanScores
 
 Span = tuple[float, int, int]  # (log-probability, first token, last token), tokens numbered within the passage
 

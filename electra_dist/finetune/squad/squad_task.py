@@ -36,9 +36,10 @@ from electra_dist.finetune.squad.passage_windows import (
     read_squad,
     window_target,
 )
+from electra_dist.finetune.squad.span_head import AnswerModel, SpanModel
 from electra_dist.finetune.squad.squad_metrics import squad1_metrics, squad2_metrics
 from electra_dist.finetune.task import Task, TaskOutcome
-from electra_dist.finetune.task_heads import AnswerModel, SpanModel, TaskModel, new_features
+from electra_dist.finetune.task_heads import TaskModel, new_features
 from electra_dist.finetune.texts.labelled_texts import find_file
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.hf_export import TaskHead

@@ -6,7 +6,7 @@ import torch
 
 from electra_dist.finetune.squad.answer_spans import Span, best_spans
 from electra_dist.finetune.squad.passage_windows import AnswerWindow
-from electra_dist.finetune.task_heads import SpanScores
+from electra_dist.finetune.squad.span_head import SpanScores
 
 
 def test_a_span_is_an_answer_only_if_it_is_short_lies_in_the_passage_and_starts_at_an_owned_token() -> None:

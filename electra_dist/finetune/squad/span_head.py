@@ -1,0 +1,230 @@
+"""Defines the head of google-research/electra for SQuAD, and what all models for SQuAD have in common.
+
+The head has three outputs (`linear_span_head.py` has a simpler one):
+- Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
+  of [CLS], the target of both start and end in a window without the answer.
+- End logits: Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true
+  one in training, and each of the K most probable ones (the beam) in prediction.
+- No-answer logit: Dense(2H -> W), GELU, Dense(W -> 1) over [state of CLS ; mean of the states weighted by
+  softmax(start logits)]. It is positive for "no answer".
+The loss is (start + end) / 2 + answerable_weight * answerability: cross-entropies of start and end, and the binary
+cross-entropy of the no-answer logit.
+
+Guarantee: losses and scores are fp32 whatever the precision of the states.
+
+Cost: the first Dense(2H -> W) of the end is split into a half for the start and a half for the token, so that the
+product with a token's state is computed once instead of once per start.
+
+Source: google-research/electra, finetune/qa/qa_tasks.py.
+
+Shapes: B rows, S tokens, H hidden width, K beam, W span_width (512 by default).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.task_heads import TaskModel, init_head
+from electra_dist.model.layer.dropout_keys import DropoutKeys
+from electra_dist.model.row_layout import derive
+from electra_dist.pretrained.backbone import Backbone
+
+OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot be part of an answer
+
+
+class SpanScores(NamedTuple):
+    """Candidate answer spans of each of B rows: the K best starts, and the K best ends for each start, best first.
+
+    Log-probabilities are natural logarithms; positions are indices into the row of ids.
+    """
+
+    start_logp_BK: torch.Tensor  # log-probabilities of the starts, fp32
+    start_BK: torch.Tensor  # positions of the starts, int64
+    end_logp_BKK: torch.Tensor  # [row, start, end]: log-probability of the end, given the start, fp32
+    end_BKK: torch.Tensor  # [row, start, end]: positions of the ends, int64
+    no_answer_B: torch.Tensor  # logit, positive for "no answer", fp32
+
+
+class SpanHead(nn.Module):
+    """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer".
+
+    In prediction, `search` returns the most probable starts of each row, and the most probable ends for each start.
+    """
+
+    def __init__(self, width: int, settings: FinetuneConfig, seed: int) -> None:
+        """Build the head with initial weights from `seed`.
+
+        Args:
+            width: hidden size of the encoder.
+            settings: `beam` (candidates in `search`) and `span_width` (width of the hidden layers) are used.
+            seed: seed of the initial weights.
+        """
+        super().__init__()
+        self.beam = settings.beam
+        self.start = nn.Linear(width, 1)
+        self.end_hidden = nn.Linear(2 * width, settings.span_width)
+        self.end = nn.Linear(settings.span_width, 1)
+        self.answer_hidden = nn.Linear(2 * width, settings.span_width)
+        self.answer = nn.Linear(settings.span_width, 1)
+        init_head(self, seed)
+
+    def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the answer's start at each token, fp32 [B, S].
+
+        Args:
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
+            allowed_BS: bool, true at the positions that may be a start; the logits of the others are lowered by 1000.
+        """
+        logit_BS = self.start(state_BSH).squeeze(-1).float()
+        return logit_BS + OUTSIDE * ~allowed_BS
+
+    def end_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor, start_BK: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the answer's end at each token for each of K given starts, fp32 [B, K, S].
+
+        The logit is Dense(GELU(Dense([state of the start ; state of the token]))). The weight of the first Dense is
+        split into a half for the start and a half for the token, W x H each, so that the product with a token's state
+        is computed once instead of once per start. Suffixes: B rows, S tokens, K starts, H hidden and W span width.
+
+        Args:
+            state_BSH: states of the encoder.
+            allowed_BS: bool, true at the positions that may be an end; the logits of the others are lowered by 1000.
+            start_BK: positions of the starts, int64.
+        """
+        hidden_size = state_BSH.shape[-1]
+        start_index_BKH = start_BK[..., None].expand(-1, -1, hidden_size)
+        start_state_BKH = state_BSH.gather(1, start_index_BKH)
+        start_weight_WH, token_weight_WH = self.end_hidden.weight.split(hidden_size, dim=1)
+        start_part_BKW = F.linear(start_state_BKH, start_weight_WH, self.end_hidden.bias)
+        token_part_BSW = F.linear(state_BSH, token_weight_WH)
+        # The starts are processed one by one: [B, K, S, W] at once would be the largest tensor of the whole model.
+        logits_per_start = []
+        for k in range(start_BK.shape[1]):
+            hidden_BSW = F.gelu(start_part_BKW[:, k, None] + token_part_BSW)
+            logits_per_start.append(self.end(hidden_BSW))  # [B, S, 1]
+        logit_BKS = torch.stack(logits_per_start, dim=1).squeeze(-1).float()
+        return logit_BKS + OUTSIDE * ~allowed_BS[:, None]
+
+    def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
+        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none.
+
+        It is Dense(GELU(Dense([state of CLS ; expected state of the start]))). The expected state is the mean of the
+        states, each weighted by the probability that its token is the start (softmax of the start logits).
+
+        Args:
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
+            start_logit_BS: result of `start_logits`.
+        """
+        start_prob_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
+        expected_start_BH = torch.einsum("bs,bsh->bh", start_prob_BS, state_BSH)
+        cls_state_BH = state_BSH[:, 0]
+        features = torch.cat([cls_state_BH, expected_start_BH], -1)  # [B, 2H]
+        hidden_BW = F.gelu(self.answer_hidden(features))  # W is `span_width`
+        return self.answer(hidden_BW).squeeze(-1).float()
+
+    def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
+        """Return the candidate answer spans of each row: its K best starts, and for each start the K best ends.
+
+        An end may lie before its start, or outside the passage: the caller rejects such spans.
+
+        Args:
+            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
+            allowed_BS: bool, true at the positions that may be a start or an end.
+
+        Returns:
+            The candidates of each row, with its no-answer logit. K is the setting `beam`, but at most S, the tokens of
+            a row.
+        """
+        num_tokens = state_BSH.shape[1]
+        beam = min(self.beam, num_tokens)
+        start_logit_BS = self.start_logits(state_BSH, allowed_BS)
+        start_logp_BK, start_BK = start_logit_BS.log_softmax(-1).topk(beam)
+        # The end is predicted given the start, so each of the K starts has K best ends of its own.
+        end_logit_BKS = self.end_logits(state_BSH, allowed_BS, start_BK)
+        end_logp_BKK, end_BKK = end_logit_BKS.log_softmax(-1).topk(beam)
+        return SpanScores(
+            start_logp_BK=start_logp_BK,
+            start_BK=start_BK,
+            end_logp_BKK=end_logp_BKK,
+            end_BKK=end_BKK,
+            no_answer_B=self.no_answer_logit(state_BSH, start_logit_BS),
+        )
+
+
+class AnswerModel(TaskModel):
+    """Base class of models for SQuAD, which propose answer spans for rows of a question and a part of a passage.
+
+    A training target has three int64 numbers per row: start position, end position, and 1 if the question has no
+    answer. Both positions are 0, the [CLS], in a row that does not contain the answer.
+    """
+
+    def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return which positions may be the start or the end of an answer, bool [B, S].
+
+        These are the tokens of the passage with its final [SEP], as in google-research/electra, and [CLS], which
+        stands for "no answer".
+
+        Args:
+            ids_BS: B rows `[CLS] question [SEP] passage [SEP]`, int64; the passage has token type 1.
+        """
+        allowed_BS = derive(ids_BS, self.backbone.special).token_type_BS == 1
+        allowed_BS[:, 0] = True
+        return allowed_BS
+
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the candidate answer spans of each row, and its logit of "no answer".
+
+        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
+
+        Args:
+            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
+        """
+        raise NotImplementedError
+
+
+class SpanModel(AnswerModel):
+    """SQuAD model of google-research/electra: an encoder with a `SpanHead`.
+
+    The targets are those of `AnswerModel`.
+    """
+
+    head: SpanHead
+
+    def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
+        """Add a new SQuAD head to an encoder of hidden size `width`; `seed` determines the head's initial weights."""
+        super().__init__(backbone, SpanHead(width, settings, seed))
+        self.answerable_weight = settings.answerable_weight
+
+    def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean loss of a batch, as an fp32 scalar: (start + end) / 2 + answerable_weight * answerability.
+
+        Start and end have a cross-entropy over the row's S positions, answerability has a binary cross-entropy.
+
+        Args:
+            ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64.
+            target_BK: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and 1 if the
+                question has no answer.
+            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
+        """
+        start_B, end_B, impossible_B = target_BK.unbind(1)
+        state_BSH = self.backbone(ids_BS, dropout_keys)
+        allowed_BS = self.allowed(ids_BS)
+        start_logit_BS = self.head.start_logits(state_BSH, allowed_BS)
+        # In training, the end is predicted given the true start: a beam of one.
+        true_start_B1 = start_B[:, None]
+        end_logit_BS = self.head.end_logits(state_BSH, allowed_BS, true_start_B1)[:, 0]
+        no_answer_logit_B = self.head.no_answer_logit(state_BSH, start_logit_BS)
+        start_loss = F.cross_entropy(start_logit_BS, start_B)
+        end_loss = F.cross_entropy(end_logit_BS, end_B)
+        span_loss = (start_loss + end_loss) / 2
+        answerable_loss = F.binary_cross_entropy_with_logits(no_answer_logit_B, impossible_B.float())
+        return span_loss + self.answerable_weight * answerable_loss
+
+    def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the candidate answer spans of each row, and its logit of "no answer"; see `AnswerModel.search`."""
+        state_BSH = self.backbone(ids_BS)
+        return self.head.search(state_BSH, self.allowed(ids_BS))
