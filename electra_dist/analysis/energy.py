@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from electra_dist.analysis.goodput import Goodput
+from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.run.jsonl import Record
 
 

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.analysis.goodput import STARTS, seconds_per_step, starts_of
+from electra_dist.analysis.wall_time.run_starts import STARTS, seconds_per_step, starts_of
 from electra_dist.run.jsonl import Record
 
 _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it counts as one interruption

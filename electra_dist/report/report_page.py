@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from electra_dist.analysis.goodput import Goodput
+from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.config import TowerConfig
 from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError

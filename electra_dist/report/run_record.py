@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from electra_dist.analysis.energy import Energy, energy_of
-from electra_dist.analysis.goodput import Goodput, goodput
 from electra_dist.analysis.metric_columns import MetricColumns
+from electra_dist.analysis.wall_time.goodput import Goodput, goodput
 from electra_dist.config import Config
 from electra_dist.config_layers import read_yaml
 from electra_dist.errors import UserError

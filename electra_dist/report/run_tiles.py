@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.analysis.goodput import Goodput
+from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.report.html_parts import percent
 from electra_dist.report.panels import guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from electra_dist.analysis.energy import energy_of
-from electra_dist.analysis.goodput import Goodput
+from electra_dist.analysis.wall_time.goodput import Goodput
 
 
 def record(step: int, step_s: float, power_w: float | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_run import BOOT, BUILD, DATA, IMPORT, NOTICE, QUEUE, RESTORE, STEP, Simulation
 
-from electra_dist.analysis.goodput import goodput, start_line
 from electra_dist.analysis.optimal_save_interval import interruptions, measured_stall_s
+from electra_dist.analysis.wall_time.goodput import goodput, start_line
 
 NUM_STEPS = st.integers(12, 60)
 ENDINGS = st.sampled_from(["kill", "crash", "stop"])

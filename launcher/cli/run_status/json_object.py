@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from electra_dist.analysis.goodput import goodput
+from electra_dist.analysis.wall_time.goodput import goodput
 from launcher.cli.run_status.explanation import next_commands, reason_of_state
 from launcher.cli.run_status.snapshot import RunSnapshot
 from launcher.slurm.job_history import links_of

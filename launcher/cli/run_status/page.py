@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from electra_dist.analysis.context_auc import is_stuck, stuck_warning
-from electra_dist.analysis.goodput import goodput
+from electra_dist.analysis.wall_time.goodput import goodput
 from electra_dist.run.folder import JOBS_FILE
 from electra_dist.run.number_formats import format_duration
 from electra_dist.run.process_identity import is_running

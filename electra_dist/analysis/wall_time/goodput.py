@@ -1,0 +1,212 @@
+"""Split the wall-clock time of a run into parts, and compute its goodput, from the run's ledger.
+
+Guarantee: pure functions of the events in ledger.jsonl and of the job records in slurm/jobs.jsonl, which show the time
+before a process starts. The parts below, in seconds, add up to the wall-clock time from the first submission (without
+Slurm: from the start of the first process) to the last event.
+
+    queue    waiting for nodes: from submitted (or requeued) to started
+    boot     from the start of the job to the start of the rank's process: batch script, srun, deepspeed
+    imports, build, restore    from the start of the process to the first step (`setup_s` of start and resume events)
+    compile  the time by which the first step took longer than the mean of the others
+    data     waiting for rows
+    stall    checkpoint copies, and waits for the previous one
+    eval     held-out evaluations
+    lost     steps that were repeated later
+    useful   steps that were kept
+    down     everything not listed above: a fault until it is noticed, killing processes, reports
+
+Goodput is useful / (wall - queue). The run cannot influence the time in the queue, which is therefore shown
+separately.
+
+Limits: those of `run_starts.py`, which reads the ledger.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from electra_dist.analysis.wall_time.queue_times import first_submission, queue_and_boot_of_starts
+from electra_dist.analysis.wall_time.run_starts import STARTS, RunStart, seconds_per_step, starts_of, time_of
+from electra_dist.run.jsonl import Record
+from electra_dist.run.number_formats import format_duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Account of a run's wall-clock time: the seconds that were spent on each activity.
+
+    The fields `queue` to `down` do not overlap, and add up to the time from the first Slurm submission to the last
+    event of the ledger. Without Slurm the account begins with the first process. `useful` are steps that were kept,
+    `lost` are steps that were repeated after a restart, and `down` is all time that no other field covers.
+    """
+
+    queue: float = 0.0
+    boot: float = 0.0
+    imports: float = 0.0
+    build: float = 0.0
+    restore: float = 0.0
+    compile: float = 0.0
+    data: float = 0.0
+    stall: float = 0.0
+    eval: float = 0.0
+    lost: float = 0.0
+    useful: float = 0.0
+    down: float = 0.0
+    steps_lost: int = 0  # steps that were repeated later
+    starts: int = 0  # starts of the ranks, the first included
+
+    @property
+    def wall(self) -> float:
+        """Return the wall-clock seconds of the run: the sum of the fields `queue` to `down`."""
+        return math.fsum(self.parts().values())
+
+    @property
+    def fraction(self) -> float | None:
+        """Return the goodput, in [0, 1]: the seconds of useful steps divided by all seconds outside the queue.
+
+        None if the run has spent no time outside the queue yet.
+        """
+        outside_queue_s = self.wall - self.queue
+        if outside_queue_s <= 0:
+            return None
+        return self.useful / outside_queue_s
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each activity by its name, from "queue" to "down", in the order of the fields."""
+        activities = [field.name for field in fields(self) if field.name not in ("steps_lost", "starts")]
+        return {activity: getattr(self, activity) for activity in activities}
+
+    def described(self) -> str:
+        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost.
+
+        For example, "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost".
+        """
+        parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
+        return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
+
+
+def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
+    """Split the wall-clock time of a run, up to its last event, by the activities on which it was spent.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first. If it has no start, all numbers of the result are 0.
+        jobs: records of slurm/jobs.jsonl; without them `queue` and `boot` are 0, and the time between two starts
+            counts as `down`.
+    """
+    starts = starts_of(ledger)
+    if not starts:
+        return Goodput()
+    queue_and_boot_s = queue_and_boot_of_starts(ledger, jobs, starts)
+    useful_s, lost_s, steps_lost = _useful_and_lost(starts)
+    setups = [start.setup for start in starts]
+    spent = [start.spent for start in starts]
+    parts = {
+        "queue": sum(queue_s for queue_s, _ in queue_and_boot_s),
+        "boot": sum(boot_s for _, boot_s in queue_and_boot_s),
+        "imports": _total(setups, "import"),
+        "build": _total(setups, "build"),
+        "restore": _total(setups, "restore"),
+        "compile": sum(start.compile_s for start in starts),
+        "data": _total(spent, "data"),
+        "stall": _total(spent, "stall"),
+        "eval": _total(spent, "eval"),
+        "lost": lost_s,
+        "useful": useful_s,
+    }
+    run_began = min(starts[0].began, first_submission(jobs))
+    wall_s = starts[-1].last - run_began
+    down_s = max(0.0, wall_s - math.fsum(parts.values()))
+    return Goodput(**parts, down=down_s, steps_lost=steps_lost, starts=len(starts))
+
+
+def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
+    """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps).
+
+    A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
+    start are all kept. For example, if a start makes 120 steps and is killed, and the next one resumes at step 100,
+    then 100 steps are kept and 20 are repeated. The time of steps that a killed start made after its last ledger event
+    is estimated from the mean step time.
+
+    Args:
+        starts: all starts of the run, oldest first.
+    """
+    mean_step_s = seconds_per_step(starts)
+    useful_s = 0.0
+    lost_s = 0.0
+    steps_lost = 0
+    for start, next_start in itertools.zip_longest(starts, starts[1:]):
+        step_s = mean_step_s  # for a start that was killed before it recorded a step
+        if start.num_steps:
+            step_s = start.steps_s / start.num_steps
+        if next_start is None:
+            useful_s += start.num_steps * step_s
+            break
+
+        # Steps that the ledger records: those up to the checkpoint from which the next start resumed are kept.
+        num_kept = min(start.num_steps, max(0, next_start.first_step - start.first_step))
+        num_repeated = start.num_steps - num_kept
+        useful_s += num_kept * step_s
+        lost_s += num_repeated * step_s
+
+        # Steps between the last event of this start and its end: only the next start knows how many they were. Their
+        # time is estimated, and is no longer than the gap between the two starts.
+        num_unrecorded = max(0, next_start.repeated - num_repeated)
+        gap_s = max(0.0, next_start.began - start.last)
+        lost_s += min(num_unrecorded * step_s, gap_s)
+        steps_lost += max(next_start.repeated, num_repeated)
+    return useful_s, lost_s, steps_lost
+
+
+def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) -> float:
+    """Return the seconds that all starts of a run together spent on one activity.
+
+    Args:
+        seconds_by_activity: for each start, its seconds by activity.
+        activity: for example "import"; a start without it counts as 0.
+    """
+    return math.fsum(seconds.get(activity, 0.0) for seconds in seconds_by_activity)
+
+
+def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
+    """Return the line that a start of the ranks prints: its step, the checkpoint's age, steps lost, and goodput.
+
+    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". Steps lost are those that the run
+    made after the restored checkpoint and must repeat. The first start of a run prints its step only, for example
+    "start at step 0".
+
+    Args:
+        ledger: events up to the event "start" or "resume" of this start; that event must be included.
+        jobs: records of slurm/jobs.jsonl; empty without Slurm.
+    """
+    start_events = [event for event in ledger if event["event"] in STARTS]
+    newest_start = start_events[-1]
+    parts = []
+    if newest_start["event"] == "resume":
+        parts.append(f"restored step {newest_start['step']:,}")
+        age_s = _checkpoint_age_s(ledger, newest_start)
+        if age_s is not None:
+            parts.append(f"age {format_duration(age_s)}")
+    else:
+        parts.append(f"start at step {newest_start['step']:,}")
+    if len(start_events) > 1:
+        parts.append(f"{newest_start.get('repeated', 0):,} steps lost")
+        fraction = goodput(ledger, jobs).fraction
+        if fraction is not None:
+            parts.append(f"goodput {100 * fraction:.1f} %")
+    return ", ".join(parts)
+
+
+def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
+    """Return the seconds from the save of a checkpoint to a resume from it; None if the ledger lacks the save.
+
+    Args:
+        ledger: events of ledger.jsonl, oldest first.
+        resume: the resume event; its step is that of the checkpoint.
+    """
+    saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
+    if not saves:
+        return None
+    return time_of(resume) - time_of(saves[-1])
