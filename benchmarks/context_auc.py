@@ -3,6 +3,7 @@
     electra-dist corpus build --input DIR --output corpora/tiny --config configs/tiny_rtd.yaml
     python benchmarks/context_auc.py --corpus corpora/tiny --save --picture docs/context_auc.png    # two settings
     python benchmarks/context_auc.py --corpus corpora/tiny --search --seeds 11 --save               # many settings
+    python benchmarks/context_auc.py --corpus corpora/tiny --search --only modern --save    # one, three seeds
 
 Each run is configs/tiny_rtd.yaml with fewer steps (2,600 steps of 2,048 tokens: 13 minutes of one core with bf16
 instructions) and one setting of ARMS, or of SEARCH. Settings are searched with seeds that the comparison of the first
@@ -32,16 +33,29 @@ from matplotlib.figure import Figure
 from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table
 
 from electra_dist.config_file import load_config
+from electra_dist.errors import EXIT_USER_ERROR
 from electra_dist.model.flops import run_flops
 from electra_dist.report.curves import print_style
 from electra_dist.run.writers.metrics_writer import read_metrics
 
 CONFIG = REPOSITORY / "configs" / "tiny_rtd.yaml"
+RISEN = 0.55  # a context AUC eight standard errors above 0.5, that of word frequency alone
 COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a16207", "#db2777")
 
 # Name -> settings that differ from configs/tiny_rtd.yaml, whose temperature falls from 4 to 1 with tau 0.15.
 ARMS: dict[str, list[str]] = {"curriculum": [], "t1": ["objective.temperature=1.0"]}
 LABELS = {"curriculum": "temperature falls from 4 to 1", "t1": "temperature 1, as in the paper"}  # in the picture
+# ModernBERT's layers as configs/compare_tiny_modern.yaml has them, with about as many parameters as the paper's.
+MODERN = [
+    "model.architecture=modern",
+    "model.embedding_size=256",
+    "model.discriminator={hidden_size: 256, num_layers: 4, num_heads: 4, intermediate_size: 680}",
+    "model.generator={hidden_size: 64, num_layers: 4, num_heads: 1, intermediate_size: 168}",
+    "model.global_every=3",
+    "model.local_window=16",
+    "model.global_rope_theta=10000.0",
+    "model.layer_norm_eps=1.0e-5",
+]
 SEARCH: dict[str, list[str]] = {
     "base": [],
     "tau08": ["objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.08}"],
@@ -57,8 +71,11 @@ SEARCH: dict[str, list[str]] = {
     "gen128": ["model.generator={hidden_size: 128, num_layers: 4, num_heads: 2, intermediate_size: 512}"],
     "genlr05": ["optimizer.generator={lr: 5.0e-4}"],
     "genlr2": ["optimizer.generator={lr: 2.0e-3}"],
+    "lr05": ["optimizer.lr=5.0e-4"],
     "lr2": ["optimizer.lr=2.0e-3"],
     "own_tables": ["model.sharing=none"],
+    "modern": MODERN,
+    "modern_t1": [*MODERN, "objective.temperature=1.0"],
 }
 
 
@@ -76,24 +93,28 @@ def settings(arguments: argparse.Namespace, arm: str, seed: int) -> list[str]:
         "log.eval_every_steps": max(1, steps // 13),
         "log.every_steps": max(1, steps // 130),
     }
-    arms = SEARCH if arguments.search else ARMS
     toy = [*TOY, "model.vocab_size=4096"] if arguments.smoke else []  # the vocabulary of the demo's corpus
-    return [f"{key}={value}" for key, value in common.items()] + toy + arms[arm]
+    return [f"{key}={value}" for key, value in common.items()] + toy + (ARMS | SEARCH)[arm]
 
 
-def train(given: Sequence[str], log: Path) -> None:
+def train(given: Sequence[str], log: Path) -> bool:
     """Make a run on one core, or finish it if an earlier call began it; its output is appended to `log`.
 
+    Returns:
+        Whether the run reached its last step: False if its loss diverged, so that the guard ended it.
+
     Raises:
-        SystemExit: the run ended with an error; the message names the log.
+        SystemExit: the run ended with another error; the message names the log.
     """
     command = [sys.executable, "launcher/pretrain.py", "--config", str(CONFIG)]
     command += [word for setting in given for word in ("--set", setting)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("a") as output:
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode:
+    diverged = done.returncode == EXIT_USER_ERROR and " diverges: " in log.read_text().splitlines()[-1]
+    if done.returncode and not diverged:
         sys.exit(f"error: a run ended with exit code {done.returncode}; read {log}, correct it and start again")
+    return not diverged
 
 
 def read_curve(given: Sequence[str]) -> Json:
@@ -143,36 +164,59 @@ def main(argv: Sequence[str] | None = None) -> Json:
     options.add_argument("--seeds", default="1,2,3", help="seeds, separated by commas (default: %(default)s)")
     options.add_argument("--steps", type=int, default=2600, help="steps of each run (default: %(default)s)")
     options.add_argument("--search", action="store_true", help="compare the settings of SEARCH instead of ARMS")
+    options.add_argument("--only", help="some of these settings, separated by commas (default: all)")
     options.add_argument("--parallel", type=int, default=2, help="runs at the same time (default: %(default)s)")
     options.add_argument("--picture", type=Path, help="PNG file for the curves")
     arguments = options.parse_args(argv)
     arguments.corpus, arguments.output = arguments.corpus.resolve(), arguments.output.resolve()
     arguments.output.mkdir(parents=True, exist_ok=True)
     arms = SEARCH if arguments.search else ARMS
+    if arguments.only:
+        names = arguments.only.split(",")
+        if unknown := [name for name in names if name not in arms]:
+            sys.exit(f"error: --only names unknown settings {', '.join(unknown)}; there are {', '.join(arms)}")
+        arms = {name: arms[name] for name in names}
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
 
     given = {(arm, seed): settings(arguments, arm, seed) for seed in seeds for arm in arms}
     with ThreadPoolExecutor(arguments.parallel) as pool:
         logs = [arguments.output / f"{arm}-{seed}.log" for arm, seed in given]
-        list(pool.map(train, given.values(), logs))
+        finished = list(pool.map(train, given.values(), logs))
 
     curves: dict[str, dict[str, Json]] = {arm: {} for arm in arms}
-    for (arm, seed), run_settings in given.items():
-        curves[arm][str(seed)] = read_curve(run_settings)
-    rows = []
-    for arm, by_seed in curves.items():
-        ends = [curve["context_auc"][-1] for curve in by_seed.values()]
-        losses = [curve["mlm_loss"][-1] for curve in by_seed.values()]
-        petaflops = next(iter(by_seed.values()))["flops"][-1] / 1e15
-        each = " ".join(f"{end:.3f}" for end in ends)
-        rows.append([arm, f"{statistics.mean(ends):.3f}", each, f"{statistics.mean(losses):.3f}", f"{petaflops:.3f}"])
-    print_table(["setting", "context AUC", "by seed", "MLM loss", "PFLOP"], rows)
+    for ((arm, seed), run_settings), reached in zip(given.items(), finished, strict=True):
+        curves[arm][str(seed)] = read_curve(run_settings) | {"diverged": not reached}
+    rows = [table_row(arm, list(by_seed.values())) for arm, by_seed in curves.items()]
+    print_table(["setting", "context AUC", "by seed", "MLM loss", "PFLOP", "PFLOP until it rises"], rows)
     if arguments.picture:
         draw(curves, arguments.picture)
     what = f"context AUC after {arguments.steps:,} steps of configs/tiny_rtd.yaml"
     lines = [] if arguments.search else [_line(what, rows)]
     name = "context_auc-search" if arguments.search else "context_auc"
     return finish(name, arguments, argv, lines, settings=arms, curves=curves)
+
+
+def table_row(arm: str, curves: Sequence[Json]) -> list[str]:
+    """Return the cells of a setting in the printed table: means over the seeds, the context AUC also of each seed.
+
+    A seed whose loss diverged is named so and is not in the means. The last cell holds the training FLOPs at the
+    first evaluation with a context AUC above RISEN; "-" stands for a number that no seed has.
+
+    Args:
+        arm: name of the setting.
+        curves: a curve for each seed, as `read_curve` returns it, with `diverged`.
+    """
+    done = [curve for curve in curves if not curve["diverged"]]
+    each = " ".join("diverged" if curve["diverged"] else f"{curve['context_auc'][-1]:.3f}" for curve in curves)
+    risen = [next((f for f, auc in zip(c["flops"], c["context_auc"]) if auc > RISEN), None) for c in done]
+    columns = [
+        ([curve["context_auc"][-1] for curve in done], 1.0),
+        ([curve["mlm_loss"][-1] for curve in done], 1.0),
+        ([curve["flops"][-1] for curve in done], 1e-15),
+        ([flops for flops in risen if flops is not None], 1e-15),
+    ]
+    auc, *others = [f"{statistics.mean(values) * unit:.3f}" if values else "-" for values, unit in columns]
+    return [arm, auc, each, *others]
 
 
 def _line(what: str, rows: Sequence[Sequence[str]]) -> ResultLine:
