@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         draw(curves, arguments.picture)
     what = f"context AUC after {arguments.steps:,} steps of configs/tiny_rtd.yaml"
     lines = [] if arguments.search else [_line(what, rows)]
-    name = "context_auc-search" if arguments.search else "context_auc"
+    name = "context_auc" + ("-search" if arguments.search else "") + (f"-{'-'.join(arms)}" if arguments.only else "")
     return finish(name, arguments, argv, lines, settings=arms, curves=curves)
 
 

@@ -195,6 +195,15 @@ def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path,
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_leaves_a_diverged_seed_out_of_the_means() -> None:
+    flops = [1e15, 2e15, 3e15]
+    finished = {"flops": flops, "context_auc": [0.5, 0.56, 0.7], "mlm_loss": [7.0, 6.0, 5.0], "diverged": False}
+    diverged = {"flops": flops[:1], "context_auc": [0.5], "mlm_loss": [9.0], "diverged": True}
+    row = context_auc.table_row("base", [finished, diverged])
+    assert row == ["base", "0.700", "0.700 diverged", "5.000", "3.000", "2.000"]
+    assert context_auc.table_row("lr2", [diverged]) == ["lr2", "-", "diverged", "-", "-", "-"]
+
+
 def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
     cases = _run(side_files, tmp_path)["cases"]
     assert len(cases) == 4
