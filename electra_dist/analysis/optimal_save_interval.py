@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.analysis.wall_time.run_starts import STARTS, seconds_per_step, starts_of
+from electra_dist.analysis.wall_time.run_starts import START_EVENTS, seconds_per_step, starts_of
 from electra_dist.run.jsonl import Record
 
 _PRIOR_S = 24 * 3600.0  # first guess of the time between interruptions; it counts as one interruption
@@ -59,7 +59,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
     num_interruptions = 0
     previous_end: str | None = None  # how the previous start ended; None before the first start
     for event in ledger:
-        if event["event"] in STARTS:
+        if event["event"] in START_EVENTS:
             if previous_end in ("crash", "unhealthy", _UNKNOWN_END):
                 num_interruptions += 1
             previous_end = _UNKNOWN_END  # until an event records the end of this start

@@ -51,7 +51,7 @@ class Comparison:
     """
 
     def __init__(self, compare: CompareConfig, file: Path, glue: Path | None) -> None:
-        """Check config, corpus and tasks; then write a vocabulary file and a config file for each run.
+        """Check config, corpus and tasks; then write one vocabulary file, and one config file per run.
 
         They are written to the output folder of the comparison, or nothing is written if a check fails.
 
@@ -69,11 +69,12 @@ class Comparison:
         self.plan: Plan = make_plan(compare, file)
         self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
         self.folder = Path(compare.output)
-        for cell in self.plan.cells:
-            # The numerics version is not checked here: a finished run is only read, whichever version made it, and for
-            # an unfinished run the process that continues it makes this check.
-            inputs = check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
-        # All runs read the same corpora, so `inputs`, those of the last run, stand for all.
+        # The numerics version is not checked here: a finished run is only read, whichever version made it, and for an
+        # unfinished run the process that continues it makes this check.
+        inputs_of_runs = [
+            check_inputs(cell.config, compare.ranks, accept_new_numerics=True) for cell in self.plan.cells
+        ]
+        inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))
         elif compare.criterion is not None and CONTEXT_AUC in compare.criterion.metrics:
@@ -89,7 +90,7 @@ class Comparison:
             _replace_file(cell.file, dump_yaml(cell.config).encode())
         self._scores = Scores(self.folder / "scores", manifest.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
-        # cannot be scored, as in "rtd-seed1 500".
+        # is missing or cannot be scored, as in "rtd-seed1 500".
         self._failures: dict[str, Failure] = {}
         self._criterion_origin = ""  # when the criterion was stated, for the results
 
@@ -101,8 +102,8 @@ class Comparison:
         Args:
             progress: called with (activity, parts done, parts in total) while a run trains and while a checkpoint is
                 scored.
-            note: called with one line of text for the user after each run: the number of steps, or why it is not
-                finished.
+            note: called with one line of text for the user after each run: the number of its steps and of its scored
+                checkpoints, or why it is not finished.
 
         Returns:
             Whether every run is finished and every checkpoint could be scored.
@@ -113,6 +114,7 @@ class Comparison:
         num_runs = len(self.plan.cells)
         first_objective = self._compare.objectives[0].name
         incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
+        incomplete_names = {cell.name for cell in incomplete_cells}
         self._score_interrupted(incomplete_cells, progress)
         with Pretrainings(incomplete_cells, self._compare.ranks, self._compare.parallel) as runs:
             for number, cell in enumerate(self.plan.cells, start=1):
@@ -123,19 +125,18 @@ class Comparison:
                     self._score(RANDOM, cell, 0, report)
 
                 # A run with all its scores is not made, because its checkpoints may have been deleted.
-                failure = runs.result(cell, report) if cell in incomplete_cells else ""
+                failure = runs.result(cell, report) if cell.name in incomplete_names else ""
                 if failure:
                     self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
                 self._score_saved(cell, report)  # also of a run that failed: it may have saved some of its checkpoints
+                if not failure:
+                    self._record_missing_checkpoints(cell)
                 self.write()
-                if failure:
-                    note(f"{title}: {failure}")
-                else:
-                    note(f"{title}: {cell.marks[-1]:,} steps, scored at {len(cell.marks)}")
+                note(f"{title}: {failure or self._summary(cell)}")
         return not self._failures
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
-        """Score what interrupted runs have saved, and write the results if there are any.
+        """Score what interrupted runs have saved, and write the results if any score exists, also an earlier one.
 
         Finished runs are left out, because they are scored later, while the next runs train.
 
@@ -162,6 +163,30 @@ class Comparison:
             if step in saved:
                 self._score(cell.entry, cell, step, progress)
 
+    def _record_missing_checkpoints(self, cell: Cell) -> None:
+        """Record a failure for each checkpoint of a finished run that lacks a score and does not exist."""
+        saved = saved_steps(cell)
+        for step in cell.marks:
+            if step not in saved and self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)):
+                what = (
+                    f"after {step:,} steps: the checkpoint is missing; to make the run again, delete "
+                    f"{cell.config.run_dir} and repeat the command"
+                )
+                key = _checkpoint_key(cell.entry, cell, step)
+                self._failures[key] = Failure(entry=cell.entry, seed=cell.seed, what=what)
+
+    def _summary(self, cell: Cell) -> str:
+        """Return how many steps a finished run has made, and how many of its checkpoints have all their scores.
+
+        A checkpoint that no measure scores does not count, for example if all tasks have `at: ends`.
+        """
+        num_scored = 0
+        for step in cell.marks:
+            measures = self._due_measures(cell, step)
+            if measures and not self._scores.missing(cell.entry, cell, step, measures):
+                num_scored += 1
+        return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
+
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
         """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored.
 
@@ -176,7 +201,7 @@ class Comparison:
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
-        key = f"{entry}-seed{cell.seed} {step}"
+        key = _checkpoint_key(entry, cell, step)
         self._failures.pop(key, None)  # of an earlier try
         try:
             self._scores.make(entry, cell, step, missing_measures, progress)
@@ -227,9 +252,9 @@ class Comparison:
     def failures(self) -> list[Failure]:
         """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
 
-        First come runs that did not finish and checkpoints that could not be scored; only those of this process are
-        known. Then come seeds of fine-tuning that diverged or predicted the same for every example, which are stored
-        with the scores.
+        First come runs that did not finish, and checkpoints that are missing or could not be scored; only those of
+        this process are known. Then come seeds of fine-tuning that diverged or predicted the same for every example,
+        which are stored with the scores.
         """
         return [*self._failures.values(), *score_failures(self.scores())]
 
@@ -271,9 +296,14 @@ class Comparison:
     def _command(self) -> str:
         """Return the shell command that starts or resumes this comparison, with paths quoted where necessary."""
         command = f"electra-dist compare {shlex.quote(str(self._file))}"
-        if self._glue:
+        if self._glue is not None:
             command += f" --glue {shlex.quote(str(self._glue))}"
         return command
+
+
+def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
+    """Return the name of a checkpoint, by which its failure is stored, as in "rtd-seed1 500" or "random-seed1 0"."""
+    return f"{entry}-seed{cell.seed} {step}"
 
 
 def _replace_file(path: Path, data: bytes) -> None:

@@ -2,8 +2,8 @@
 
 Guarantee: a run that crashes does not end any other run. A run counts as finished if the checkpoint of its last step
 is complete, whatever its exit code. If an earlier comparison was killed and its run still trains, this run is waited
-for, not started twice. After Ctrl-C, the ranks of the runs save a checkpoint and end; the next start continues from
-it.
+for, not started twice. After Ctrl-C, the ranks of the runs that this comparison has started save a checkpoint and end;
+the next start continues from it. A run that an earlier comparison has started goes on.
 
 How: a run is started by `python -m launcher.supervise`, which starts the ranks and watches them, with the YAML file of
 the run. A user can run the same command. Its output is appended to RUN.log. Progress is read from the heartbeat files,
@@ -69,9 +69,10 @@ class Pretrainings:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop all runs that are still training, and wait until their ranks have saved a checkpoint and ended.
+        """Stop the runs that this pool has started, and wait until their ranks have saved a checkpoint and ended.
 
-        Runs that were requested but have not started yet are not started. No exception is suppressed.
+        A run that an earlier comparison has started, and that this pool only waits for, is not stopped. Runs that were
+        requested but have not started yet are not started. No exception is suppressed.
         """
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
@@ -85,6 +86,10 @@ class Pretrainings:
 
         Returns:
             An empty string if the run is finished, otherwise the reason in one line.
+
+        Raises:
+            UserError: the checkpoint stores of the run cannot be listed.
+            OSError: the supervisor of the run cannot be started, or its log cannot be written or read.
         """
         self._start(cell)
         run = self._started[cell.name]
@@ -137,16 +142,18 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     # The value of an environment variable by which the run's processes on this machine are found.
     process_mark = mark_of(Path(cell.config.run_dir), node=0)
     exit_code: int | None = None  # of the supervisor that this call has started
+    log = _log_file(cell)
+    log_begin = 0  # bytes in the log before that supervisor was started; earlier starts have written them
     while last_step not in saved_steps(cell):
         is_running = bool(marked_pids(process_mark))
         if is_running:
             pause()  # an earlier, interrupted comparison has started the run, which still trains
         elif exit_code is None:
+            log_begin = log.stat().st_size if log.exists() else 0
             exit_code = _supervise(cell, ranks, pause)
         else:
-            log = _log_file(cell)
             return (
-                f"the run ended with exit code {exit_code}: {_last_error(log)}; "
+                f"the run ended with exit code {exit_code}: {_last_error(log, log_begin)}; "
                 f"read {log}, correct the cause and repeat the command"
             )
     return ""
@@ -198,14 +205,18 @@ def _log_file(cell: Cell) -> Path:
     return Path(f"{cell.config.run_dir}.log")
 
 
-def _last_error(log: Path) -> str:
-    """Return the last line of a log that starts with "error: ", or its last line if no line starts so.
+def _last_error(log: Path, begin: int) -> str:
+    """Return the last line of a part of a log that starts with "error: ", or its last line if no line starts so.
 
-    Blank lines do not count. If the log has no other lines, the result is "the log is empty".
+    Blank lines do not count. If the part has no other lines, the result is "it has written nothing to the log".
+
+    Args:
+        log: the log, which several starts of a run may have written.
+        begin: number of bytes to leave out at the beginning, for example those of earlier starts.
     """
-    last_line = "the log is empty"
+    last_line = "it has written nothing to the log"
     last_error = ""
-    for line in log.read_text(errors="replace").splitlines():
+    for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():
         text = line.strip()
         if text:
             last_line = text

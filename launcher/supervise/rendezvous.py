@@ -250,11 +250,11 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Return a port for a start of the ranks: the next one of 64 ports in turn that is free on this node.
+        """Choose the port on this node for a start of the ranks: the first free one, but not that of the start before.
 
-        The search starts at port `first` + `number` mod 64 and wraps around. The port of the start before is left out,
-        which may be the next one if that start has skipped ports in use. If no other port is free, the result is the
-        port at which the search started.
+        Tries 64 ports, beginning at `first + (number % 64)` and wrapping around to `first`. The port of the start
+        before, which comes next if that start skipped ports in use, is left out. If none of the others is free, the
+        result is the first of these.
 
         Args:
             first: the lowest of the 64 ports.
@@ -262,10 +262,11 @@ class Rendezvous:
         """
         turn = number % _NUM_PORTS
         ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
-        for port in ports:
-            if port != self._announced_port and is_free(port):
+        other_ports = [port for port in ports if port != self._announced_port]
+        for port in other_ports:
+            if is_free(port):
                 return port
-        return ports[0]
+        return other_ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
         """Return the newest start and the reports on how the ranks of nodes have ended.

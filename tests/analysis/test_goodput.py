@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +77,59 @@ def test_a_ledger_without_recorded_seconds_still_gives_an_account():
     assert account.wall == pytest.approx(run.now - first_event, abs=1e-2)
     assert account.stall == pytest.approx(run.truth["stall"])
     assert account.useful >= run.truth["useful"]
+
+
+@pytest.mark.parametrize(("name", "step"), [("rollback", 24), ("storage", 20)])
+def test_an_event_without_recorded_seconds_does_not_hide_those_of_an_earlier_checkpoint(name: str, step: int):
+    """The first job saves at steps 10 and 20 and makes 25; its last event has no `spent_s`, as after a rollback.
+
+    The step of a rollback is the index of the last skipped step, and not the number of steps done.
+    """
+    run = Simulation()
+    begin = run.now
+    run.job(25, "kill")
+    end_of_first_job = datetime.fromtimestamp(run.now - NOTICE, UTC).isoformat(timespec="milliseconds")
+    run.event(name, step)
+    run.ledger[-1]["time"] = end_of_first_job
+    run.job(12, "stop")
+
+    account = goodput(run.ledger, run.jobs)
+
+    assert account.wall == pytest.approx(run.now - begin, abs=1e-3)
+    assert account.steps_lost == 5
+    for activity, seconds in account.parts().items():
+        assert seconds == pytest.approx(run.truth.get(activity, 0.0), abs=1e-2), activity
+
+
+def test_a_rollback_before_the_first_checkpoint_counts_its_steps_as_lost():
+    """No event of the first job has `spent_s`, so its steps take the mean time of those of the second one."""
+    run = Simulation()
+    run.job(8, "kill")
+    run.event("rollback", 7)
+    run.job(12, "stop")
+
+    account = goodput(run.ledger, run.jobs)
+
+    assert account.steps_lost == 8
+    assert account.lost == pytest.approx(8 * STEP, abs=1e-2)
+    assert account.useful == pytest.approx(12 * STEP, abs=1e-2)
+
+
+def test_a_job_without_a_time_of_submission_counts_from_when_it_began():
+    """Slurm reported the submission of the second job only, which was after the first one began."""
+    run = Simulation()
+    run.job(8, "kill")
+    run.ledger.clear()  # the first job ended before its ranks started
+    run.job(12, "stop")
+    first_job, second_job = run.jobs
+    first_job["submitted"] = None
+    second_job["ledger_events"] = 0
+    first_job_began = datetime.fromisoformat(first_job["started"]).timestamp()
+
+    account = goodput(run.ledger, run.jobs)
+
+    assert account.wall == pytest.approx(run.now - first_job_began, abs=1e-3)
+    assert account.queue == pytest.approx(QUEUE)
 
 
 def test_an_empty_ledger_has_no_goodput():

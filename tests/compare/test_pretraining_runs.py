@@ -25,7 +25,7 @@ def cell(make_comparison: Callable[..., Path]) -> Cell:
 
 
 def fake_supervisor(
-    monkeypatch: pytest.MonkeyPatch, saved_steps: list[set[int]], running_pids: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, saved_steps: list[set[int]], running_pids: list[list[int]], output: str = ""
 ) -> list[str]:
     """Replace what `pretrain` sees of a run, and let every started run end with exit code 1.
 
@@ -33,6 +33,7 @@ def fake_supervisor(
         monkeypatch: pytest's fixture.
         saved_steps: steps of the complete checkpoints, at the first, second, ... time that `pretrain` reads them.
         running_pids: ids of the run's processes, at the first, second, ... time that `pretrain` looks for them.
+        output: what every started run appends to its log.
 
     Returns:
         A list, empty at first, to which every start of a run appends the name of the run.
@@ -43,6 +44,10 @@ def fake_supervisor(
 
     def supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
         started.append(cell.name)
+        log = Path(f"{cell.config.run_dir}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(output)
         return 1
 
     monkeypatch.setattr(pretraining_runs, "saved_steps", lambda cell: next(next_saved_steps))
@@ -78,15 +83,30 @@ def test_a_run_that_still_trains_is_waited_for_and_not_started_twice(
 def test_a_run_that_ends_early_is_started_once_and_its_last_error_is_reported(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Path(f"{cell.config.run_dir}.log")
-    log.parent.mkdir(parents=True)
-    log.write_text("a line\nerror: the disk is full\nsupervise: end, exit code 1\n")
-    started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []])
+    output = "a line\nerror: the disk is full\nsupervise: end, exit code 1\n"
+    started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []], output=output)
 
     failure = pretrain(cell, 1, lambda: None)
 
     assert failure == (
         "the run ended with exit code 1: error: the disk is full; "
-        f"read {log}, correct the cause and repeat the command"
+        f"read {cell.config.run_dir}.log, correct the cause and repeat the command"
     )
     assert started == [cell.name]
+
+
+@pytest.mark.parametrize(
+    ("output", "reported"),
+    [("killed, step 5 of 8\n", "killed, step 5 of 8"), ("", "it has written nothing to the log")],
+)
+def test_an_error_that_an_earlier_start_has_written_to_the_log_is_not_reported_again(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch, output: str, reported: str
+) -> None:
+    log = Path(f"{cell.config.run_dir}.log")
+    log.parent.mkdir(parents=True)
+    log.write_text("error: the disk is full\n")
+    fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []], output=output)
+
+    failure = pretrain(cell, 1, lambda: None)
+
+    assert failure.startswith(f"the run ended with exit code 1: {reported}; read ")

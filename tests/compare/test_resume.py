@@ -88,16 +88,17 @@ def results(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def compare(file: Path) -> bool:
-    """Make or continue the comparison of `file`; return whether all of it succeeded."""
+def compare(file: Path, notes: list[str] | None = None) -> bool:
+    """Make or continue the comparison of `file`, append its notes to `notes`, and return whether all succeeded."""
 
     def ignore_progress(activity: str, parts_done: int, num_parts: int) -> None:
         pass
 
-    def ignore_note(text: str) -> None:
-        pass
+    def note(text: str) -> None:
+        if notes is not None:
+            notes.append(text)
 
-    return Comparison(load_section(file, CompareConfig), file, None).run(ignore_progress, ignore_note)
+    return Comparison(load_section(file, CompareConfig), file, None).run(ignore_progress, note)
 
 
 def test_interrupts_between_runs_and_between_scores_change_neither_the_work_nor_the_results(
@@ -333,3 +334,43 @@ def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_a
     assert compare(file)
 
     assert loaded_steps == [rtd.marks[0], *rtd.marks, *mlm.marks]
+
+
+def test_a_checkpoint_that_a_finished_run_has_not_kept_is_a_failure(
+    make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_comparison()
+    rtd, mlm = make_plan(load_section(file, CompareConfig), file).cells
+    pretraining = FakePretraining(monkeypatch)
+    pretraining.saved[rtd.name] = {rtd.marks[-1]}
+    notes: list[str] = []
+
+    assert not compare(file, notes)
+
+    (failure,) = results(tmp_path / "out")["failures"]
+    assert (failure["entry"], failure["seed"]) == ("rtd", 1)
+    assert failure["what"].startswith(f"after {rtd.marks[0]} steps: the checkpoint is missing; ")
+    assert notes == [
+        f"[1/2] rtd-seed1: {rtd.marks[-1]} steps, 1 of 2 checkpoints scored",
+        f"[2/2] mlm-seed1: {mlm.marks[-1]} steps, 2 of 2 checkpoints scored",
+    ]
+
+
+def test_the_note_of_a_run_does_not_count_a_checkpoint_that_cannot_be_scored(
+    make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_comparison()
+    rtd = make_plan(load_section(file, CompareConfig), file).cells[0]
+    pretraining = FakePretraining(monkeypatch)
+    notes: list[str] = []
+
+    def fail_at_last_step_of_rtd(spec: str, step: int | None = None) -> Pretrained:
+        if spec == rtd.config.run_dir and step == rtd.marks[-1]:
+            raise UserError("the store does not answer")
+        return pretraining.load(spec, step)
+
+    monkeypatch.setattr(checkpoint_scores, "load_pretrained", fail_at_last_step_of_rtd)
+
+    assert not compare(file, notes)
+
+    assert notes[0] == f"[1/2] rtd-seed1: {rtd.marks[-1]} steps, 1 of 2 checkpoints scored"

@@ -2,10 +2,11 @@
 
 Guarantee: pure functions of the events in ledger.jsonl and of the job records in slurm/jobs.jsonl, which show the time
 before a process starts. The parts below, in seconds, add up to the wall-clock time from the first submission (without
-Slurm: from the start of the first process) to the last event.
+Slurm: from the start of the first process) to the last event. Only if the other parts alone exceed that time, for
+example because a clock was set back, do they add up to more; `down` is then 0.
 
-    queue    waiting for nodes: from submitted (or requeued) to started
-    boot     from the start of the job to the start of the rank's process: batch script, srun, deepspeed
+    queue    waiting for nodes: from the submission of the job (or its requeue) until it began
+    boot     from when the job began to the start of the rank's process: batch script, srun, deepspeed
     imports, build, restore    from the start of the process to the first step (`setup_s` of start and resume events)
     compile  the time by which the first step took longer than the mean of the others
     data     waiting for rows
@@ -29,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from electra_dist.analysis.wall_time.queue_times import first_submission, queue_and_boot_of_starts
-from electra_dist.analysis.wall_time.run_starts import STARTS, RunStart, seconds_per_step, starts_of, time_of
+from electra_dist.analysis.wall_time.run_starts import START_EVENTS, RunStart, seconds_per_step, starts_of, time_of
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_duration
 
@@ -38,9 +39,10 @@ from electra_dist.run.number_formats import format_duration
 class Goodput:
     """Account of a run's wall-clock time: the seconds that were spent on each activity.
 
-    The fields `queue` to `down` do not overlap, and add up to the time from the first Slurm submission to the last
-    event of the ledger. Without Slurm the account begins with the first process. `useful` are steps that were kept,
-    `lost` are steps that were repeated after a restart, and `down` is all time that no other field covers.
+    The fields `queue` to `down` add up to the time from the first Slurm submission to the last event of the ledger, or
+    to more if the fields other than `down` alone exceed that time. Without Slurm the account begins with the first
+    process. `useful` are steps that were kept, `lost` are steps that were repeated after a restart, and `down` is all
+    time that no other field covers.
     """
 
     queue: float = 0.0
@@ -127,8 +129,8 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
 
     A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
     start are all kept. For example, if a start makes 120 steps and is killed, and the next one resumes at step 100,
-    then 100 steps are kept and 20 are repeated. The time of steps that a killed start made after its last ledger event
-    is estimated from the mean step time.
+    then 100 steps are kept and 20 are repeated. The time of steps that a start made after its seconds were last
+    recorded, for example before it was killed, is estimated from the mean step time.
 
     Args:
         starts: all starts of the run, oldest first.
@@ -151,10 +153,10 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
         useful_s += num_kept * step_s
         lost_s += num_repeated * step_s
 
-        # Steps between the last event of this start and its end: only the next start knows how many they were. Their
-        # time is estimated, and is no longer than the gap between the two starts.
+        # Steps between the last record of its seconds and the end of this start: only the next start knows how many
+        # they were. Their time is estimated, and is no longer than the gap from that record to the next start.
         num_unrecorded = max(0, next_start.repeated - num_repeated)
-        gap_s = max(0.0, next_start.began - start.last)
+        gap_s = max(0.0, next_start.began - start.spent_until)
         lost_s += min(num_unrecorded * step_s, gap_s)
         steps_lost += max(next_start.repeated, num_repeated)
     return useful_s, lost_s, steps_lost
@@ -171,17 +173,19 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Return the line that a start of the ranks prints: its step, the checkpoint's age, steps lost, and goodput.
+    """Return the line that describes the newest start of the ranks: its step, the checkpoint's age, and what was lost.
 
-    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". Steps lost are those that the run
-    made after the restored checkpoint and must repeat. The first start of a run prints its step only, for example
-    "start at step 0".
+    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". The age is the time from the event of
+    the checkpoint to that of the start, and is left out if the ledger lacks the checkpoint. Steps lost are those that
+    the run made after the restored checkpoint and must repeat. The goodput is that of the whole run up to this start.
+    For the first start in the ledger, steps lost and goodput are left out, as in "start at step 0".
 
     Args:
-        ledger: events up to the event "start" or "resume" of this start; that event must be included.
+        ledger: events of ledger.jsonl, oldest first, up to the event "start" or "resume" of this start; that event
+            must be included.
         jobs: records of slurm/jobs.jsonl; empty without Slurm.
     """
-    start_events = [event for event in ledger if event["event"] in STARTS]
+    start_events = [event for event in ledger if event["event"] in START_EVENTS]
     newest_start = start_events[-1]
     parts = []
     if newest_start["event"] == "resume":

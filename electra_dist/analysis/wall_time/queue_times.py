@@ -31,7 +31,7 @@ def queue_and_boot_of_starts(
     queue_and_boot_s = []
     previous_index = -1
     previous_end = -math.inf
-    for start, index in zip(starts, start_indexes(ledger)):
+    for start, index in zip(starts, start_indexes(ledger), strict=True):
         own_begins = [job for job in begins if previous_index < job["ledger_events"] <= index]
         queue_and_boot_s.append(_queue_and_boot(own_begins, previous_end, start.began))
         previous_index = index
@@ -42,10 +42,9 @@ def queue_and_boot_of_starts(
 def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
     """Return how long one start of the ranks waited for nodes, and how long it then booted: (queue, boot) in seconds.
 
-    Usually one Slurm job leads to one start of the ranks: `queue` is the time from its submission until Slurm starts
-    it, and `boot` is the time from then until the Python process begins. Several jobs come before one start if the
-    earlier ones ended before their ranks started. `queue` is then the sum over these jobs, and `boot` is that of the
-    last job.
+    Usually one Slurm job leads to one start of the ranks: `queue` is the time from its submission until the job began,
+    and `boot` is the time from then until the Python process began. Several jobs come before one start if the earlier
+    ones ended before their ranks started. `queue` is then the sum over these jobs, and `boot` is that of the last job.
 
     Args:
         begins: "begin" records of these jobs in slurm/jobs.jsonl, oldest first; without any the result is (0, 0).
@@ -57,29 +56,42 @@ def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began
     boot_s = 0.0
     busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already
     for job in begins:
-        recorded = time_of(job)  # the job's script writes the record first of all, so the job has its nodes by then
-        started = _seconds(job.get("started"))
-        if not started:  # Slurm did not report the time
-            started = recorded
-        submitted = _seconds(job.get("submitted"))
-        if not submitted:  # Slurm did not report the time, so no waiting is counted
-            submitted = started
+        submitted, job_began = _submitted_and_began(job)
         waiting_since = max(submitted, busy_until)
-        queue_s += max(0.0, started - waiting_since)
-        boot_s = max(0.0, process_began - started)  # replaced by each later job: only the last started the process
-        busy_until = recorded  # the run held the nodes of this job, so the wait for the next one began later
+        queue_s += max(0.0, job_began - waiting_since)
+        boot_s = max(0.0, process_began - job_began)  # replaced by each later job: only the last started the process
+        busy_until = time_of(job)  # the run held the nodes of this job, so the wait for the next one began later
     return queue_s, boot_s
 
 
 def first_submission(jobs: Sequence[Record]) -> float:
-    """Return the Unix time at which the first Slurm job of the run was submitted; infinity if no record has that time.
+    """Return the Unix time at which the first Slurm job of the run was submitted; infinity if no job began.
+
+    If Slurm did not report when a job was submitted, the time at which it began counts instead.
 
     Args:
         jobs: records of slurm/jobs.jsonl; those of the kind "begin" hold the time of submission.
     """
-    submissions = [_seconds(job.get("submitted")) for job in jobs if job["event"] == "begin"]
-    known_submissions = [submitted for submitted in submissions if submitted is not None]
-    return min(known_submissions, default=math.inf)
+    return min((_submitted_and_began(job)[0] for job in jobs if job["event"] == "begin"), default=math.inf)
+
+
+def _submitted_and_began(begin: Record) -> tuple[float, float]:
+    """Return the Unix times at which a Slurm job was submitted, and at which it began.
+
+    If Slurm did not report when the job began, the time of the record is used, because the job's script writes it
+    first of all. If Slurm did not report the submission, the job counts as submitted when it began, without any
+    waiting.
+
+    Args:
+        begin: the "begin" record of the job in slurm/jobs.jsonl.
+    """
+    job_began = _seconds(begin.get("started"))
+    if job_began is None:
+        job_began = time_of(begin)
+    submitted = _seconds(begin.get("submitted"))
+    if submitted is None:
+        submitted = job_began
+    return submitted, job_began
 
 
 def _seconds(time: str | None) -> float | None:

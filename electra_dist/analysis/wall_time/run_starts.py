@@ -2,9 +2,9 @@
 
 Guarantee: pure functions of the events in ledger.jsonl.
 
-Limits: if events have no `spent_s` (the seconds by activity; missing in an older ledger, and for a start that was
-killed before its first checkpoint), the seconds are estimated from the times of the events. The seconds after the last
-event are not counted.
+Limits: if no event of a start has `spent_s`, the seconds by activity, as in an older ledger, they are estimated from
+the times of its checkpoints and of its end. A start that was killed before its first checkpoint has no estimate: its
+steps and their seconds count as 0. Steps after the event from which the numbers of a start are taken are not counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from datetime import datetime
 
 from electra_dist.run.jsonl import Record
 
-STARTS = ("start", "resume")  # names of the events that begin a start of the ranks
-_PROGRESS_EVENTS = ("checkpoint", "stop", "storage", "done", "crash", "unhealthy", "rollback")  # they hold `spent_s`
+START_EVENTS = ("start", "resume")  # names of the events that begin a start of the ranks
+_PROGRESS_EVENTS = ("checkpoint", "stop", "storage", "done", "crash", "unhealthy")  # `step`: steps done
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ class RunStart:
     last: float  # time of its last event
     last_step: int  # steps that were done when `spent` was recorded
     spent: Mapping[str, float]  # seconds by activity: first (the first step), step (the others), data, stall, eval
+    spent_until: float  # time of the event that `last_step` and `spent` are from
 
     @property
     def num_steps(self) -> int:
         """Return how many optimizer steps this start made until its times (`spent`) were last recorded.
 
-        Steps after its newest ledger event are therefore not included.
+        Steps after that time are therefore not included.
         """
         return max(0, self.last_step - self.first_step)
 
@@ -95,7 +96,7 @@ def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
         later_events: its other events, oldest first; may be empty.
     """
     progress = [event for event in later_events if event["event"] in _PROGRESS_EVENTS]
-    newest_progress = progress[-1] if progress else start_event
+    newest = _newest_progress(start_event, progress)
     setup = start_event.get("setup_s", {})
     return RunStart(
         began=time_of(start_event) - sum(setup.values()),
@@ -103,14 +104,15 @@ def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
         first_step=start_event["step"],
         repeated=start_event.get("repeated", 0),
         last=max(time_of(event) for event in [start_event, *later_events]),
-        last_step=newest_progress["step"],
+        last_step=newest["step"],
         spent=_spent_s(start_event, progress),
+        spent_until=time_of(newest),
     )
 
 
 def start_indexes(ledger: Sequence[Record]) -> list[int]:
     """Return the indexes in `ledger` of the events "start" and "resume"; each of them begins a start of the ranks."""
-    return [index for index, event in enumerate(ledger) if event["event"] in STARTS]
+    return [index for index, event in enumerate(ledger) if event["event"] in START_EVENTS]
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
@@ -128,22 +130,37 @@ def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> l
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
 
+def _newest_progress(start_event: Record, progress: Sequence[Record]) -> Record:
+    """Return the newest event that tells how far one start of the ranks came and how it spent its time.
+
+    It is the newest progress event with the field `spent_s`. If none has the field, it is the newest progress event,
+    and if there is none, the start event.
+
+    Args:
+        start_event: the event "start" or "resume" of the start.
+        progress: the progress events of the start, oldest first; may be empty. An event "storage" may lack `spent_s`.
+    """
+    with_seconds = [event for event in progress if "spent_s" in event]
+    return [start_event, *(with_seconds or progress)][-1]
+
+
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
     """Return the seconds that one start of the ranks (one launch of their processes) spent on each activity.
 
     The activities are steps, pauses for checkpoints ("stall"), evaluations and so on.
 
-    If the newest event has the field `spent_s`, which counts the seconds by activity since that start, the field is
-    returned. Older ledgers lack the field, and the seconds are then estimated from all events of the start. "stall" is
-    the sum of the pauses for checkpoints that they record, and "step" is all other time between the start event and
-    the newest one. If there is no event after the start event, the result is empty.
+    If a progress event has the field `spent_s`, which counts the seconds by activity since the first step of that
+    start, the newest such field is returned. Older ledgers lack the field, and the seconds are then estimated from all
+    progress events. "stall" is the sum of the copies of checkpoints (`stall_s`) and of the waits for the previous one
+    (`wait_s`) that they record, and "step" is all other time between the start event and the newest progress event. If
+    there is no progress event, the result is empty.
 
     Args:
-        start_event: the ledger's event "start" or "resume", written when the ranks were started.
+        start_event: the ledger's event "start" or "resume", written after the setup of the ranks.
         progress: the later events of the same start that record how many steps are done, such as "checkpoint", oldest
             first; may be empty.
     """
-    newest = progress[-1] if progress else start_event
+    newest = _newest_progress(start_event, progress)
     if "spent_s" in newest:
         return newest["spent_s"]
     if not progress:

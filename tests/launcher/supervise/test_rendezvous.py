@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.supervise import rendezvous
 from launcher.supervise.rendezvous import Rendezvous
 
 
@@ -108,3 +109,18 @@ def test_files_of_others_in_the_meeting_folder_are_passed_over(tmp_path: Path, n
         zero._next_look = 0.0
         assert "node 1" in zero.news()
     assert (folder / name).read_text() == "not json"
+
+
+def test_two_consecutive_starts_have_different_ports_also_if_no_port_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start skips the port of its turn, so its port is the turn of the second start."""
+    node_0 = Rendezvous(tmp_path, node=0, port=7000)
+    turn_of_first_start = 2  # the first start of a job skips a number
+    free_ports = {7000 + turn_of_first_start + 1}
+    monkeypatch.setattr(rendezvous, "is_free", lambda port: port in free_ports)
+    assert node_0.start(never, 1) == 7003
+
+    free_ports.clear()
+
+    assert node_0.start(never, 1) == 7004
