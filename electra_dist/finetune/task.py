@@ -20,8 +20,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 class TaskOutcome(NamedTuple):
     """Metrics and predictions of a model on the development data, and the reason if the result counts as failed.
 
-    Metrics are fractions, those of SQuAD per cent. `failure` is empty for a good result; a failed one keeps its
-    metrics unless the loss diverged.
+    A failed result keeps its metrics unless the loss diverged.
     """
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD

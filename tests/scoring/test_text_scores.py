@@ -207,7 +207,7 @@ def test_many_texts_are_scored_in_portions_with_the_same_result(
 
 def test_a_model_without_its_head_is_refused(encoder: Pretrained) -> None:
     without_head = {name: weight for name, weight in encoder.state.items() if not name.startswith("head.")}
-    with pytest.raises(UserError, match="without its pretraining head"):
+    with pytest.raises(UserError, match="no pretraining head of the kind needed"):
         TextScorer(dataclasses.replace(encoder, state=without_head), CPU)
 
 

@@ -21,9 +21,10 @@ SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package score
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the encoder's pretraining head predicts tokens; False if it detects replaced tokens.
+    """Return whether the encoder's pretraining head predicts tokens.
 
-    The two kinds of heads differ in their weights: only a head that predicts tokens has a `bias`, one value per token.
+    False if it detects replaced tokens, or if the encoder was loaded without a head. The two kinds of heads differ in
+    their weights: only a head that predicts tokens has a `bias`, with one value per entry of the vocabulary.
     """
     return "bias" in encoder.head_state()
 
@@ -60,13 +61,15 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
 
     Returns:
         A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32
-        [B, S]; `kept_log_probs` defines it.
+        [B, S]. Without a copy gate it is log p(token), where p is the distribution that the head predicts at the
+        token's position. A copy gate (All-Tokens MLM) also predicts the probability c that the token was not replaced,
+        and the result is log(c + (1 - c) * p(token)). Logarithms are natural.
 
     Raises:
         UserError: the model has no head that predicts tokens.
     """
     token_log_probs = token_log_prob_function(encoder, device)
-    head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
+    gate = {name: weight.to(device) for name, weight in encoder.head_state().items() if name.startswith("copy_gate.")}
     backbone = encoder.backbone().to(device).eval()
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
@@ -74,9 +77,9 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
         state_BSH = backbone(ids_BS)
         logp_BSV = token_log_probs(state_BSH)
         logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
-        if "copy_gate.weight" not in head:
+        if not gate:
             return logp_BS
-        gate_BS = F.linear(state_BSH, head["copy_gate.weight"], head["copy_gate.bias"]).squeeze(-1).float()
+        gate_BS = F.linear(state_BSH, gate["copy_gate.weight"], gate["copy_gate.bias"]).squeeze(-1).float()
         copy_logp_BS = F.logsigmoid(gate_BS)  # log c, with c = sigmoid(gate)
         no_copy_logp_BS = F.logsigmoid(-gate_BS)  # log(1 - c)
         return torch.logaddexp(copy_logp_BS, no_copy_logp_BS + logp_BS)
@@ -127,7 +130,7 @@ def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, 
     missing = [name for name in needed if name not in head]
     if missing:
         raise UserError(
-            f"{encoder.name}: the model came without its pretraining head ({missing[0]} is missing); "
-            f"use the run's folder, or export the model with its head"
+            f"{encoder.name}: the model has no pretraining head of the kind needed ({missing[0]} is missing); "
+            f"use the folder of a run whose objective trains this head, or export the model with its head"
         )
     return head

@@ -25,8 +25,9 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
     """Return a function that scores each token of rows when it is masked, by a masked language model.
 
-    Raises:
-        UserError: the model has no head that predicts tokens; the function raises it.
+    The function returns log p(token | all other tokens), natural logarithm, as one fp32 tensor [S - 2] on the host for
+    each row of S tokens: all but [CLS] and the last [SEP]. It is this function that raises UserError if the model has
+    no head that predicts tokens.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
@@ -63,7 +64,9 @@ def masked_log_probs(
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
         state_BSH = backbone(ids_BS)
-        masked_state_BH = state_BSH[ids_BS == mask]  # one masked token per row
+        is_masked_BS = ids_BS == mask
+        assert bool((is_masked_BS.sum(1) == 1).all()), "a row holds another [MASK] than that of the scored token"
+        masked_state_BH = state_BSH[is_masked_BS]
         return token_log_probs(masked_state_BH)
 
     copies = [_with_mask(ids[row], position, mask) for row, position in places]

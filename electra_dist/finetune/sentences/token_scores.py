@@ -146,9 +146,7 @@ def kept_log_probs(
 ) -> torch.Tensor:
     """Return the log-probability that the token at one position of each row is the original one, fp32 [N].
 
-    The model reads the row without [MASK] and predicts a distribution p of the original token; logarithms are natural.
-    Without a copy gate the result is log p(token). A head with a copy gate (All-Tokens MLM) also predicts the
-    probability c that the token was not replaced. The result is then log(c + (1 - c) * p(token)).
+    The model reads the row without [MASK]. `kept_log_prob_function` gives the formula; logarithms are natural.
 
     Args:
         encoder: a model with a head that predicts tokens.

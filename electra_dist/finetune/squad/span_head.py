@@ -1,10 +1,12 @@
 """Defines the head of google-research/electra for SQuAD, and what all models for SQuAD have in common.
 
-The head has three outputs (`linear_span_head.py` has a simpler one):
-- Start logits: Dense(H -> 1) over all states. Those of positions outside the passage are lowered by 1000, except that
-  of [CLS], the target of both start and end in a window without the answer.
+A passage that is too long for a row is cut into overlapping parts; the question with one of these parts is a window,
+and each row is a window. The head has three outputs (`linear_span_head.py` has a simpler one):
+- Start logits: Dense(H -> 1) over all states.
 - End logits: Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true
   one in training, and each of the K most probable ones (the beam) in prediction.
+- Both are lowered by 1000 at positions outside the passage, so that these have probability 0, except at [CLS], the
+  target of both start and end in a window without the answer.
 - No-answer logit: Dense(2H -> W), GELU, Dense(W -> 1) over [state of CLS ; mean of the states weighted by
   softmax(start logits)]. It is positive for "no answer".
 The loss is (start + end) / 2 + answerable_weight * answerability: cross-entropies of start and end, and the binary
@@ -199,18 +201,18 @@ class SpanModel(AnswerModel):
         super().__init__(backbone, SpanHead(width, settings, seed))
         self.answerable_weight = settings.answerable_weight
 
-    def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+    def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean loss of a batch, as an fp32 scalar: (start + end) / 2 + answerable_weight * answerability.
 
         Start and end have a cross-entropy over the row's S positions, answerability has a binary cross-entropy.
 
         Args:
             ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64.
-            target_BK: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and 1 if the
+            target_B3: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and 1 if the
                 question has no answer.
             dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
-        start_B, end_B, impossible_B = target_BK.unbind(1)
+        start_B, end_B, impossible_B = target_B3.unbind(1)
         state_BSH = self.backbone(ids_BS, dropout_keys)
         allowed_BS = self.allowed(ids_BS)
         start_logit_BS = self.head.start_logits(state_BSH, allowed_BS)

@@ -7,6 +7,8 @@ highest label of the training data are taken.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -20,7 +22,8 @@ class LabelTargets:
 
     Attributes:
         labels: the labels of a classification, in the order of their numbers; empty for a regression.
-        span: the labels of a regression that become 0 and 1; (0, 1) for a classification, where it is not used.
+        span: two labels of a regression, (low, high): `low` becomes the target 0, and `high` becomes 1. It is (0, 1)
+            for a classification, where it is not used.
         num_outputs: number of outputs of the task's head: one per label, or 1 for a regression.
     """
 
@@ -29,16 +32,21 @@ class LabelTargets:
 
         Args:
             spec: the kind of the task; its labels and its range, if it defines them.
-            train: the training data, whose labels are used otherwise.
+            train: the whole training file, whose labels are used otherwise.
 
         Raises:
-            UserError: a label in `train` is needed for the range of a regression, but is not a number.
+            UserError: the range of a regression is taken from `train`, and a label in it is not a finite number; or
+                the labels of a classification are, and there is only one.
         """
         self.labels: tuple[str, ...] = ()
         self.span = (0.0, 1.0)
         if spec.kind == "classification":
-            labels_in_training_data = tuple(sorted(set(train.label)))
-            self.labels = spec.labels or labels_in_training_data
+            self.labels = spec.labels or tuple(sorted(set(train.label)))
+            if len(self.labels) == 1:
+                raise UserError(
+                    f"{train.file}: every example has the label `{self.labels[0]}`; a classification needs two labels "
+                    f"or more: add examples of another label"
+                )
         else:
             self.span = spec.span or _range_of(_label_values(train))
         self.num_outputs = len(self.labels) or 1
@@ -50,7 +58,7 @@ class LabelTargets:
         If the range of a regression is that of the training labels, targets of other files may lie outside [0, 1].
 
         Raises:
-            UserError: a label is unknown or not a number; the message names the line.
+            UserError: a label is unknown or not a finite number; the message names the line.
         """
         if self.labels:
             number_N = torch.tensor(_label_numbers(texts, self.labels))
@@ -104,25 +112,32 @@ def _label_values(texts: Texts) -> list[float]:
     """Return each example's label as a number, for a regression.
 
     Raises:
-        UserError: a label is not a number; the message names the file, the line and the alternative, a classification.
+        UserError: a label is not a finite number; the message names the file, the line and the alternative, a
+            classification.
     """
     values = []
     for label, line in zip(texts.label, texts.line, strict=True):
         try:
-            values.append(float(label))
+            value = float(label)
         except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
             raise UserError(
-                f"{texts.file}:{line}: the label `{label}` is not a number; correct the line, or use classification "
-                f"(--kind classification)"
-            ) from None
+                f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or use "
+                f"classification (--kind classification)"
+            )
+        values.append(value)
     return values
 
 
 def _range_of(values: list[float]) -> tuple[float, float]:
     """Return the lowest and the highest of `values`, the labels of a regression.
 
-    If all values are equal, the highest is raised by 1e-9, so that callers can divide by the difference.
+    If all values are equal, the second number is larger by 1 or by the size of the value, so that callers can divide
+    by the difference, also where a smaller number would be lost in rounding.
     """
     low = min(values)
-    high = max(max(values), low + 1e-9)
+    high = max(values)
+    if high == low:
+        high = low + max(1.0, abs(low))
     return low, high

@@ -1,7 +1,8 @@
 """Implements classification and regression on single texts or pairs, as a fine-tuning task.
 
-Guarantee: the pairs (A, B) of MRPC and STS, whose order has no meaning, are used in training as (B, A), too. The
-`digest` of a task covers the bytes of its files and the way in which they are read.
+Guarantee: with the setting `both_orders` (the default), the pairs (A, B) of MRPC and STS, whose order has no meaning,
+are used in training as (B, A), too. The `digest` of a task covers the bytes of its files and the way in which they are
+read. Labels that the task does not define are those of the whole training file, also if few of its examples are used.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class TextTask(Task):
             with_test: also read the test sets that exist, for `predict_test_sets`.
 
         Raises:
-            UserError: a file or a column is missing, or a label is unknown or not a number.
+            UserError: a file or a column is missing; a label is unknown or not a finite number; or a classification
+                has only one label.
         """
         self.spec = spec
         self.name = spec.name
@@ -57,6 +59,9 @@ class TextTask(Task):
         if with_test:
             self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b)
         files = [self.train, *self.dev.values()]
+
+        self._label_targets = LabelTargets(spec, self.train)
+        self.labels = self._label_targets.labels  # empty for a regression
 
         # The digest covers the bytes of the files and the way in which they are read.
         digested = "".join(texts.sha256 for texts in files) + repr(spec)
@@ -72,8 +77,6 @@ class TextTask(Task):
             if texts.skipped > 0:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
 
-        self._label_targets = LabelTargets(spec, self.train)
-        self.labels = self._label_targets.labels  # empty for a regression
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 

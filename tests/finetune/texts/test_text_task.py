@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from electra_dist.errors import UserError
@@ -14,6 +16,7 @@ from electra_dist.finetune.texts.text_task import TextTask
 from electra_dist.pretrained.load_encoder import Pretrained
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
+REGRESSION = dataclasses.replace(CUSTOM, kind="regression", metric="spearman")
 
 
 def write(path: Path, text: str) -> None:
@@ -117,12 +120,38 @@ def test_the_targets_of_a_custom_regression_are_scaled_by_the_range_of_the_train
     """The training values -2 and 2 become 0 and 1; a development value may lie outside."""
     write(tmp_path / "train.tsv", "text\tkind\nx\t-2\ny\t2\n")
     write(tmp_path / "dev.tsv", "text\tkind\nx\t1\ny\t4\n")
-    spec = TextSpec(name="custom", text_a="text", text_b=None, label="kind", kind="regression", metric="spearman")
 
-    task = TextTask(spec, tmp_path)
+    task = TextTask(REGRESSION, tmp_path)
 
     assert task.train_target[:, 0].tolist() == [0.0, 1.0]
     assert task.dev_target[""][:, 0].tolist() == [0.75, 1.5]
+
+
+def test_labels_that_no_model_can_learn_are_refused_in_one_line(tmp_path: Path) -> None:
+    write_train_and_dev(tmp_path / "nan", "text\tkind\nA.\t1\nB.\tnan\n")
+    with pytest.raises(UserError, match=r"train\.tsv:3: the label `nan` is not a finite number"):
+        TextTask(REGRESSION, tmp_path / "nan")
+    write_train_and_dev(tmp_path / "one", "text\tkind\nA.\tyes\nB.\tyes\n")
+    with pytest.raises(UserError, match=r"train\.tsv: every example has the label `yes`"):
+        TextTask(CUSTOM, tmp_path / "one")
+
+
+@pytest.mark.parametrize("label", ["0", "1e8", "-1e30"])
+def test_equal_labels_of_a_regression_have_finite_targets_and_are_predicted_unchanged(
+    tmp_path: Path, label: str
+) -> None:
+    write_train_and_dev(tmp_path, f"text\tkind\nA.\t{label}\nB.\t{label}\n")
+    task = TextTask(REGRESSION, tmp_path)
+    assert task.train_target.tolist() == [[0.0], [0.0]]
+    assert float(task._label_targets.predicted_labels(np.zeros((1, 1)))[0]) == float(label)
+
+
+def test_labels_are_those_of_the_whole_training_file_also_if_few_examples_are_used(tmp_path: Path) -> None:
+    lines = "".join(f"Text {number}.\t{'rare' if number == 7 else 'usual'}\n" for number in range(20))
+    write_train_and_dev(tmp_path, f"text\tkind\n{lines}")
+    task = TextTask(CUSTOM, tmp_path, max_train=2)
+    assert task.train.label == ["usual", "usual"]
+    assert task.labels == ("rare", "usual")
 
 
 def test_lines_with_too_few_columns_are_left_out_and_their_number_is_noted(tmp_path: Path) -> None:
