@@ -1,7 +1,7 @@
 """Lists the packages that a GPU machine without network needs beside torch, triton and numpy, and fetches wheels.
 
-Guarantee: the lists are complete; tests/benchmarks/test_gpu.py runs `gpu.py --smoke`, and a drill the real training,
-in a process that can import nothing else. Versions are those of this environment.
+Guarantee: the lists are complete; tests/benchmarks/test_gpu.py runs `gpu.py --smoke`, and test_one_gpu.py the real
+training, in a process that can import nothing else. Versions are those of this environment.
 
     python benchmarks/gpu_parts/carried_packages.py measure wheels            # for gpu.py
     python benchmarks/gpu_parts/carried_packages.py train wheels --python 3.12   # for gpu_train.sh

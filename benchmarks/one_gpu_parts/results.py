@@ -100,6 +100,6 @@ def write_results(run_dir: Path, output: Path, leg: Json) -> None:
             if (run_dir / name).exists():
                 tar.add(run_dir / name, f"{run_dir.name}/{name}")
     with tempfile.TemporaryDirectory() as exported:
-        _, folders = export_run(run_dir, Path(exported))
+        folders = export_run(run_dir, Path(exported)).folders
         shutil.rmtree(output / "discriminator", ignore_errors=True)
         write_bf16_weights(folders["discriminator"], output / "discriminator")

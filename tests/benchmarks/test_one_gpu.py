@@ -175,7 +175,6 @@ def _write_treebank(folder: Path) -> None:
         (folder / f"xx-ud-{part}.conllu").write_text("\n".join(sentences) + "\n")
 
 
-@pytest.mark.drill
 @pytest.mark.multiproc  # four starts of DeepSpeed
 def test_two_legs_with_what_is_carried_are_a_run_without_a_stop(
     tmp_path: Path, bare_python: Callable[[Sequence[str]], Path]

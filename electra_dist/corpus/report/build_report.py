@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -22,10 +22,13 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.document_counts import LENGTH, SKIPPED, SKIPPED_BYTES
 from electra_dist.corpus.report.source_notes import PreparedText, SourceNotes
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
-from electra_dist.corpus.text_readers import StreamCounts
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+
+if TYPE_CHECKING:
+    # A training process imports this module, but has no need of the packages that read the formats of text files.
+    from electra_dist.corpus.text_readers import StreamCounts
 
 REPORT_KEY = "build.json"
 
