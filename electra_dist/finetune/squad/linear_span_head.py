@@ -69,19 +69,19 @@ class LinearSpanModel(AnswerModel):
         start_logit_BS, end_logit_BS = logit_BS2.unbind(-1)
         return start_logit_BS, end_logit_BS
 
-    def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+    def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
         """Return the mean loss of a batch as an fp32 scalar: the mean of the cross-entropies of start and end.
 
         Args:
             ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64. Padding takes no part in the loss.
-            target_BK: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and a number
+            target_B3: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and a number
                 that is not used.
             dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         start_logit_BS, end_logit_BS = self.logits(ids_BS, dropout_keys)
         is_pad_BS = ids_BS == self.backbone.special.pad
-        start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_BK[:, 0])
-        end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_BK[:, 1])
+        start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 0])
+        end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 1])
         return (start_loss + end_loss) / 2
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:

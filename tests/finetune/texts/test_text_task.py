@@ -127,13 +127,17 @@ def test_the_targets_of_a_custom_regression_are_scaled_by_the_range_of_the_train
     assert task.dev_target[""][:, 0].tolist() == [0.75, 1.5]
 
 
-def test_labels_that_no_model_can_learn_are_refused_in_one_line(tmp_path: Path) -> None:
-    write_train_and_dev(tmp_path / "nan", "text\tkind\nA.\t1\nB.\tnan\n")
-    with pytest.raises(UserError, match=r"train\.tsv:3: the label `nan` is not a finite number"):
-        TextTask(REGRESSION, tmp_path / "nan")
-    write_train_and_dev(tmp_path / "one", "text\tkind\nA.\tyes\nB.\tyes\n")
+@pytest.mark.parametrize("label", ["nan", "inf", "-inf"])
+def test_a_label_of_a_regression_that_is_not_finite_is_an_error_with_its_line(tmp_path: Path, label: str) -> None:
+    write_train_and_dev(tmp_path, f"text\tkind\nA.\t1\nB.\t{label}\n")
+    with pytest.raises(UserError, match=rf"train\.tsv:3: the label `{label}` is not a finite number"):
+        TextTask(REGRESSION, tmp_path)
+
+
+def test_a_classification_with_one_label_is_refused(tmp_path: Path) -> None:
+    write_train_and_dev(tmp_path, "text\tkind\nA.\tyes\nB.\tyes\n")
     with pytest.raises(UserError, match=r"train\.tsv: every example has the label `yes`"):
-        TextTask(CUSTOM, tmp_path / "one")
+        TextTask(CUSTOM, tmp_path)
 
 
 @pytest.mark.parametrize("label", ["0", "1e8", "-1e30"])
