@@ -19,6 +19,7 @@ Limits: the schedules end with the run, so a longer run is another experiment, n
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
+import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from measure import REPOSITORY, TOY, Json, ResultLine, finish, parser, print_table
@@ -45,17 +47,15 @@ COLORS = ("#2563eb", "#ea580c", "#15803d", "#7c3aed", "#b91c1c", "#0891b2", "#a1
 # Name -> settings that differ from configs/tiny_rtd.yaml, whose temperature falls from 4 to 1 with tau 0.15.
 ARMS: dict[str, list[str]] = {"curriculum": [], "t1": ["objective.temperature=1.0"]}
 LABELS = {"curriculum": "temperature falls from 4 to 1", "t1": "temperature 1, as in the paper"}  # in the picture
-# ModernBERT's layers as configs/compare_tiny_modern.yaml has them, with about as many parameters as the paper's.
-MODERN = [
-    "model.architecture=modern",
-    "model.embedding_size=256",
-    "model.discriminator={hidden_size: 256, num_layers: 4, num_heads: 4, intermediate_size: 680}",
-    "model.generator={hidden_size: 64, num_layers: 4, num_heads: 1, intermediate_size: 168}",
-    "model.global_every=3",
-    "model.local_window=16",
-    "model.global_rope_theta=10000.0",
-    "model.layer_norm_eps=1.0e-5",
-]
+
+
+def _settings_of_modern() -> list[str]:
+    """Read the settings of ModernBERT's layers from configs/compare_tiny_modern.yaml, in the form of `--set`."""
+    comparison = yaml.safe_load((REPOSITORY / "configs" / "compare_tiny_modern.yaml").read_text())
+    [modern] = [entry["set"] for entry in comparison["objectives"] if entry["name"] == "modern"]
+    return [f"{key}={json.dumps(value)}" for key, value in modern.items()]
+
+
 SEARCH: dict[str, list[str]] = {
     "base": [],
     "tau08": ["objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.08}"],
@@ -74,13 +74,20 @@ SEARCH: dict[str, list[str]] = {
     "lr05": ["optimizer.lr=5.0e-4"],
     "lr2": ["optimizer.lr=2.0e-3"],
     "own_tables": ["model.sharing=none"],
-    "modern": MODERN,
-    "modern_t1": [*MODERN, "objective.temperature=1.0"],
+    "modern": _settings_of_modern(),
+    "modern_t1": [*_settings_of_modern(), "objective.temperature=1.0"],
 }
 
 
-def settings(arguments: argparse.Namespace, arm: str, seed: int) -> list[str]:
-    """Return the settings of a run, in the form of `--set`, which are added to configs/tiny_rtd.yaml."""
+def settings(arguments: argparse.Namespace, arm: str, changes: Sequence[str], seed: int) -> list[str]:
+    """Return the settings of a run, in the form of `--set`, which are added to configs/tiny_rtd.yaml.
+
+    Args:
+        arguments: the command line.
+        arm: name of the setting that is compared; the run's folder is ARM-SEED.
+        changes: what this setting changes, in the form of `--set`.
+        seed: seed of the run.
+    """
     steps = arguments.steps
     common = {
         "run_dir": arguments.output / f"{arm}-{seed}",
@@ -94,7 +101,7 @@ def settings(arguments: argparse.Namespace, arm: str, seed: int) -> list[str]:
         "log.every_steps": max(1, steps // 130),
     }
     toy = [*TOY, "model.vocab_size=4096"] if arguments.smoke else []  # the vocabulary of the demo's corpus
-    return [f"{key}={value}" for key, value in common.items()] + toy + (ARMS | SEARCH)[arm]
+    return [f"{key}={value}" for key, value in common.items()] + toy + [*changes]
 
 
 def train(given: Sequence[str], log: Path) -> bool:
@@ -111,7 +118,9 @@ def train(given: Sequence[str], log: Path) -> bool:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("a") as output:
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    diverged = done.returncode == EXIT_USER_ERROR and " diverges: " in log.read_text().splitlines()[-1]
+    # Other errors have the same exit code, but another message.
+    last_line = log.read_text().rstrip().rpartition("\n")[2]
+    diverged = done.returncode == EXIT_USER_ERROR and " diverges: " in last_line
     if done.returncode and not diverged:
         sys.exit(f"error: a run ended with exit code {done.returncode}; read {log}, correct it and start again")
     return not diverged
@@ -157,7 +166,7 @@ def draw(curves: Mapping[str, Mapping[str, Json]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Json:
-    """Make the missing runs, print the table and return the record of the comparison."""
+    """Train the runs that are missing, print the table, and return the record of the comparison."""
     options = parser(__doc__)
     options.add_argument("--corpus", type=Path, required=True, help="corpus built with configs/tiny_rtd.yaml")
     options.add_argument("--output", type=Path, default=Path("runs/context_auc"), help="folder of the runs")
@@ -178,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         arms = {name: arms[name] for name in names}
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
 
-    given = {(arm, seed): settings(arguments, arm, seed) for seed in seeds for arm in arms}
+    given = {(arm, seed): settings(arguments, arm, arms[arm], seed) for seed in seeds for arm in arms}
     with ThreadPoolExecutor(arguments.parallel) as pool:
         logs = [arguments.output / f"{arm}-{seed}.log" for arm, seed in given]
         finished = list(pool.map(train, given.values(), logs))
@@ -191,32 +200,37 @@ def main(argv: Sequence[str] | None = None) -> Json:
     if arguments.picture:
         draw(curves, arguments.picture)
     what = f"context AUC after {arguments.steps:,} steps of configs/tiny_rtd.yaml"
-    lines = [] if arguments.search else [_line(what, rows)]
+    lines = [_line(what, rows)] if arms == ARMS else []
     name = "context_auc" + ("-search" if arguments.search else "") + (f"-{'-'.join(arms)}" if arguments.only else "")
     return finish(name, arguments, argv, lines, settings=arms, curves=curves)
 
 
 def table_row(arm: str, curves: Sequence[Json]) -> list[str]:
-    """Return the cells of a setting in the printed table: means over the seeds, the context AUC also of each seed.
+    """Return the cells of a setting in the printed table.
 
-    A seed whose loss diverged is named so and is not in the means. The last cell holds the training FLOPs at the
-    first evaluation with a context AUC above RISEN; "-" stands for a number that no seed has.
+    They are the setting's name, the mean context AUC at the end, that of each seed, and three more means over the
+    seeds: the generator's loss at the end, the training FLOPs (10^15), and those at the first evaluation with a
+    context AUC above RISEN. The means leave out seeds whose loss diverged, and "-" stands for a mean over no seed.
 
     Args:
         arm: name of the setting.
         curves: a curve for each seed, as `read_curve` returns it, with `diverged`.
     """
-    done = [curve for curve in curves if not curve["diverged"]]
+    finished = [curve for curve in curves if not curve["diverged"]]
+    aucs = [curve["context_auc"][-1] for curve in finished]
+    losses = [curve["mlm_loss"][-1] for curve in finished]
+    petaflops = [curve["flops"][-1] / 1e15 for curve in finished]
+    petaflops_until_risen = []
+    for curve in finished:
+        risen = [flops for flops, auc in zip(curve["flops"], curve["context_auc"], strict=True) if auc > RISEN]
+        petaflops_until_risen += [flops / 1e15 for flops in risen[:1]]  # none if the context AUC stays below RISEN
     each = " ".join("diverged" if curve["diverged"] else f"{curve['context_auc'][-1]:.3f}" for curve in curves)
-    risen = [next((f for f, auc in zip(c["flops"], c["context_auc"]) if auc > RISEN), None) for c in done]
-    columns = [
-        ([curve["context_auc"][-1] for curve in done], 1.0),
-        ([curve["mlm_loss"][-1] for curve in done], 1.0),
-        ([curve["flops"][-1] for curve in done], 1e-15),
-        ([flops for flops in risen if flops is not None], 1e-15),
-    ]
-    auc, *others = [f"{statistics.mean(values) * unit:.3f}" if values else "-" for values, unit in columns]
-    return [arm, auc, each, *others]
+    return [arm, _mean(aucs), each, _mean(losses), _mean(petaflops), _mean(petaflops_until_risen)]
+
+
+def _mean(values: Sequence[float]) -> str:
+    """Return the mean as a cell of the table, "-" if there are no values."""
+    return f"{statistics.mean(values):.3f}" if values else "-"
 
 
 def _line(what: str, rows: Sequence[Sequence[str]]) -> ResultLine:

@@ -1,6 +1,7 @@
 """Every CPU benchmark at toy size: that it runs, that both sides do the same work, what it records. Never times."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ import step_modern
 from builder_parts import ways
 from machines import missing
 
+from electra_dist.config_file import load_config
 from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.errors import UserError
 from electra_dist.planning.corpus.corpus_rates import STEPS
 from electra_dist.planning.multi_node_scaling import bytes_on_wire
 from electra_dist.run.writers.metrics_writer import read_metrics
+from electra_dist.train.skip_list_file import SkipList
+from electra_dist.train.stopped_steps import skip_for_rollback
 from launcher.cli.corpus_plan import read_rates
 
 
@@ -193,6 +198,26 @@ def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path,
         assert curve["tokens"][-1] == 4 * 32 * 64
         assert curve["flops"][-1] == pytest.approx(4 * curve["flops"][0])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("exit_code", [0, 78])
+def test_a_run_that_the_guard_ended_is_known_by_the_last_line_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int
+) -> None:
+    config = load_config(context_auc.CONFIG, [f"run_dir={tmp_path / 'run'}", "guard.max_rollbacks=0"])
+    skips = SkipList(tmp_path, [])
+    skips.streak = [7]
+    with pytest.raises(UserError) as guard:
+        skip_for_rollback(config, skips)
+    log = tmp_path / "run.log"
+    log.write_text(f"error: {guard.value}\n")
+    ended = subprocess.CompletedProcess([], exit_code)
+    monkeypatch.setattr(context_auc.subprocess, "run", lambda *arguments, **keywords: ended)
+    assert context_auc.train([], log) == (exit_code == 0)
+    log.write_text("error: another error\n")
+    if exit_code:
+        with pytest.raises(SystemExit, match="exit code 78; read"):
+            context_auc.train([], log)
 
 
 def test_the_table_leaves_a_diverged_seed_out_of_the_means() -> None:

@@ -173,7 +173,7 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Return the line that describes the newest start of the ranks: its step, the checkpoint's age, and what was lost.
+    """Describe the newest start of the ranks in one line: its step, the checkpoint's age, steps lost and the goodput.
 
     For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". The age is the time from the event of
     the checkpoint to that of the start, and is left out if the ledger lacks the checkpoint. Steps lost are those that

@@ -23,11 +23,11 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Return a function that scores each token of rows when it is masked, by a masked language model.
+    """Build a function that masks the tokens of a row in turn, and returns how probable the model finds each of them.
 
-    The function returns log p(token | all other tokens), natural logarithm, as one fp32 tensor [S - 2] on the host for
-    each row of S tokens: all but [CLS] and the last [SEP]. It is this function that raises UserError if the model has
-    no head that predicts tokens.
+    For each row of S tokens it returns log p(token | all other tokens), natural logarithm, of all tokens but [CLS] and
+    the last [SEP], as an fp32 tensor [S - 2] on the host. Only a call of this function, not `masked_scorer` itself,
+    raises UserError if the model has no head that predicts tokens.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:

@@ -63,10 +63,10 @@ class LabelTargets:
         if self.labels:
             number_N = torch.tensor(_label_numbers(texts, self.labels))
             return number_N[:, None]
-        value_N = torch.tensor(_label_values(texts))
+        value_N = torch.tensor(_label_values(texts), dtype=torch.float64)  # fp32 cannot tell large labels apart
         low, high = self.span
         scaled_N = (value_N - low) / (high - low)
-        return scaled_N[:, None]
+        return scaled_N[:, None].float()
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
         """Return what a model's outputs [N, L] predict for each example, [N], on the scale of the targets.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -138,6 +139,13 @@ def test_a_classification_with_one_label_is_refused(tmp_path: Path) -> None:
     write_train_and_dev(tmp_path, "text\tkind\nA.\tyes\nB.\tyes\n")
     with pytest.raises(UserError, match=r"train\.tsv: every example has the label `yes`"):
         TextTask(CUSTOM, tmp_path)
+
+
+def test_large_labels_of_a_regression_that_differ_little_keep_their_distances(tmp_path: Path) -> None:
+    write_train_and_dev(tmp_path, "text\tkind\nA.\t1700000000\nB.\t1700000050\nC.\t1700000100\n")
+    task = TextTask(REGRESSION, tmp_path)
+    assert task.train_target.dtype == torch.float32
+    assert task.train_target[:, 0].tolist() == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("label", ["0", "1e8", "-1e30"])
