@@ -145,7 +145,9 @@ class NodeCache:
                 if not has_arrived:
                     store.fetch(entry.name, unverified, must_exist=True)
                 if file_sha256(unverified) == entry.sha256:
-                    unverified.replace(self.path(entry))
+                    # A file that changes its name while another process adds up the sizes would not be counted there.
+                    with self._locked("eviction"):
+                        unverified.replace(self.path(entry))
                     return
             finally:
                 # A disk that has just become read-only refuses this, too; the error of the download is the one to

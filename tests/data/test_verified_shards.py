@@ -22,6 +22,7 @@ import pytest
 from support.fault_server import FaultPlan, FaultProxy
 from support.remote_store import Remote
 
+from electra_dist.data import node_disk_cache
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
@@ -199,6 +200,41 @@ def test_a_limit_keeps_a_fixed_part_of_the_corpus(corpus: Any, remote: Remote, t
     names_of_kept = {entry.name for entry in corpus.manifest.shards if entry.sha256 in digests[:2]}
     assert [remote.fetched.count(name) for name in names_of_kept] == [1, 1]
     cache.close()
+
+
+def test_a_download_that_ends_while_another_makes_room_is_counted(
+    corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, first, second = corpus.manifest.shards[:3]
+    limit_bytes = first.bytes + second.bytes
+    assert old.bytes + second.bytes <= limit_bytes
+    may_arrive = threading.Event()
+
+    class Late(Remote):
+        def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+            if key == first.name:
+                assert may_arrive.wait(30)
+            super().fetch(key, destination, must_exist=must_exist)
+
+    store = Late(Path(corpus.store.url))
+    cache = NodeCache(tmp_path / "cache", limit_bytes)
+    cache.ensure(store, old, verify=False)
+    download = threading.Thread(target=cache.ensure, args=(store, first), kwargs={"verify": False})
+    download.start()
+    while f"{first.sha256}.unverified" not in files(tmp_path / "cache"):
+        time.sleep(0.001)
+    list_files = node_disk_cache._files
+
+    def list_and_let_the_download_arrive(directory: Path) -> list[Path]:
+        listed = list_files(directory)
+        may_arrive.set()
+        download.join(0.3)
+        return listed
+
+    monkeypatch.setattr(node_disk_cache, "_files", list_and_let_the_download_arrive)
+    cache.ensure(store, second, verify=False)
+    download.join()
+    assert files(tmp_path / "cache") == {f"{first.sha256}.tar", f"{second.sha256}.tar"}
 
 
 def test_shards_of_other_corpora_are_evicted_first(corpus: Any, remote: Remote, tmp_path: Path) -> None:
