@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.forked_popen import ForkedPopen, RealPopen, address_of_server, start_server
 from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
+
+from electra_dist.store.retry import RetryPolicy
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +40,32 @@ LONG = (
     "finetune",
     "fuzz",
 )
+
+
+# Damage in a store is found within 0.04 s: the default pauses before wrong bytes are read again take 20 s together.
+assert RetryPolicy.__init__.__kwdefaults__ is not None
+RetryPolicy.__init__.__kwdefaults__["reread_pauses_s"] = (0.01,) * 4
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let one server fork the Python programs that the tests of this call start, in all its workers."""
+    is_worker = hasattr(config, "workerinput")
+    has_workers = bool(config.getoption("numprocesses", None))
+    if not is_worker:
+        forks = contextlib.ExitStack()
+        forks.enter_context(address_of_server())
+        config.add_cleanup(forks.close)
+    if has_workers:
+        start_server()  # at once, while the workers collect the tests
+    else:
+        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def real_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start Python programs by exec in the tests of a start itself, which have the marker `real_start`."""
+    if request.node.get_closest_marker("real_start") is not None:
+        monkeypatch.setattr(subprocess, "Popen", RealPopen)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "gpu.py"
 
 
+@pytest.mark.sample
 def test_the_smoke_run_needs_nothing_but_what_is_listed(
     tmp_path: Path, bare_python: Callable[[Sequence[str]], Path]
 ) -> None:

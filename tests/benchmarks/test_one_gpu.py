@@ -176,6 +176,7 @@ def _write_treebank(folder: Path) -> None:
 
 
 @pytest.mark.multiproc  # four starts of DeepSpeed
+@pytest.mark.sample
 def test_two_legs_with_what_is_carried_are_a_run_without_a_stop(
     tmp_path: Path, bare_python: Callable[[Sequence[str]], Path]
 ) -> None:

@@ -181,6 +181,7 @@ def test_the_collectives_of_a_step_alone_send_the_bytes_of_the_step(tmp_path: Pa
     assert len(run["collectives_s"]) == 2
 
 
+@pytest.mark.sample
 def test_the_context_auc_of_two_settings_is_read_from_their_runs(tmp_path: Path, demo_corpus: Path) -> None:
     arguments = ["--corpus", str(demo_corpus), "--output", str(tmp_path / "runs"), "--seeds", "1", "--steps", "4"]
     picture = tmp_path / "curves.png"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DRILLS = REPOSITORY / "tests" / "drills"
 
@@ -19,10 +21,12 @@ def run_drill(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.sample
 def test_sampled_damages_are_found() -> None:
     assert run_drill("damages.py", "--count", "32", "--seed", "7").rstrip().endswith(" 0 bad")
 
 
+@pytest.mark.sample
 def test_a_run_killed_at_sampled_operations_equals_the_uninterrupted_one() -> None:
     printed = run_drill("kill_matrix", "--sample", "--server", "moto")
     assert " 5 kills, 0 differences, 0 changes not intercepted" in printed
@@ -30,6 +34,7 @@ def test_a_run_killed_at_sampled_operations_equals_the_uninterrupted_one() -> No
     assert totals.split() == ["all", "5", "5", "0", "0"]  # operations, kills, not reached, differences
 
 
+@pytest.mark.sample
 def test_benchmark_measures_all_four_ways_of_saving() -> None:
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "checkpoint.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))

@@ -1,4 +1,4 @@
-"""100 damaged files, each read by a process of its own: what a user sees of `electra-dist` is judged as it is."""
+"""24 damaged files, each read by a process of its own: what a user sees of `electra-dist` is judged as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fuzz.campaign import Campaign, of_commands
 from fuzz.judge import run_as_process
 from fuzz.readers import TARGETS, Reader
 
-NUM_CASES = 100
+NUM_CASES = 24
 pytestmark = pytest.mark.multiproc
 
 

@@ -10,6 +10,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 from support.installed_wheel import Installation
 from support.raw_inputs import RAW_FORMATS, write_raw_inputs
 
@@ -55,6 +56,7 @@ def write_task(folder: Path, generator: random.Random) -> None:
                 writer.writerows((text, label) for text in sentences(number, label, generator))
 
 
+@pytest.mark.sample
 def test_from_raw_text_to_the_answers_of_a_pipeline(installed: Installation) -> None:
     folder = installed.cwd / "whole-way"
     folder.mkdir()

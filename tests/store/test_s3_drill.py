@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRILL = Path(__file__).resolve().parents[1] / "drills" / "s3_ways.py"
 
 
+@pytest.mark.sample
 def test_a_run_behind_a_proxy_that_answers_with_pages_has_the_losses_of_local_files() -> None:
     command = [sys.executable, str(DRILL), "--server", "moto", "--ways", "page of a proxy"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

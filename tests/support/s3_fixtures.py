@@ -16,7 +16,6 @@ from support.s3_server import S3Server, make_bucket, running_s3
 
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.store.retry import RetryPolicy
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +51,7 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def open_s3(s3: S3Server, bucket: str) -> Callable[[str], Store]:
     """A function that opens a store below this test's bucket: `open_s3("prefix")`."""
-    short_pauses = RetryPolicy(reread_pauses_s=(0.01,) * 4)  # damage in the store is found within 0.04 s, not 20 s
-    return lambda prefix: open_store(f"{bucket}/{prefix}", s3.endpoint_url, retry=short_pauses)
+    return lambda prefix: open_store(f"{bucket}/{prefix}", s3.endpoint_url)
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "SKSKSKSKSKSKSKSKSKSK"
 CEPH_PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph", "monmaptool", "ceph-authtool")
 START_S = 60.0
+# Moto's server, which is killed when the process that has started it ends (1: PR_SET_PDEATHSIG, 9: SIGKILL).
+MOTO = "import ctypes, moto.server; ctypes.CDLL(None).prctl(1, 9); moto.server.main()"
 
 
 class S3Server(NamedTuple):
@@ -84,7 +86,7 @@ def make_bucket(endpoint_url: str, env: Mapping[str, str], name: str) -> str:
 def _moto(folder: Path, processes: contextlib.ExitStack) -> int:
     """Start moto's server and return its port."""
     port = _free_ports(1)
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", MOTO, "-H", "127.0.0.1", "-p", str(port)]
     settings = {
         "S3_UPLOAD_PART_MIN_SIZE": "1",  # small files can be uploaded in parts
         "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(16 << 20),  # objects stay in memory
@@ -174,8 +176,11 @@ def _start(
     def die_with_parent() -> None:
         libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
+    is_moto = MOTO in command  # it does this itself, so that it can be a fork
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, preexec_fn=die_with_parent)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=env, preexec_fn=None if is_moto else die_with_parent
+        )
     process.log = log  # type: ignore[attr-defined]
     processes.callback(process.wait)
     processes.callback(process.kill)

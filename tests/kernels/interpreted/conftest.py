@@ -15,6 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+
+@pytest.fixture(
+    params=[
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.float16, id="fp16", marks=pytest.mark.drill),
+        pytest.param(torch.bfloat16, id="bf16"),
+    ]
+)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Each dtype of a kernel's rows."""
+    return request.param
+
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 else:

@@ -41,7 +41,6 @@ class Inputs:
         return [normed, grad_x, grad_residual, grad_gelu_input, torch.cat(list(passes.sums(sum_dtype)))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     ("batch", "seq_len", "hidden", "intermediate", "probability", "draws"),
     [(2, 4, 12, 24, 0.5, 4), (1, 5, 36, 130, 0.1, 2), (2, 2, 256, 1100, 0.0, 2)],

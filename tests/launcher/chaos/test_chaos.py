@@ -135,6 +135,7 @@ def test_a_stolen_lease_is_lost_to_its_owner_and_can_be_taken_once_it_is_returne
 
 
 @pytest.mark.parametrize("kind", ["kill", "hang", "pause", "term-rank", "usr2", "power", "torn", "flip", "missing"])
+@pytest.mark.real_start
 def test_no_fault_touches_a_process_of_another_run(tmp_path: Path, kind: str) -> None:
     victim, _ = victim_of(tmp_path / "run", tmp_path)
     sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "--state", str(tmp_path / "run")]

@@ -22,6 +22,7 @@ from launcher.chaos.drill import Hit
 FIRST_LOSSES = [[5.7, 8.1], [5.6, 7.9]]
 
 
+@pytest.mark.sample
 def test_a_sampled_run_with_faults_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     """The first five faults hit a leg of two ranks, the other three a leg of one rank.
 

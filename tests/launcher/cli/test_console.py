@@ -37,6 +37,7 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.real_start
 def test_help_and_completion_list_every_command_and_import_none_of_them() -> None:
     listing = "import sys; sys.argv[0] = 'electra-dist'; from launcher.cli.main import app; app(standalone_mode=False)"
     loaded = "print('LOADED', [name for name in sys.modules if name.startswith('launcher.cli.')])"

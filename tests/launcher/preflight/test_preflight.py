@@ -50,6 +50,7 @@ def test_a_node_without_gpus_is_ok_and_one_line_reports_that_there_are_none(tiny
     assert sum("no GPU" in line for line in lines) == 1
 
 
+@pytest.mark.real_start
 def test_without_nvidia_ml_py_and_without_gpus_torch_is_not_imported(tiny_config: Callable[..., Path]):
     code = (
         "import sys; sys.modules['pynvml'] = None; sys.argv[0] = 'preflight.py'\n"

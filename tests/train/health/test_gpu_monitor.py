@@ -22,6 +22,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuProbe]:
     return fake_probes(monkeypatch)
 
 
+@pytest.mark.real_start
 def test_the_module_imports_without_nvidia_ml_py_and_without_torch(tmp_path: Path):
     code = (
         "import sys; sys.modules['pynvml'] = None\n"  # as if not installed

@@ -1,0 +1,390 @@
+"""Start Python programs as forks of a process that has imported everything, in milliseconds instead of seconds.
+
+A start of one rank imports torch and DeepSpeed for about four seconds and then trains a tiny model for one. The tests
+start a thousand programs. So one server for all workers of a pytest call imports all modules of this project once, and
+`forked_popen.py` asks it for a fork wherever a test, or a program under test, starts a Python program with
+`subprocess`.
+
+Guarantee: a fork has the arguments, environment, working folder, files, session and signal handlers of a program that
+was started by exec; /proc shows its command and environment. Python's state is that of a fresh interpreter which has
+imported the modules and has run nothing.
+
+Limits: what a program does while it imports, and variables that are read during imports (`forked_popen.py` lists
+them), need a real start. A run writes no report.html at its end, which takes longer than a tiny run, unless its
+environment has REPORT_VARIABLE. Linux only.
+
+The tests of a start itself have the marker `real_start`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import gc
+import io
+import json
+import logging
+import multiprocessing.util
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+REPORT_VARIABLE = "ELECTRA_DIST_TESTS_REPORT"
+TESTS = Path(__file__).resolve().parents[1]
+END = struct.Struct("id")  # the wait status of a fork and its seconds of processor, as the server sends them
+PID = struct.Struct("i")
+_ROOM_VARIABLE = "ELECTRA_DIST_TESTS_ROOM"
+_ROOM_BYTES = 30_000  # for the environment of a fork; far more than any test has
+_MOST_WORDS = 20_000  # bytes of a command line
+# Indices of fields in /proc/self/stat, counted from the field after the command's name in parentheses.
+_ARGUMENTS_BEGIN, _ARGUMENTS_END, _ENVIRONMENT_BEGIN, _ENVIRONMENT_END = range(45, 49)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Everything that a fork needs to be the program that a command names."""
+
+    command: list[str]  # as /proc shows it
+    kind: str  # "module", "file" or "code": what `target` is
+    target: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str  # working folder
+    is_unbuffered: bool = False
+    has_new_session: bool = False
+    process_group: int = -1
+    ignored_signals: list[int] = dataclasses.field(default_factory=list)
+    niceness: int = 0
+
+
+class ProcessNames:
+    """Access to the memory from which /proc shows the command line and the environment of this process.
+
+    The kernel reads both from memory into which it wrote them when the program was started. A fork has a copy of this
+    memory, and may overwrite it.
+    """
+
+    def __init__(self) -> None:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        self._arguments_at = int(fields[_ARGUMENTS_BEGIN])
+        self._arguments_size = int(fields[_ARGUMENTS_END]) - self._arguments_at
+        self._environment_at = int(fields[_ENVIRONMENT_BEGIN])
+        self._environment_size = int(fields[_ENVIRONMENT_END]) - self._environment_at
+
+    def show(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Make /proc/PID/cmdline and /proc/PID/environ show these words and variables."""
+        _overwrite(self._arguments_at, self._arguments_size, command)
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        _overwrite(self._environment_at, self._environment_size, variables)
+
+
+def _overwrite(address: int, size: int, words: Sequence[str]) -> None:
+    content = b"\0".join(map(os.fsencode, words)) + b"\0"
+    assert len(content) <= size, f"{len(content)} bytes of {words[:3]}... in {size}"
+    ctypes.memmove(address, content.ljust(size, b"\0"), size)
+
+
+def import_everything() -> None:
+    """Import what any program of this project imports, also late, and let the forks share the memory of it."""
+    import importlib
+    import pkgutil
+
+    # Modules that others import only when they make an engine, an S3 client, a page or a model.
+    for name in (
+        "boto3.s3.inject",
+        "deepspeed.launcher.launch",
+        "deepspeed.launcher.runner",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.ops",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.runtime.zero.muon.original_muon",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "scipy.stats",
+        "sklearn.metrics",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.electra.modeling_electra",
+        "transformers.models.modernbert.modeling_modernbert",
+    ):
+        with contextlib.suppress(ImportError):  # another version has no such module
+            importlib.import_module(name)
+    import electra_kernels
+
+    import electra_dist
+    import launcher
+
+    for package in (electra_dist, launcher, electra_kernels):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                # A module of an optional package, or one that Triton's absence forbids.
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module.name)
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__  # noqa: B018  (found with compilers in 0.4 s, and kept)
+    gc.collect()
+    gc.freeze()  # The collector of a fork then leaves these objects alone, so their memory stays shared.
+
+
+def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: Collection[int] = ()) -> NoReturn:
+    """Be the program of `start` in this forked process, and end the process with the program's exit code.
+
+    Args:
+        start: the program.
+        names: what changes the names that /proc shows.
+        descriptors: stdin, stdout and stderr of the program.
+        kept: further descriptors that the program has, under their numbers.
+    """
+    from support import forked_popen
+
+    import electra_dist.report.report_page
+
+    code = 1
+    try:
+        _take_files(descriptors, kept)
+        if start.has_new_session:
+            os.setsid()
+        if start.process_group >= 0:
+            os.setpgid(0, start.process_group)
+        os.nice(start.niceness)
+        _restore_signals(start.ignored_signals)
+        os.chdir(start.folder)
+        names.show(start.command, start.environment)
+        _forget_the_parent()
+        _prepare_interpreter(start)
+        if REPORT_VARIABLE not in start.environment:
+            electra_dist.report.report_page.write_report = lambda run_dir: run_dir / "report.html"
+        forked_popen.ForkedPopen.names = names
+        subprocess.Popen = forked_popen.ForkedPopen  # type: ignore[misc]
+        multiprocessing.util.spawnv_passfds = forked_popen.spawn_as_fork  # type: ignore[attr-defined]
+        code = _run(start)
+    except BaseException:  # noqa: BLE001  (a fork must not return into the program that it was forked from)
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    os._exit(code)
+
+
+def _take_files(descriptors: Sequence[int], kept: Collection[int]) -> None:
+    """Make three descriptors stdin, stdout and stderr, and let go of all other files that this process has.
+
+    The other numbers become /dev/null instead of being closed: a Python object that the fork has inherited may close
+    its number at any time, which must not be one that the program has opened.
+    """
+    copies = [_above_standard(descriptor) for descriptor in descriptors]
+    for number, copy in enumerate(copies):
+        os.dup2(copy, number)
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in (null, *kept):
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                os.fstat(int(name))
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
+def _above_standard(descriptor: int) -> int:
+    """Return a duplicate that is none of 0, 1 and 2, which `dup2` would overwrite before it is used."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _restore_signals(ignored: Sequence[int]) -> None:
+    """Set all handlers to those that a newly started Python program has."""
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in signal.valid_signals():
+        if number not in (signal.SIGKILL, signal.SIGSTOP) and number not in (32, 33):  # 32, 33: glibc's own
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, *ignored):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _forget_the_parent() -> None:
+    """Drop what the process that was forked would do at its own end: delete its folders, wait for its children."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+def _prepare_interpreter(start: Start) -> None:
+    """Set the environment, the arguments, the paths for imports and the buffers of the standard files."""
+    own_paths = _paths_of(os.environ)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    tempfile.tempdir = None  # the folder of the parent's TMPDIR
+    script_folder = str(Path(start.target).resolve().parent) if start.kind == "file" else os.getcwd()
+    rest = [path for path in sys.path if path not in own_paths and path != str(TESTS / "support")]
+    sys.path[:] = [script_folder, *_paths_of(start.environment), *rest]
+    sys.argv[:] = [start.target if start.kind == "file" else "-c", *start.arguments]
+    _open_standard_files(start.is_unbuffered)
+
+
+def _open_standard_files(is_unbuffered: bool) -> None:
+    """Give Python new objects for the standard files, also where a logger has kept an old one."""
+    old = {sys.stdout, sys.stderr}
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        is_line_buffered = number == 2 or os.isatty(number)
+        file = io.TextIOWrapper(
+            open(number, "wb", closefd=False),  # noqa: SIM115
+            errors=errors,
+            line_buffering=is_line_buffered,
+            write_through=is_unbuffered,
+        )
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    loggers = [logging.root, *(logger for logger in logging.root.manager.loggerDict.values())]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", []):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in old:
+                handler.stream = sys.stderr if handler.stream.name == "<stderr>" else sys.stdout
+
+
+def _paths_of(environment: Mapping[str, str]) -> list[str]:
+    return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _run(start: Start) -> int:
+    """Run the program and what it has registered for its end, and return its exit code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
+            if start.kind == "module":
+                runpy.run_module(start.target, run_name="__main__", alter_sys=True)
+            elif start.kind == "file":
+                runpy.run_path(start.target, run_name="__main__")
+            else:
+                main = type(sys)("__main__")
+                sys.modules["__main__"] = main
+                exec(compile(start.target, "<string>", "exec"), main.__dict__)
+        code = 0
+    except SystemExit as end:
+        code = _code_of(end)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        code = 1
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _code_of(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def main(address: str, owner: int) -> None:
+    """Serve until the process `owner` ends: fork a program for every connection to the socket `address`.
+
+    When the program has ended, its wait status is sent over the connection.
+    """
+    # Before other imports, because it keeps the environment of this process, which some of them change.
+    import support.forked_popen  # noqa: F401
+
+    names = ProcessNames()
+    owner_end = os.pidfd_open(owner)
+    waker, wakened = socket.socketpair()
+    for end in (waker, wakened):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    running: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        import_everything()
+        while True:
+            ready, _, _ = select.select([owner_end, listener, wakened], [], [])
+            if owner_end in ready:
+                os._exit(0)  # without the clean-up of libraries, which print what they have not freed
+            if wakened in ready:
+                wakened.recv(4096)
+                _report_ends(running)
+            if listener in ready:
+                connection, _ = listener.accept()
+                start, descriptors = receive_start(connection)
+                pid = os.fork()
+                if pid == 0:
+                    become(start, names, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                connection.sendall(PID.pack(pid))
+                running[pid] = connection
+
+
+def _report_ends(running: dict[int, socket.socket]) -> None:
+    """Collect the forks that have ended, and send the wait status of each to whoever asked for it."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = running.pop(pid, None)
+            if connection is not None:
+                with connection, contextlib.suppress(OSError):  # the test that asked has ended
+                    connection.sendall(END.pack(status, usage.ru_utime + usage.ru_stime))
+
+
+def send_start(connection: socket.socket, start: Start, descriptors: Sequence[int]) -> None:
+    """Send a start and the three descriptors of its standard files."""
+    content = json.dumps(dataclasses.asdict(start)).encode()
+    socket.send_fds(connection, [struct.pack("q", len(content))], list(descriptors))
+    connection.sendall(content)
+
+
+def receive_start(connection: socket.socket) -> tuple[Start, list[int]]:
+    """Return what `send_start` has sent."""
+    head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+    (size,) = struct.unpack("q", head)
+    content = b""
+    while len(content) < size:
+        content += connection.recv(size - len(content))
+    return Start(**json.loads(content)), list(descriptors)
+
+
+def server_command(address: str, owner: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment that start a server, with room for the names of its forks."""
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), *_paths_of(os.environ)])
+    environment = {**os.environ, "PYTHONPATH": path, _ROOM_VARIABLE: "x" * _ROOM_BYTES}
+    return [sys.executable, "-B", __file__, address, str(owner), "x" * _MOST_WORDS], environment
+
+
+if __name__ == "__main__":
+    from support import fork_server  # the module that the forks know by this name
+
+    fork_server.main(sys.argv[1], int(sys.argv[2]))
