@@ -10,10 +10,11 @@ MINUTES ?= 100
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain test pytest test-long cluster-test drills fuzz kill-matrix chaos faults bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
+	@echo "make check          check style, types and the tests of what changed since the last commit (90 s)"
 	@echo "make test           set up, then check style and types and run all tests"
 	@echo "make test-long      run the tests that take too long for make test (about half an hour)"
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"
@@ -52,16 +53,20 @@ lint: $(VENV)/ready-test
 typecheck: $(VENV)/ready-test
 	$(BIN)/mypy -p electra_dist -p launcher -p electra_kernels
 
+check: $(VENV)/ready-test
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/support/check.py $(if $(SECONDS),--seconds $(SECONDS))
+
 # Style is checked first, because it takes seconds. Then types are checked while the tests run, two files at a time.
 test: lint
 	$(MAKE) -j2 typecheck pytest
 
 pytest: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
-# What the tests with the marker `drill` check has a short sample in `make test`.
+# What the tests with the marker `drill` check has a shorter test in `make test`.
 test-long: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m drill
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m "drill or sample"
 
 cluster-test: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -m cluster -s $(CLUSTER_TESTS)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.forked_popen import ForkedPopen, RealPopen, address_of_server, start_server
+from support.forked_popen import ForkedPopen, RealPopen, address_of_server
 from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
 
 from electra_dist.store.retry import RetryPolicy
 
+pytest_plugins = ("support.nothing_tested",)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -55,9 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         forks = contextlib.ExitStack()
         forks.enter_context(address_of_server())
         config.add_cleanup(forks.close)
-    if has_workers:
-        start_server()  # at once, while the workers collect the tests
-    else:
+    if not has_workers:  # else only the workers run tests
         subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 

@@ -126,6 +126,7 @@ def test_no_folder_has_too_many_files(files: Graph):
     assert {name: n for name, n in counts.items() if n > LARGEST.get(name, LARGEST_FOLDER)} == {}
 
 
+@pytest.mark.real_start
 def test_what_runs_on_a_login_node_or_beside_the_ranks_is_imported_without_torch_and_deepspeed():
     done = subprocess.run(
         [sys.executable, "-c", _TELL_TORCH, *WITHOUT_TORCH], capture_output=True, text=True, cwd=ROOT

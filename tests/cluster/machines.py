@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _INIT = r"""
@@ -33,13 +33,28 @@ while :; do sleep 3600 & wait $!; done           # bash reaps what is left behin
 """
 
 
-def missing() -> str:
-    """Why there can be no machines here; empty if there can."""
+# Programs and the Debian packages that have them; those of PACKAGES are needed by every machine.
+PACKAGES = {"ip": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux"}
+SSH_PACKAGES = {"pdsh": "pdsh", "ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server"}
+SLURM_PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
+
+
+def missing(more: Mapping[str, str] | None = None) -> str:
+    """Return why there can be no machines here, with all absent programs and their packages; empty if there can.
+
+    Args:
+        more: further programs that are needed, with the package of each.
+    """
+    needed = PACKAGES | dict(more or {})
+    absent = [program for program in needed if shutil.which(program) is None]
+    reasons = []
     if os.geteuid() != 0:
-        return "needs root (network namespaces)"
-    absent = [tool for tool in ("ip", "nft", "unshare", "nsenter") if shutil.which(tool) is None]
+        reasons.append("needs root (network namespaces)")
     if absent:
-        return f"not installed: {', '.join(absent)} (iproute2, nftables, util-linux)"
+        packages = sorted({needed[program] for program in absent})
+        reasons.append(f"not installed: {', '.join(absent)} (Debian packages {' '.join(packages)})")
+    if reasons:
+        return "; ".join(reasons)
     trial = [
         "unshare",
         "--net",

@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from machines import Machines, alive, missing, show, wait_for
+from machines import SLURM_PACKAGES, Machines, alive, missing, show, wait_for
 
 _CONF = """
 ClusterName=electra
@@ -67,9 +67,8 @@ fi
 
 
 def slurm_missing() -> str:
-    """Why there can be no Slurm here; empty if there can."""
-    absent = [tool for tool in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(tool) is None]
-    return missing() or (f"not installed: {', '.join(absent)} (slurm-wlm, munge)" if absent else "")
+    """Return why there can be no Slurm here; empty if there can."""
+    return missing(SLURM_PACKAGES)
 
 
 class SlurmCluster(Machines):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from machines import Machines, missing, wait_for
+from machines import SSH_PACKAGES, Machines, missing, wait_for
 from support.real_runs import REPOSITORY, kill_session, read_losses, step_records
 
 MakeConfig = Callable[..., Path]
@@ -23,10 +22,7 @@ QUICK = {"cluster.hang_step_floor_s": 4.0, "cluster.hang_setup_s": 60.0}  # 5 le
 
 @pytest.fixture
 def hosts(shared_folder: Path, network: int) -> Iterator[Machines]:
-    absent = [
-        tool for tool in ("pdsh", "ssh", "sshd") if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None
-    ]
-    if reason := missing() or (f"not installed: {', '.join(absent)}" if absent else ""):
+    if reason := missing(SSH_PACKAGES):
         pytest.skip(reason)
     with Machines(shared_folder / "hosts", 2, network=network, ssh=True) as machines:
         (shared_folder / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")

@@ -35,6 +35,8 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(k for k in FAULTS if k != "disk" or os.geteuid() == 0))
     parser.add_argument("--keep", type=Path, help="an empty folder to work in, which is kept afterwards")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count must be at least 1, not {args.count}")
     if "disk" not in args.faults.split(","):
         print("without `disk`: mounting a small file system needs root")
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:

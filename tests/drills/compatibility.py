@@ -174,7 +174,8 @@ def main() -> int:
     # An earlier commit may have written fewer files, and cards and records name the version.
     descriptions = (CARD_FILE, CURVES_FILE, PRETRAINING_FILE)
     files_of_model = [name for name in export_before if Path(name).name not in descriptions]
-    is_same_model = all(export_before[name] == export_now.get(name) for name in files_of_model)
+    is_same_model = bool(files_of_model)
+    is_same_model &= all(export_before[name] == export_now.get(name) for name in files_of_model)
     verdicts = [
         DrillVerdict("export of the earlier checkpoint", is_same_model, f"{len(files_of_model)} files"),
         DrillVerdict("masks", masks(before) == masks(now), masks(now)[:16]),
@@ -193,6 +194,7 @@ def main() -> int:
 def same_losses(folder: Path) -> list[DrillVerdict]:
     """Return the verdicts on runs of equal numerics: everything is the same, and so is the identity."""
     expected = records(folder / "whole-before")
+    assert expected, "the run of the earlier commit has no records, so there is nothing to compare"
     files = (IDENTITY_FILE, TOKENIZER_FILE, RUN_VOCAB_FILE)
     same_files = contents(folder / "whole-before", files) == contents(folder / "whole-now", files)
     return [
@@ -210,6 +212,7 @@ def same_rows(folder: Path, steps_before: list[dict[str, Any]]) -> list[DrillVer
         steps_before: records of the stopped run before this commit continued it.
     """
     expected = records(folder / "whole-before", ROWS)
+    assert expected, "the run of the earlier commit has no records, so there is nothing to compare"
     events = [event for event in read_ledger(folder / "half") if event["event"] == "new_numerics"]
     kept = records(folder / "half")[: len(steps_before)] == steps_before
     files = (TOKENIZER_FILE, RUN_VOCAB_FILE)

@@ -375,6 +375,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="number of damages")
     parser.add_argument("--two-ranks-every", type=int, default=5, help="load every n-th case on two ranks")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count must be at least 1, not {args.count}")
     begin = time.monotonic()
     start_process_group()
     with tempfile.TemporaryDirectory() as folder:

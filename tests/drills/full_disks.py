@@ -344,6 +344,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="names of cases, or words in them")
     args = parser.parse_args()
+    for word in args.only:
+        if not any(word in name for name in CASES):
+            parser.error(f"--only: {word!r} is in the name of no case; the cases are {'; '.join(CASES)}")
     if not can_mount():
         print("this drill needs root and the right to mount a tmpfs", file=sys.stderr)
         return 1

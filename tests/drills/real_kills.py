@@ -172,12 +172,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=10, help="kills of each run")
     parser.add_argument("--no-elastic", action="store_true", help="leave out the changes of ranks and stages")
     args = parser.parse_args()
+    stages = [int(stage) for stage in args.stages.split(",") if stage]
+    if not stages and args.no_elastic:
+        parser.error("--stages without a stage and --no-elastic leave nothing to test")
+    if stages and args.kills < 1:
+        parser.error(f"--kills must be at least 1, not {args.kills}; to kill nothing, give --stages ''")
     begin, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="real-kills-") as name:
         folder = Path(name)
         corpus = str(folder / "corpus")
         write_corpus(corpus, [70, 33, 48, 90, 15])
-        for stage in map(int, filter(None, args.stages.split(","))):
+        for stage in stages:
             kills = draw_kills(random.Random(f"{args.seed} {stage}"), args.kills)
             verdicts.append(killed_equals_uninterrupted(folder, corpus, stage, kills))
             print(f"  {verdicts[-1].detail}", flush=True)

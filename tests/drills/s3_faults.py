@@ -180,6 +180,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the schedule of faults")
     parser.add_argument("--faults", type=int, default=2000, help="least number of faults")
     args = parser.parse_args()
+    if args.faults < 1:
+        parser.error(f"--faults must be at least 1, not {args.faults}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end, too
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="s3-faults-") as name, running_s3() as server:

@@ -1,6 +1,6 @@
 """Trains through each way in which S3 fails, one run for each: losses, exit codes and what `status` shows.
 
-    python tests/drills/s3_ways.py [--ways redirected,dribble,...]
+    python tests/drills/s3_ways.py [--ways redirect,404,...]
 
 Corpus and checkpoints of a run of one rank lie on an S3 server behind `tests/support/fault_server.py`. In each run,
 one way of failing hits every request, twice in a row (or for as long as its name says), before it succeeds.
@@ -231,7 +231,11 @@ def main() -> int:
     parser.add_argument("--ways", default="", help="parts of the names of the ways to try (default: all)")
     parser.add_argument("--server", choices=("moto", "radosgw"), help="S3 server (default: radosgw if installed)")
     args = parser.parse_args()
-    ways = [way for way in WAYS if any(part in way.name for part in args.ways.split(","))]
+    parts = args.ways.split(",")
+    for part in parts:
+        if not any(part in way.name for way in WAYS):
+            parser.error(f"--ways: {part!r} is in the name of no way; the ways are {', '.join(w.name for w in WAYS)}")
+    ways = [way for way in WAYS if any(part in way.name for part in parts)]
     begin = time.monotonic()
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["electra_dist.train.pretrain_rank", "launcher.pretrain", "boto3"])

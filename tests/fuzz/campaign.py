@@ -173,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for target in targets
         if (readers := tuple(reader for reader in target.readers if args.reader in reader.name))
     ]
+    if not targets:
+        parser.error(f"no file with {args.file!r} in its path is read by anything with {args.reader!r} in its name")
+    if args.cases <= 0 and (args.processes <= 0 or not of_commands(targets)):
+        parser.error("no case is asked for: --cases is 0, and --processes is 0 or no command reads the selected files")
     with tempfile.TemporaryDirectory() as temporary:
         root = (args.folder or Path(temporary) / "specimen").absolute()
         if not root.exists():
@@ -220,7 +224,7 @@ def _print_new(faults: Sequence[Fault], console: Console) -> None:
 
 
 def _report(all_results: Sequence[Results]) -> int:
-    """Print the tables and the faults; return 1 if there is a fault, otherwise 0."""
+    """Print the tables and the faults; return 1 if there is a fault or there was no case, otherwise 0."""
     console = Console(width=160)
     num_faults = 0
     for label, results in zip(("in one process", "as processes of their own"), all_results):
@@ -232,6 +236,9 @@ def _report(all_results: Sequence[Results]) -> int:
         count for results in all_results for (*_, outcome), count in results.outcomes.items() if outcome == "traceback"
     )
     console.print(f"faults: {num_faults}; tracebacks: {tracebacks}")
+    if not any(results.num_cases for results in all_results):
+        print("error: nothing was tested, because no case was run in the time", file=sys.stderr)
+        return 1
     return int(num_faults > 0)
 
 

@@ -21,6 +21,7 @@ print(*[name for name in {HEAVY} if name in sys.modules])
 """
 
 
+@pytest.mark.real_start
 def test_importing_the_package_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", TELL_HEAVY], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -104,6 +104,7 @@ def test_a_terminal_gets_tables_with_the_cells_of_the_plain_text(monkeypatch: py
         assert cell in terminal.getvalue()
 
 
+@pytest.mark.real_start
 def test_the_plan_does_not_import_torch():
     """Commands without training answer in a fraction of a second on a login node; importing torch takes seconds."""
     code = "import sys, electra_dist.planning.plan_tables; sys.exit('torch' in sys.modules)"

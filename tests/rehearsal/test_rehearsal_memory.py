@@ -75,6 +75,7 @@ def test_every_known_gpu_has_a_memory_size() -> None:
     assert set(GPU_MEMORY_GB) == set(KNOWN_GPUS)
 
 
+@pytest.mark.real_start
 def test_the_formula_needs_no_torch() -> None:
     code = "import sys, electra_dist.planning.activation_memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -108,6 +108,7 @@ def test_the_step_time_is_the_median_of_the_newest_20_steps_without_the_first_st
     rank.close()
 
 
+@pytest.mark.real_start
 def test_a_reader_gets_only_whole_records_while_a_rank_beats_without_pause(tmp_path: Path):
     """Another process beats for two seconds. Reading a torn record would raise an error or give a wrong rank."""
     code = (

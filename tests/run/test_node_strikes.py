@@ -35,6 +35,7 @@ def test_added_strikes_are_read_back_in_order_and_a_missing_file_has_none(tmp_pa
     assert json.loads(first_line)["node"] == "n1"
 
 
+@pytest.mark.real_start
 def test_no_strike_is_lost_or_torn_if_eight_processes_add_them_at_once(tmp_path: Path):
     """Each process adds 25 strikes of its own node, whose times are 0 to 24. None of them needs to import torch."""
     code = (

@@ -296,6 +296,7 @@ def test_unreachable_service_fails_naming_its_address(bucket: str) -> None:
         store.read("x")
 
 
+@pytest.mark.real_start
 def test_without_boto3_the_error_names_the_package_to_install() -> None:
     script = "import sys; sys.modules['boto3'] = None; from electra_dist.store.open_store import open_store; open_store('s3://b/c')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

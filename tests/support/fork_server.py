@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import gc
@@ -45,15 +44,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from support.process_names import ROOM, ProcessNames
+
 REPORT_VARIABLE = "ELECTRA_DIST_TESTS_REPORT"
 TESTS = Path(__file__).resolve().parents[1]
 END = struct.Struct("id")  # the wait status of a fork and its seconds of processor, as the server sends them
 PID = struct.Struct("i")
-_ROOM_VARIABLE = "ELECTRA_DIST_TESTS_ROOM"
-_ROOM_BYTES = 30_000  # for the environment of a fork; far more than any test has
-_MOST_WORDS = 20_000  # bytes of a command line
-# Indices of fields in /proc/self/stat, counted from the field after the command's name in parentheses.
-_ARGUMENTS_BEGIN, _ARGUMENTS_END, _ENVIRONMENT_BEGIN, _ENVIRONMENT_END = range(45, 49)
+_MOST_WORDS = 20_000  # bytes of a command line of a fork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,33 +68,6 @@ class Start:
     process_group: int = -1
     ignored_signals: list[int] = dataclasses.field(default_factory=list)
     niceness: int = 0
-
-
-class ProcessNames:
-    """Access to the memory from which /proc shows the command line and the environment of this process.
-
-    The kernel reads both from memory into which it wrote them when the program was started. A fork has a copy of this
-    memory, and may overwrite it.
-    """
-
-    def __init__(self) -> None:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        self._arguments_at = int(fields[_ARGUMENTS_BEGIN])
-        self._arguments_size = int(fields[_ARGUMENTS_END]) - self._arguments_at
-        self._environment_at = int(fields[_ENVIRONMENT_BEGIN])
-        self._environment_size = int(fields[_ENVIRONMENT_END]) - self._environment_at
-
-    def show(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Make /proc/PID/cmdline and /proc/PID/environ show these words and variables."""
-        _overwrite(self._arguments_at, self._arguments_size, command)
-        variables = [f"{name}={value}" for name, value in environment.items()]
-        _overwrite(self._environment_at, self._environment_size, variables)
-
-
-def _overwrite(address: int, size: int, words: Sequence[str]) -> None:
-    content = b"\0".join(map(os.fsencode, words)) + b"\0"
-    assert len(content) <= size, f"{len(content)} bytes of {words[:3]}... in {size}"
-    ctypes.memmove(address, content.ljust(size, b"\0"), size)
 
 
 def import_everything() -> None:
@@ -168,7 +138,8 @@ def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: 
         os.nice(start.niceness)
         _restore_signals(start.ignored_signals)
         os.chdir(start.folder)
-        names.show(start.command, start.environment)
+        names.set_command(*start.command)
+        names.set_environment(start.environment)
         _forget_the_parent()
         _prepare_interpreter(start)
         if REPORT_VARIABLE not in start.environment:
@@ -380,7 +351,7 @@ def receive_start(connection: socket.socket) -> tuple[Start, list[int]]:
 def server_command(address: str, owner: int) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that start a server, with room for the names of its forks."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), *_paths_of(os.environ)])
-    environment = {**os.environ, "PYTHONPATH": path, _ROOM_VARIABLE: "x" * _ROOM_BYTES}
+    environment = {**os.environ, **ROOM, "PYTHONPATH": path}
     return [sys.executable, "-B", __file__, address, str(owner), "x" * _MOST_WORDS], environment
 
 

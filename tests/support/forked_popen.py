@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.fork_server import END, PID, TESTS, ProcessNames, Start, become, send_start, server_command
+from support.fork_server import END, PID, TESTS, Start, become, send_start, server_command
+from support.process_names import ProcessNames
 
 ADDRESS_VARIABLE = "ELECTRA_DIST_TESTS_FORK_SERVER"
 RealPopen = subprocess.Popen
@@ -240,17 +241,21 @@ def address_of_server() -> Iterator[None]:
         yield
 
 
-def start_server() -> None:
-    """Start the server at the address in the environment, unless it runs. It ends with the owner of the address."""
+def start_server() -> Path:
+    """Start the server at the address in the environment, unless it runs, and return the address.
+
+    The server ends with the process that owns the address.
+    """
     address = Path(os.environ[ADDRESS_VARIABLE])
     if address.exists():
-        return
+        return address
     with address.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if address.exists():
-            return
+            return address
         command, environment = server_command(str(address), owner=int(address.name))
         server = RealPopen(command, env=environment, stdin=subprocess.DEVNULL)
         while not address.exists():
             assert server.poll() is None, "the server of forks has ended"
             time.sleep(0.005)
+    return address

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.fault_server import FaultPlan, FaultProxy, running_faults
-from support.s3_server import S3Server, make_bucket, running_s3
+from support.s3_server import S3Server, best_kind, make_bucket, running_s3, shared_moto
 
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -21,15 +21,17 @@ from electra_dist.store.open_store import open_store
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
     """An S3 server: radosgw where it is installed, otherwise moto."""
-    with running_s3() as server:
+    if best_kind() == "moto":
+        yield shared_moto()
+        return
+    with running_s3("radosgw") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[S3Server]:
-    """Moto's server, which starts within about a second."""
-    with running_s3("moto") as server:
-        yield server
+def moto() -> S3Server:
+    """Moto's server, one for all workers of this call."""
+    return shared_moto()
 
 
 @pytest.fixture

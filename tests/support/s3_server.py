@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import shutil
@@ -27,6 +28,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
+
+from support.forked_popen import start_server
 
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "SKSKSKSKSKSKSKSKSKSK"
 CEPH_PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph", "monmaptool", "ceph-authtool")
@@ -52,16 +58,34 @@ def running_s3(kind: str | None = None) -> Iterator[S3Server]:
     """Run an S3 server for the length of the block; `kind` is `moto` or `radosgw`, by default `best_kind()`."""
     start = {"moto": _moto, "radosgw": _radosgw}[kind or best_kind()]
     with tempfile.TemporaryDirectory(prefix="s3-") as folder, contextlib.ExitStack() as processes:
-        port = start(Path(folder), processes)
-        env = {
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        }
-        yield S3Server(f"http://127.0.0.1:{port}", env)
+        yield _server_at(start(Path(folder), processes))
+
+
+@functools.cache
+def shared_moto() -> S3Server:
+    """Return moto's server for all workers of this pytest call, and start it unless it runs.
+
+    It is a fork of the server of forks, with which it ends.
+    """
+    address = start_server()
+    port_file = address.with_suffix(".moto")
+    with address.with_suffix(".moto-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not port_file.exists():
+            port_file.write_text(str(_moto(address.parent, contextlib.ExitStack())))
+    return _server_at(int(port_file.read_text()))
+
+
+def _server_at(port: int) -> S3Server:
+    env = {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+    return S3Server(f"http://127.0.0.1:{port}", env)
 
 
 @functools.cache

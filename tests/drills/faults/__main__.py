@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from drills.faults.process_names import ProcessNames, start_again_with_room
+from support.process_names import ProcessNames, start_again_with_room
 
 if __name__ == "__main__":
     start_again_with_room()
@@ -43,9 +43,9 @@ from drills.faults.campaign import Campaign
 from drills.faults.forked_run import ForkedDrill
 from drills.faults.kinds import PlannedLeg, plan_legs
 from drills.faults.progress import Leg, Progress, read_progress
-from drills.kill_matrix.preloaded import prepare_forks
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from support.fork_server import import_everything
 from support.small_disks import can_mount
 
 from launcher.chaos.fault_plot import write_fault_plot
@@ -63,7 +63,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=100.0, help="time limit of this start (default: 100)")
     parser.add_argument("--server", choices=["radosgw", "moto"], default="moto", help="S3 server (default: moto)")
     parser.add_argument("--results", type=Path, help="file for the record once all faults have been made")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.count < 1:
+        parser.error("--count must be at least 1")
+    return args
 
 
 def begin_or_continue(folder: Path, seed: int, count: int) -> Progress:
@@ -203,7 +206,7 @@ def main() -> int:
     """
     args = parse()
     ForkedDrill.names = ProcessNames()
-    prepare_forks()
+    import_everything()
     if args.state is not None:
         return run_drill(args.state.resolve(), args)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

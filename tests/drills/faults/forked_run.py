@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from drills.faults.process_names import ProcessNames
 from drills.kill_matrix.short_run import fork, wait_for
+from support.process_names import ProcessNames
 from support.real_runs import free_port
 
 import launcher.pretrain
@@ -212,11 +212,11 @@ def _start_forks(self: RankProcesses, command: Sequence[str], environment: Mappi
     names = ForkedDrill.names
     self.started = time.monotonic()
     mark = {MARK: self._mark}
-    names.set_variables(mark)
+    names.set_environment({**os.environ, **mark})
     pid = os.fork()
     if pid == 0:
         _launch(names, command, {**environment, **mark})
-    names.set_variables({})
+    names.set_environment(os.environ)
     self._launcher = ForkedProcess(pid)  # type: ignore[assignment]
 
 
@@ -243,10 +243,10 @@ def _launch(names: ProcessNames, command: Sequence[str], environment: Mapping[st
         os.environ.update(variables)
         for rank in range(ranks):
             rank_variables = {MARK: variables[MARK], "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            names.set_variables(rank_variables)
+            names.set_environment({**os.environ, **rank_variables})
             if os.fork() == 0:
                 _run_rank(names, rank_variables, arguments)
-        names.set_variables({MARK: variables[MARK]})
+        names.set_environment(os.environ)
         for _ in range(ranks):
             os.wait()
     os._exit(0)

@@ -31,9 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from drills.kill_matrix.durable_operations import Kill
 from drills.kill_matrix.matrix import KillResult, Matrix, run_kills
-from drills.kill_matrix.preloaded import prepare_forks
 from rich.progress import Progress
 from support import s3_server
+from support.fork_server import import_everything
 
 # Kind of operation, file, which of those in the uninterrupted run, and moment.
 SAMPLE = (
@@ -162,7 +162,7 @@ def main() -> int:
     ):
         os.environ.update(server.env)
         bucket = s3_server.make_bucket(*server, "kills")
-        prepare_forks()
+        import_everything()
         matrix = Matrix((args.keep or Path(temporary)).resolve(), bucket, server)
         matrix.run_uninterrupted()
         print(f"uninterrupted run: {len(matrix.operations)} operations, {matrix.seconds:.1f} s", flush=True)
@@ -176,7 +176,8 @@ def main() -> int:
             matrix, chosen_kills(matrix, operations, args.moments.split(","), args.sample), args.workers
         )
     print_summary(matrix, results, time.monotonic() - begin)
-    is_good = results and not matrix.missed and not any(result.differences for result in results)
+    has_killed = any(result.was_reached for result in results)
+    is_good = has_killed and not matrix.missed and not any(result.differences for result in results)
     return 0 if is_good else 1
 
 
