@@ -7,6 +7,7 @@ CONFIG ?= configs/demo_cpu.yaml
 RANKS ?= 2
 CLUSTER_TESTS ?= tests/cluster
 MINUTES ?= 100
+WORKERS ?= 3
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
@@ -56,16 +57,17 @@ typecheck: $(VENV)/ready-test
 check: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/support/check.py $(if $(SECONDS),--seconds $(SECONDS))
 
-# Style is checked first, because it takes seconds. Then types are checked while the tests run, two files at a time.
+# Style is checked first, because it takes seconds. Then types are checked while the tests run, WORKERS files at a time:
+# three for two cores, because tests that start several processes often wait for one of them.
 test: lint
 	$(MAKE) -j2 typecheck pytest
 
 pytest: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 # What the tests with the marker `drill` check has a shorter test in `make test`.
 test-long: $(VENV)/ready-test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "drill or sample"
 
 cluster-test: $(VENV)/ready-test

@@ -54,6 +54,11 @@ def test_all_measures_equal_those_of_scikit_learn(decimals: int | None, positive
     assert ours.recall == pytest.approx(recall_score(labels, predictions))
 
 
+def test_a_logit_of_exactly_zero_predicts_an_original_token():
+    found = separation([0.0, 0.0, 1.0], [False, True, True])
+    assert (found.accuracy, found.precision, found.recall) == (pytest.approx(2 / 3), 1.0, 0.5)
+
+
 def test_measures_are_defined_without_a_positive_prediction_and_at_infinite_and_nan_scores():
     """Precision is 0 if nothing is predicted positive. A NaN among the scores makes AUC NaN; no token is an error."""
     without_positive_prediction = separation([-1.0, -2.0, -3.0], [True, False, False])

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import checkpoints as small
 
-from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, Manifest, committed, folder_name, read_manifest
+from electra_dist.checkpoint.checkpoint_manifest import (
+    KINDS,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    committed,
+    folder_name,
+    read_manifest,
+)
 from electra_dist.errors import TornCheckpoint
 from electra_dist.store.open_store import open_store
 
@@ -59,6 +68,38 @@ def test_manifest_whose_tensors_do_not_cover_a_file_is_refused(saved: Path) -> N
     for hole in holes.values():
         with pytest.raises(TornCheckpoint):
             Manifest.parse(manifest.model_copy(update={"files": (hole, *manifest.files[1:])}).dump())
+
+
+@pytest.mark.parametrize(
+    ("ranges", "fault"),
+    [
+        ([(0, 2), (2, 3), (3, 5)], None),
+        ([(0, 2), (3, 5)], "elements 2 to 3 of exp_avg of w are missing or stored twice"),
+        ([(0, 3), (2, 5)], "elements 2 to 3 of exp_avg of w are missing or stored twice"),
+        ([(1, 5)], "elements 0 to 1 of exp_avg of w are missing or stored twice"),
+        ([(0, 4)], "it lists 4 of the 5 elements of exp_avg of w"),
+    ],
+)
+def test_manifest_with_a_hole_or_an_overlap_in_a_parameter_is_refused(
+    ranges: list[tuple[int, int]], fault: str | None
+) -> None:
+    """The files have no gap between tensors, but together they lack elements of a parameter or have them twice."""
+    tensors: list[TensorEntry] = []
+    for kind in KINDS:
+        for start, end in ranges if kind == "exp_avg" else [(0, 5)]:
+            offset = sum(tensor.size_bytes for tensor in tensors)
+            tensors.append(
+                TensorEntry(kind=kind, name="w", start=start, numel=end - start, offset=offset, sha256="0" * 64)
+            )
+    size = sum(tensor.size_bytes for tensor in tensors)
+    file = FileEntry(name="x", size_bytes=size, header_bytes=0, header_sha256="0" * 64, tensors=tuple(tensors))
+    state = small.state_at(3).model_copy(update={"shapes": {"w": [5]}})
+    data = Manifest(saved_at="2026-01-01T00:00:00+00:00", state=state, files=(file,)).dump()
+    if fault is None:
+        assert Manifest.parse(data).files == (file,)
+    else:
+        with pytest.raises(TornCheckpoint, match=fault):
+            Manifest.parse(data)
 
 
 def test_folder_renamed_to_another_step_is_refused(tmp_path: Path) -> None:

@@ -147,6 +147,17 @@ def test_checkpoint_that_cannot_be_read_is_taken_from_the_other_target_and_never
     assert len(committed(targets[0])) == 2  # nothing is set aside
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_no_older_step_of_another_target_is_loaded_while_the_newest_one_cannot_be_read(tmp_path: Path) -> None:
+    """The other target has no copy of step 20; its step 10 would lose ten steps that may be there in a minute."""
+    targets = [Unreadable(tmp_path / "a"), open_store(str(tmp_path / "b"))]
+    small.save(targets[:1], tmp_path / "staging", 20)
+    small.save(targets[1:], tmp_path / "staging", 10)
+    with pytest.raises(StoreError, match=f"{folder_name(20, 1)}.*failed 30 times"):
+        load(targets)
+    assert [len(committed(store)) for store in targets] == [1, 1]  # nothing is set aside
+
+
 def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         small.save([target], tmp_path / "staging", step, world_size=3)

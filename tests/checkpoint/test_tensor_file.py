@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,21 @@ def test_large_tensor_is_divided_into_pieces_with_their_own_entries(
     assert [(t.start, t.numel) for t in entry.tensors] == [(30, 100), (130, 100), (230, 50)]
     read = load_file(tmp_path / "x")
     assert torch.equal(torch.cat([read[f"master|w|{start}"] for start in (30, 130, 230)]), values)
+
+
+@pytest.mark.parametrize("digests_in_header", [False, True])
+def test_a_whole_file_and_then_its_folder_are_synced_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digests_in_header: bool
+) -> None:
+    """The manifest, which is written later, must never name a file that a power failure can still cut off."""
+    synced: list[tuple[str, bytes]] = []  # each path, and the content of the file at that time
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_relative_to(tmp_path):
+            synced.append((str(path), b"" if path.is_dir() else path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    tensor = Tensor(kind="master", name="w", start=0, values=torch.arange(9, dtype=torch.float32))
+    write_tensor_file(tmp_path / "x", [tensor], digests_in_header=digests_in_header)
+    assert synced == [(str(tmp_path / "x"), (tmp_path / "x").read_bytes()), (str(tmp_path), b"")]

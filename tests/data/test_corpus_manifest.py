@@ -26,6 +26,15 @@ def test_manifest_is_read_back_as_written_with_the_right_totals(corpus: Any) -> 
     assert corpus.manifest.num_tokens == corpus.rows.size
 
 
+def test_the_rows_at_the_borders_of_every_shard_are_named_after_their_own_shard(corpus: Any) -> None:
+    first_id = 0
+    for shard in corpus.manifest.shards:  # one of them has a single row
+        last_id = first_id + shard.rows - 1
+        assert corpus.manifest.row_name(first_id) == f"{shard.name} row 0"
+        assert corpus.manifest.row_name(last_id) == f"{shard.name} row {shard.rows - 1}"
+        first_id = last_id + 1
+
+
 def test_fingerprint_depends_on_every_value_and_the_order_of_shards_but_not_of_keys(tree: dict[str, Any]) -> None:
     original = CorpusManifest.model_validate(tree).fingerprint
     assert CorpusManifest.model_validate(dict(reversed(tree.items()))).fingerprint == original

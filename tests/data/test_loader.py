@@ -241,3 +241,19 @@ def test_the_rows_of_existing_runs_never_change(corpus: Any) -> None:
     assert hashlib.sha256(found.tobytes()).hexdigest() == (
         "c2985224345f85698e9077aaaa10d98b7a8c465f17e3ed3a47a4b0d0dfb721d5"
     )
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_token_id_outside_the_vocabulary_ends_the_run_with_shard_and_row(corpus: Any, above: int) -> None:
+    """Also the id that equals the size of the vocabulary is outside: the last valid one is one less."""
+    row = int(corpus.rows.max(axis=1).argmax())
+    largest = int(corpus.rows[row].max())
+    tokenizer = corpus.manifest.tokenizer.model_copy(update={"vocab_size": largest - above})
+    manifest = corpus.manifest.model_copy(update={"tokenizer": tokenizer})
+    cache = ShardCache(corpus.store, manifest, Path("unused"))
+    loader = RowLoader(cache, order_of(corpus), len(corpus.rows), 0, 1, 0)
+    place = corpus.manifest.row_name(row)
+    with pytest.raises(ManifestMismatch, match=f"{place}: token id {largest} is outside the vocabulary"):
+        loader.next()
+    loader.close()
+    cache.close()

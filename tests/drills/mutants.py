@@ -1,135 +1,62 @@
-"""Breaks the code on purpose, one line at a time: for each mutant a named test must fail.
+"""Breaks the code on purpose, one mistake at a time: for each mutant a named test must fail.
 
     python tests/drills/mutants.py
-    python tests/drills/mutants.py --only clipping
+    python tests/drills/mutants.py --only store:
+    python tests/drills/mutants.py --list
 
-Each mutant is a fault that all tests had once let pass: a piece of text in one file and what replaces it. The drill
-copies the files of the repository to a temporary folder, makes sure that all named tests pass there, and then, for one
-mutant after another, changes the file, runs the named test and restores the file. It prints a table, and exits with 1
-if a test of a mutant passes (the mutant survived), if a test cannot be run, or if the text to replace is not in the
-file exactly once, because the code has changed since: correct the entry in MUTANTS then.
+A mutant is a mistake that an engineer could make: a piece of text in one file and what replaces it. The tables are in
+`mutant_tables/`, with every package of the project. The drill copies the files of the repository to a temporary
+folder, makes sure that all named tests pass there, and then, for one mutant after another, changes the file, runs the
+named test and restores the file. It prints a table, and exits with 1 if a test of a mutant passes (the mutant
+survived), if a test cannot be run, or if the text to replace is not in the file exactly once, because the code has
+changed since: correct the entry in its table then.
+
+Each run of pytest is a fork of this process, which has imported the packages of others beforehand, so most mutants
+take a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
+import gc
+import importlib
 import os
+import py_compile
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, NoReturn
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
 
+import pytest
+from mutant_tables.mutant import Mutant
+from mutant_tables.tables import MUTANTS
 from rich.progress import track
 from support.real_runs import REPOSITORY, DrillVerdict, print_verdicts
 
 TESTS_FAILED = 1  # exit code of pytest; other codes mean that the tests did not run
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault: in `file`, `original` becomes `mutated`; then `test` must fail."""
-
-    name: str
-    file: str
-    original: str
-    mutated: str
-    test: str
-
-
-MUTANTS = (
-    Mutant(
-        name="clipping: pretraining does not clip gradients",
-        file="electra_dist/engine/engine.py",
-        original='"gradient_clipping": clip_norm,',
-        mutated='"gradient_clipping": 0.0,',
-        test="tests/engine/test_gradient_clipping.py",
-    ),
-    Mutant(
-        name="per_replica: the mean forgets the number of ranks",
-        file="electra_dist/train/step.py",
-        original="num_means = self._engine.num_micro_batches * dist.get_world_size()",
-        mutated="num_means = self._engine.num_micro_batches",
-        test="tests/train/test_step.py::"
-        "test_per_replica_losses_are_the_means_of_the_micro_batches_averaged_over_all_ranks",
-    ),
-    Mutant(
-        name="auc: the evaluation counts pads",
-        file="electra_dist/train/evaluator.py",
-        original="torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan)",
-        mutated="output.rtd_logit_BS",
-        test="tests/train/test_step.py::test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measures",
-    ),
-    Mutant(
-        name="electric: the label is 'differs' instead of 'was noised'",
-        file="electra_dist/objectives/electric.py",
-        original="label_BS = masking.slots_BS() > 0",
-        mutated="label_BS = noised_BS != batch.ids_BS",
-        test="tests/objectives/test_variants.py::"
-        "test_electric_labels_every_noised_token_also_where_the_sample_is_the_original_token",
-    ),
-    Mutant(
-        name="short targets: drawn from [5, S - 1]",
-        file="electra_dist/corpus/sentence_pairs.py",
-        original="num_targets = self._seq_len - MIN_TARGET + 1",
-        mutated="num_targets = self._seq_len - MIN_TARGET",
-        test="tests/corpus/test_sentence_pairs.py::"
-        "test_short_targets_are_uniform_from_5_to_the_row_length_both_included",
-    ),
-    Mutant(
-        name="examples: one more random draw for each example",
-        file="electra_dist/corpus/sentence_pairs.py",
-        original="        self._target = self._seq_len\n        if",
-        mutated="        self._target = self._seq_len\n        self._random.random()\n        if",
-        test="tests/corpus/test_sentence_pairs.py::test_all_examples_equal_those_of_a_builder_by_the_references_rules",
-    ),
-    Mutant(
-        name="examples: a carried sentence is lost to the target of the next example",
-        file="electra_dist/corpus/sentence_pairs.py",
-        original="        self._add(carried)\n        self._draw_target()",
-        mutated="        self._add(carried)\n        self._draw_target()\n        self._target += len(carried)",
-        test="tests/corpus/test_sentence_pairs.py::test_all_examples_equal_those_of_a_builder_by_the_references_rules",
-    ),
-    Mutant(
-        name="reference masking: rounded in float64",
-        file="electra_dist/objectives/masking.py",
-        original='in_float32 = objective.masking == "reference"',
-        mutated="in_float32 = False",
-        test="tests/objectives/test_masking.py::"
-        "test_the_reference_rounds_the_number_of_masked_positions_in_float32_as_google_does",
-    ),
-    Mutant(
-        name="adversarial: the reward goes to a sample that was not inserted",
-        file="electra_dist/objectives/adversarial.py",
-        original="states_MH, inserted_M, right_logit_M, weight_M,",
-        mutated="states_MH, mlm.sampled_M, right_logit_M, weight_M,",
-        test="tests/objectives/test_variants.py::test_adversarial_gradient_is_that_of_reinforce_with_a_baseline",
-    ),
-    Mutant(
-        name="keep_best: mlm is judged by the discriminator's loss",
-        file="electra_dist/train/saving/checkpointer.py",
-        original='return {"eval_loss": evaluation.mlm_loss}',
-        mutated='return {"eval_loss": evaluation.rtd_loss}',
-        test="tests/train/test_evaluation_scores.py",
-    ),
-    Mutant(
-        name="clipping: fine-tuning does not clip gradients",
-        file="electra_dist/finetune/training_loop.py",
-        original="torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm, foreach=True)",
-        mutated="pass",
-        test="tests/finetune/test_gradient_clipping.py",
-    ),
-    Mutant(
-        name="export: the weights are not those of the checkpoint",
-        file="electra_dist/pretrained/run_weights.py",
-        original="weights=chosen.weights,",
-        mutated="weights={name: tensor * 1.001 for name, tensor in chosen.weights.items()},",
-        test="tests/pretrained/test_finished_run.py::test_exported_model_is_the_trained_one",
-    ),
+LIMIT_S = 300.0  # how long the tests of one mutant may take
+COMPILED = ("electra_dist", "kernels", "launcher", "tests/support")  # folders whose modules forks load as bytecode
+OWN_PACKAGES = ("electra_dist", "electra_kernels", "launcher", "support")  # which forks import from the copy
+# Packages of others that tests import; a fork finds them imported.
+PRELOADED = (
+    *("boto3", "botocore.client", "deepspeed", "hypothesis", "matplotlib.figure", "numpy", "pandas", "psutil"),
+    *("pyarrow.parquet", "pydantic", "safetensors.torch", "scipy.stats", "sklearn.linear_model", "tokenizers"),
+    *("torch", "torch.distributed", "torch.utils.tensorboard", "typer", "webdataset", "yaml", "zstandard"),
+    "transformers.models.electra.modeling_electra",
+    "transformers.models.modernbert.modeling_modernbert",
 )
 
 
@@ -137,32 +64,75 @@ def main() -> int:
     """Apply the mutants, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="take only the mutants whose name contains this text")
+    parser.add_argument("--list", action="store_true", help="print the names and tests of the mutants, and end")
     arguments = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
     if not chosen:
-        parser.error(f"no mutant's name contains {arguments.only!r}; see MUTANTS in {__file__}")
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        copy_repository(copy)
+        parser.error(f"no mutant's name contains {arguments.only!r}; --list shows all names")
+    if arguments.list:
+        print_list(chosen)
+        return 0
+    begin = time.monotonic()
+    with copy_of_repository() as copy, packages_imported():
         tests = sorted({mutant.test for mutant in chosen})
-        code, output = run_tests(copy, tests)
+        code, output = run_tests(copy, tests, limit_s=LIMIT_S * len(tests))
         if code != 0:
-            print(output[-3000:])
+            print(output[-6000:])
             print("error: the tests fail without a mutant; make them pass first", file=sys.stderr)
             return 1
-        verdicts = [verdict_of(copy, mutant) for mutant in track(chosen, description="mutants")]
-    return print_verdicts("faults that a test must find", verdicts)
+        mutants = track(chosen, description="mutants", auto_refresh=False)  # a thread would not survive the forks
+        verdicts = [verdict_of(copy, mutant) for mutant in mutants]
+    exit_code = print_verdicts("mistakes that a test must find", verdicts)
+    num_found = sum(verdict.good for verdict in verdicts)
+    print(f"{num_found} of {len(chosen)} mistakes found, {time.monotonic() - begin:.0f} s")
+    return exit_code
 
 
-def copy_repository(target: Path) -> None:
-    """Copy the files that git knows, or would add, from the repository to `target`."""
+def print_list(mutants: list[Mutant]) -> None:
+    """Print the name, the file and the test of each mutant, and the number of mutants of each package."""
+    for mutant in mutants:
+        print(f"{mutant.name}\n    {mutant.file}\n    {mutant.test}")
+    num_of_package = Counter(mutant.package for mutant in mutants)
+    print(f"{len(mutants)}: " + ", ".join(f"{package} {number}" for package, number in num_of_package.items()))
+
+
+@contextlib.contextmanager
+def copy_of_repository() -> Iterator[Path]:
+    """Make a temporary folder with the files of the repository that git knows, or would add; delete it at the end.
+
+    The compiled library of the kernels is copied, too, although git ignores it: tests of what uses it run as they do
+    in the repository. All modules are compiled to bytecode that is valid as long as the source is the same, so a
+    mutant is compiled anew.
+    """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    for name in listed.split("\0"):
-        source = REPOSITORY / name
-        if name and source.is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target / name)
+    libraries = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "kernels").glob("electra_kernels/native/*.so")]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder).resolve()
+        for name in (*filter(None, listed.split("\0")), *map(str, libraries)):
+            source = REPOSITORY / name
+            if source.is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, copy / name)
+        for compiled in COMPILED:
+            compileall.compile_dir(
+                copy / compiled, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
+            )
+        yield copy
+
+
+@contextlib.contextmanager
+def packages_imported() -> Iterator[None]:
+    """Import the packages of others, and let the forks that are made in the `with` block share the memory of them."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):  # an optional package, or another version
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def verdict_of(copy: Path, mutant: Mutant) -> DrillVerdict:
@@ -170,25 +140,69 @@ def verdict_of(copy: Path, mutant: Mutant) -> DrillVerdict:
     path = copy / mutant.file
     text = path.read_text()
     if text.count(mutant.original) != 1:
-        detail = f"{mutant.file} does not have {mutant.original!r} exactly once; correct MUTANTS"
+        detail = f"{mutant.file} does not have {mutant.original!r} exactly once; correct the entry"
         return DrillVerdict(mutant.name, False, detail)
+    begin = time.monotonic()
     path.write_text(text.replace(mutant.original, mutant.mutated))
-    code, output = run_tests(copy, [mutant.test])
+    code, output = run_tests(copy, [mutant.test], limit_s=LIMIT_S)
     path.write_text(text)
+    seconds = f"{time.monotonic() - begin:.1f} s"
     if code == TESTS_FAILED:
-        return DrillVerdict(mutant.name, True, f"{mutant.test.split('::')[0]} fails")
+        return DrillVerdict(mutant.name, True, f"{mutant.test.split('::')[0]} fails, {seconds}")
     if code == 0:
-        return DrillVerdict(mutant.name, False, f"survived {mutant.test}")
+        return DrillVerdict(mutant.name, False, f"survived {mutant.test}, {seconds}")
     return DrillVerdict(mutant.name, False, f"pytest ended with {code}: {output[-200:]}")
 
 
-def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
-    """Run tests of the copy on the code of the copy; return pytest's exit code and its output."""
-    path = os.pathsep.join([str(copy), str(copy / "kernels")])
-    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
+def run_tests(copy: Path, tests: list[str], limit_s: float) -> tuple[int, str]:
+    """Run tests of the copy on the code of the copy in a fork; return pytest's exit code and its output.
+
+    Pytest stops at the first test that fails. If it takes longer than `limit_s`, it is killed, and the code is -9.
+    """
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            become_pytest(copy, tests, output)
+        deadline = time.monotonic() + limit_s
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        while ended == 0:
+            time.sleep(0.02)
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read().decode(errors="replace")
+
+
+def become_pytest(copy: Path, tests: list[str], output: IO[bytes]) -> NoReturn:
+    """Be a pytest of these tests in this forked process, with all modules of the project from the copy; never return.
+
+    Its output goes to the file `output`.
+    """
+    code = 2
+    try:
+        os.setsid()
+        with open(os.devnull, "rb") as null:
+            os.dup2(null.fileno(), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        os.chdir(copy)
+        paths = [str(copy), str(copy / "kernels")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = True
+        own_folders = {REPOSITORY / name for name in ("", "kernels", "tests", "tests/drills")}
+        sys.path[:] = [*paths, *(path for path in sys.path if Path(path).resolve() not in own_folders)]
+        for name in [name for name in sys.modules if name.partition(".")[0] in OWN_PACKAGES]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        sys.argv[:] = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        code = int(pytest.main(sys.argv[1:]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

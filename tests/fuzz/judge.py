@@ -17,6 +17,8 @@ from pathlib import Path
 from unittest import mock
 
 from fuzz.readers import Reader
+from support.forked_popen import ForkedPopen
+from support.real_runs import REPOSITORY
 
 from electra_dist.errors import TornCheckpoint, UserError, error_line
 from launcher.cli.main import main
@@ -73,10 +75,11 @@ def run_as_process(reader: Reader, root: Path) -> Ending:
         text=True,
         errors="replace",
         cwd=root.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (60, 60)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))},
     )
     assert process.stderr is not None
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (60, 60))
     try:
         with _alarm(LONGEST_SECONDS):
             stderr = process.stderr.read()
@@ -84,9 +87,9 @@ def run_as_process(reader: Reader, root: Path) -> Ending:
         process.kill()
         process.wait()
         return Ending("takes too long", LONGEST_SECONDS, 0, "it was killed")
-    _, status, usage = _wait(process)
+    status, seconds, peak_bytes = _wait(process)
     outcome, text = _judged(status, stderr)
-    return Ending(outcome, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, text)
+    return Ending(outcome, seconds, peak_bytes, text)
 
 
 def compared(ending: Ending, good: Ending) -> Ending:
@@ -103,11 +106,13 @@ def compared(ending: Ending, good: Ending) -> Ending:
     return ending
 
 
-def _wait(process: subprocess.Popen[str]) -> tuple[int, int, resource.struct_rusage]:
-    """Wait for a process; return its id, its exit code (negative after a signal) and what it has used."""
-    pid, status, usage = os.wait4(process.pid, 0)
+def _wait(process: subprocess.Popen[str]) -> tuple[int, float, int]:
+    """Wait for a process; return its exit code (negative after a signal), seconds of processor and peak of memory."""
+    if isinstance(process, ForkedPopen):
+        return process.wait(), process.seconds, process.peak_bytes
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return pid, process.returncode, usage
+    return process.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def _arguments(reader: Reader, root: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,13 @@ def test_evaluation_is_at_temperature_1_without_random_replacements(ids: torch.T
     scheduled = make_module(**curriculum).eval()
     constant_temperature = make_module(temperature=3.0).eval()
     plain = make_module().eval()
+    for module in (scheduled, constant_temperature, plain):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(4)  # the logits are so large then that the temperature changes what is drawn
     expected = run(plain, ids)
+    at_3 = dataclasses.replace(evaluation_values(plain.objective), temperature=3.0)
+    assert not torch.equal(run(plain, ids, at_3).rtd_logit_BS, expected.rtd_logit_BS)
     for module in (scheduled, constant_temperature):
         found = run(module, ids, evaluation_values(module.objective))
         assert torch.equal(found.sums, expected.sums)

@@ -148,6 +148,16 @@ def test_so_many_machines_as_the_plan_names_finish_in_the_wanted_time() -> None:
     assert machines_needed(plan, 1e-6) is None
 
 
+def test_more_machines_divide_the_parallel_steps_and_not_the_merge() -> None:
+    """The merge runs in one process, so it takes as many hours as core-hours on any number of machines."""
+    for num_machines in (1, 10):
+        work = make_work(140e9, num_machines=num_machines, cores_per_machine=4)
+        plan = plan_corpus(make_rates(), make_request(), work)
+        parallel_hours = sum(step.core_hours for step in plan.parallel) / (4 * num_machines)
+        assert plan.merge.core_hours > 0
+        assert plan.hours == pytest.approx(parallel_hours + plan.merge.core_hours, rel=1e-12)
+
+
 def test_the_cost_is_that_of_hours_requests_and_bytes() -> None:
     plan = plan_corpus(make_rates(), make_request(), make_work(14e9))
     read = plan.parallel[0]

@@ -15,6 +15,7 @@ def counted_cases() -> dict[str, Any]:
     return count_cases(compiled=True)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.compiled])
 def test_a_compiled_micro_batch_runs_as_recorded(name: str, counted_cases: dict[str, Any]) -> None:
     counted = counted_cases[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,18 @@ def test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name():
     name_without_slurm = node_name({})
     assert name_without_slurm != ""
     assert node_name({"SLURMD_NODENAME": ""}) == name_without_slurm
+
+
+def test_a_strike_is_synced_to_the_disk_when_it_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[str] = []  # the content of the file at each fsync of it
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path == tmp_path / STRIKES_FILE:
+            synced.append(path.read_text())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for number in (1, 2):
+        add_strike(tmp_path, strike(f"n{number}", 1.0))
+        assert len(synced) == number
+        assert synced[-1] == (tmp_path / STRIKES_FILE).read_text()

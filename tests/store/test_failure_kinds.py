@@ -10,7 +10,7 @@ import pytest
 
 from electra_dist.errors import StoreAway, StoreError, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.atomic_files import readable, writable
-from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error
+from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error, safe_code
 from electra_dist.store.local_store import LocalStore
 
 AWAY = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN]
@@ -55,3 +55,10 @@ def test_a_folder_that_does_not_respond_is_not_taken_for_an_empty_one(
     monkeypatch.setattr(os, "scandir", away)
     with pytest.raises(StoreAway, match="step-1: input/output error; check the disk"):
         store.list("step-")
+
+
+@pytest.mark.parametrize("code", ["", "AKIA/secret+key=", "two words", "SlowDown\n", "a" * 41, "Schlüssel"])
+def test_an_error_code_that_could_hold_a_secret_is_not_quoted(code: str) -> None:
+    """A service or a proxy in front of it may answer with any text, such as a part of the request."""
+    assert safe_code(code) == "unknown code"
+    assert [safe_code(known) for known in ("SlowDown", "404", "a" * 40)] == ["SlowDown", "404", "a" * 40]

@@ -48,7 +48,7 @@ from support.process_names import ROOM, ProcessNames
 
 REPORT_VARIABLE = "ELECTRA_DIST_TESTS_REPORT"
 TESTS = Path(__file__).resolve().parents[1]
-END = struct.Struct("id")  # the wait status of a fork and its seconds of processor, as the server sends them
+END = struct.Struct("idq")  # the wait status of a fork, its seconds of processor and its peak of memory in bytes
 PID = struct.Struct("i")
 _MOST_WORDS = 20_000  # bytes of a command line of a fork
 
@@ -328,7 +328,7 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
             connection = running.pop(pid, None)
             if connection is not None:
                 with connection, contextlib.suppress(OSError):  # the test that asked has ended
-                    connection.sendall(END.pack(status, usage.ru_utime + usage.ru_stime))
+                    connection.sendall(END.pack(status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
 
 
 def send_start(connection: socket.socket, start: Start, descriptors: Sequence[int]) -> None:

@@ -42,7 +42,8 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
     own. In a fork it is made by the fork itself, so that it is its child, in its session.
     """
 
-    processor_s = 0.0  # seconds of processor of the server's forks that have ended, with their children
+    seconds = 0.0  # of processor, with its children, of a fork that the server has made and that has ended
+    peak_bytes = 0  # of its memory, with what it shares with the server
     names: ProcessNames | None = None  # in a fork: what changes the names of its own forks
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -95,8 +96,7 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
         if not ready:
             return 0, 0
         with self._connection:
-            status, processor_s = END.unpack(_receive(self._connection, END.size))
-        ForkedPopen.processor_s += processor_s
+            status, self.seconds, self.peak_bytes = END.unpack(_receive(self._connection, END.size))
         return self.pid, status
 
 

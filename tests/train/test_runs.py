@@ -27,16 +27,17 @@ def worst_difference(a: list[tuple], b: list[tuple]) -> float:
     return max(abs(x - y) for record_a, record_b in zip(a, b) for x, y in zip(record_a[2:4], record_b[2:4]))
 
 
-def test_fp32_losses_agree_over_stages_and_ranks_for_80_steps(
-    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path
+@pytest.mark.parametrize("num_steps", [40, pytest.param(80, marks=pytest.mark.drill)])
+def test_fp32_losses_agree_over_stages_and_ranks(
+    tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, num_steps: int
 ) -> None:
     runs = {}
     for ranks, stage in [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]:
         name = f"ranks{ranks}-stage{stage}"
-        settings = {"train.num_steps": 80, "engine.zero_stage": stage, "checkpoint.every_steps": 1000}
+        settings = {"train.num_steps": num_steps, "engine.zero_stage": stage, "checkpoint.every_steps": 1000}
         pretrain(tiny_config(name, **settings), ranks)
         runs[ranks, stage] = losses(tmp_path / name)
-        assert len(runs[ranks, stage]) == 80
+        assert len(runs[ranks, stage]) == num_steps
     reference = runs[1, 1]
     for key, run in runs.items():
         difference = worst_difference(reference, run)

@@ -24,7 +24,6 @@ ON = {
 }
 
 
-@pytest.mark.real_start
 def test_tracking_changes_no_loss_and_a_service_that_fails_is_one_line_in_the_log(
     tiny_config: Callable[..., Path],
     pretrain: Callable[..., subprocess.CompletedProcess[str]],

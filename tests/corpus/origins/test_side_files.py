@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 
 from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.build_request import BuildRequest
+from electra_dist.corpus.origins.document_search import lines_of_source
 from electra_dist.corpus.origins.origin_files import open_origins
+from electra_dist.corpus.origins.origin_table import SCHEMA
 from electra_dist.corpus.report.build_report import corpus_sources
 from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.stages.join_parts import join_parts
@@ -340,3 +342,12 @@ def test_the_fingerprint_does_not_depend_on_licences(
         return build_corpus(request).manifest
 
     assert manifest(plain) == manifest(stated)
+
+
+def test_a_source_is_found_by_its_name_or_by_whole_folders_at_its_end_and_not_by_the_end_of_a_word() -> None:
+    names = ["b", "a/b", "ab", "a/ab", "b/a", "c"]
+    records = [None, None, None, None, None, "x/b"]
+    columns = {"row": range(6), "start": [0] * 6, "file": ["f"] * 6, "number": range(6), "source": names}
+    table = pyarrow.table({**columns, "id": [None] * 6, "record_source": records}, schema=SCHEMA)
+    assert lines_of_source(table, "b").tolist() == [True, True, False, False, False, True]
+    assert lines_of_source(table, "a/b").tolist() == [False, True, False, False, False, False]

@@ -71,6 +71,24 @@ def test_a_damaged_spill_file_is_an_error(tmp_path: Path) -> None:
         SpillFile(store, "spill")
 
 
+def test_a_changed_byte_of_a_spill_file_is_found_also_where_the_text_is_not_compressed(tmp_path: Path) -> None:
+    """Bytes without repetitions are stored as they are, so only the checksum of the frame shows the change."""
+    store = LocalStore(tmp_path)
+    text = np.random.default_rng(0).bytes(300)
+    write_spill(store, "spill", [OrderedDocument(7, 0, 0, RawDocument(text, False))])
+    data = (tmp_path / "spill").read_bytes()
+    spill = SpillFile(store, "spill")
+    cell = range(cell_of(7), cell_of(7) + 1)
+    assert [entry.document.data for entry in spill.documents(cell)] == [text]
+
+    for place in range(len(data) - 200, len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        (tmp_path / "spill").write_bytes(damaged)
+        with pytest.raises(ManifestMismatch, match="damaged"):
+            list(spill.documents(cell))
+
+
 @given(key=KEYS, copy=st.integers(0, 300))
 def test_a_copy_is_found_through_the_cell_of_its_original(key: int, copy: int) -> None:
     assert cell_of_original(cell_of(copy_key(key, copy)), copy) == cell_of(key)

@@ -57,6 +57,18 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, mounts: Path) -> N
         choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
 
 
+def test_a_folder_that_another_user_has_created_under_the_name_of_ones_own_is_refused(
+    tmp_path: Path, mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is no link: it belongs to the user of this test, and is asked for by a user with another number."""
+    own_uid = os.getuid()
+    choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
+    (tmp_path / "disk" / NAME).rename(tmp_path / "disk" / f"electra-dist-cache-{own_uid + 1}")
+    monkeypatch.setattr(module.os, "getuid", lambda: own_uid + 1)
+    with pytest.raises(StoreError, match=r"belongs to another user or is a link; set data.cache_dir"):
+        choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
+
+
 def test_a_node_without_a_writable_temporary_directory_is_refused(
     tmp_path: Path, mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

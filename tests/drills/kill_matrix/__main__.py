@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", default="", help="numbers of operations, separated by commas; default: all")
     parser.add_argument("--moments", default="before,torn", help="moments of the kills, separated by commas")
-    parser.add_argument("--sample", action="store_true", help="only the few kills that the default tests repeat")
+    parser.add_argument("--sample", action="store_true", help="only the few kills that the tests repeat")
     parser.add_argument("--workers", type=int, default=3, help="runs at a time (a run often waits; default: 3)")
     parser.add_argument("--list", action="store_true", help="print the numbered operations and kill nothing")
     parser.add_argument("--keep", type=Path, help="an empty folder to work in, which is kept afterwards")

@@ -1,5 +1,6 @@
 """Twenty steps of a tiny model, once with the references and once with the interpreted kernels."""
 
+import pytest
 import torch
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
@@ -49,6 +50,7 @@ def train(backend: str, objective: ObjectiveConfig) -> tuple[list[torch.Tensor],
     return sums, labels
 
 
+@pytest.mark.drill  # 15 s; the tests of the operations are those of each step
 def test_twenty_training_steps_with_the_kernels_have_the_labels_and_sums_of_the_references():
     objective = ObjectiveConfig(mask_prob=0.25)
     (sums, labels), (sums_triton, labels_triton) = (train(backend, objective) for backend in ("reference", "triton"))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from electra_dist.config import ClusterConfig
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease.run_lease import take_lease
@@ -23,6 +24,7 @@ from launcher.cli.main import app
 from launcher.cli.run_status import snapshot
 from launcher.cli.run_status.json_object import json_object
 from launcher.cli.run_status.page import page_lines
+from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
 from launcher.cli.run_status.snapshot import take_snapshot
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView
 
@@ -263,6 +265,17 @@ def test_a_rank_that_waits_for_storage_is_shown_with_its_reason_and_the_run_live
     waits = json_object(later)["waiting_for_storage"]
     assert [(wait["rank"], wait["is_training"]) for wait in waits] == [(0, False), (1, True)]
     assert not [line for line in page if line.startswith("  silent")]
+
+
+def test_ranks_of_an_earlier_start_are_neither_silent_nor_waiting(tmp_path: Path):
+    """The earlier start had a rank more; its heartbeat file is left, with a reason and a very old time."""
+    old = dataclasses.replace(Heartbeat(tmp_path, 2, attempt=1).last, reason="disk full", time=NOW - 1e6)
+    new = [dataclasses.replace(Heartbeat(tmp_path, rank, attempt=2).last, step=3) for rank in (0, 1)]
+    assert hung_ranks([*new, old], time.time(), ClusterConfig()) == []
+    assert waits_for_storage(tmp_path, "", [*new, old], time.time()) == []
+    of_one_start = dataclasses.replace(old, attempt=2)
+    assert [rank.rank for rank in hung_ranks([*new, of_one_start], time.time(), ClusterConfig())] == [2]
+    assert [wait["rank"] for wait in waits_for_storage(tmp_path, "", [*new, of_one_start], time.time())] == [2]
 
 
 def test_a_run_folder_that_takes_no_records_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch):

@@ -69,6 +69,15 @@ def test_a_slow_rank_without_gpus_is_a_warning_and_without_measurements_no_rank_
     assert [f.what for f in classify_ranks(untried, on_gpu=True)] == ["no all-reduce was tried"]
 
 
+def test_a_rank_is_slow_in_comparison_with_the_median_and_not_with_the_fastest_rank():
+    """Only rank 0 is on the same switch as its neighbour; the last rank takes 2.1 times the median of 2.0 s."""
+    seconds = [0.5, 2.0, 2.0, 2.0, 4.2]
+    reports = [report(rank, exchange_s=exchange_s) for rank, exchange_s in enumerate(seconds)]
+    slow = [finding for finding in classify_ranks(reports, on_gpu=True) if finding.severity == "unhealthy"]
+    assert [finding.device for finding in slow] == ["rank 4"]
+    assert slow[0].what == "exchanges data 2.1 times slower than the median rank"
+
+
 def test_load_check_finds_faults_that_appear_under_load_and_names_the_device_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -24,6 +24,7 @@ FULL = Finding(severity="user error", node="n1", what="disk of /data: full", nex
         (1.9, "ok", "clock agrees with X"),
         (-2.4, "warning", "clock is 2 s behind X"),
         (59.0, "warning", "clock is 59 s ahead of X"),
+        (-61.0, "unhealthy", "clock is 61 s behind X"),
         (-3600.0, "unhealthy", "clock is 3600 s behind X"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -159,3 +160,10 @@ def test_the_setup_file_is_read_on_every_node_before_the_supervisor_starts(tmp_p
 def test_all_memory_of_the_nodes_is_asked_for_unless_the_user_asks_for_less():
     assert "#SBATCH --mem=0\n" in batch_script(REQUEUED)
     assert "--mem=0" not in batch_script(dataclasses.replace(REQUEUED, sbatch_options=("mem-per-gpu=64G",)))
+
+
+def test_a_run_folder_with_blanks_and_quotes_is_one_word_of_the_shell():
+    run_dir = """/shared/it's a "run"; echo $HOME `id`"""
+    text = batch_script(dataclasses.replace(REQUEUED, run_dir=run_dir))
+    [line] = [line for line in text.splitlines() if line.startswith("run_dir=")]
+    assert shlex.split(line) == [f"run_dir={run_dir}"]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,30 @@ def test_a_start_that_takes_over_waits_for_the_end_of_the_owner(
     forge(tmp_path, boot_id="of another machine")
     with pytest.raises(KeyboardInterrupt):
         take(tmp_path, give_up=lambda: True)
+
+
+def test_a_lease_expires_after_its_last_renewal_and_not_after_the_begin_of_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner on another host renews every 0.4 s of a simulated clock, six times, and is silent then."""
+    path = forge(tmp_path, boot_id="of another machine", has_lock=False)
+    clock_s = 100.0
+    renewals: list[float] = []
+    tries: list[float] = []  # times at which the lease was to be taken
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock_s
+        clock_s += seconds
+        if len(renewals) < 6 and clock_s >= 100.0 + 0.4 * (len(renewals) + 1):
+            renewals.append(clock_s)
+            os.utime(path, (clock_s, clock_s))
+
+    monkeypatch.setattr(run_lease, "time", SimpleNamespace(monotonic=lambda: clock_s, sleep=sleep))
+    monkeypatch.setattr(run_lease, "create", lambda *arguments: tries.append(clock_s))
+    with pytest.raises(KeyboardInterrupt):
+        take(tmp_path, patience_s=FOREVER_S, give_up=lambda: bool(tries))
+    assert len(renewals) == 6
+    assert run_lease.LEASE_S < tries[0] - renewals[-1] < run_lease.LEASE_S + 3 * run_lease._POLL_S
 
 
 def test_an_owner_that_was_replaced_notices_it_and_leaves_the_lease_of_the_other(tmp_path: Path) -> None:

@@ -45,16 +45,16 @@ def stop_run(config: Path, run_dir: Path, step: int, stop: Callable[[int], None]
 def test_run_stopped_by_signal_file_and_deadline_gives_the_losses_of_an_uninterrupted_run(
     tiny_config: Callable[..., Path], pretrain: Callable, losses: Callable[[Path], list[tuple]], tmp_path: Path
 ) -> None:
-    settings = {"train.num_steps": 160, "checkpoint.every_steps": 1000, "model.hidden_dropout": 0.1}
+    settings = {"train.num_steps": 80, "checkpoint.every_steps": 1000, "model.hidden_dropout": 0.1}
     pretrain(tiny_config("uncut", **settings), 2)
     config, run_dir = tiny_config("cut", **settings), tmp_path / "cut"
     soon = {
         "SLURM_JOB_END_TIME": str(int(time.time()) + 5)
     }  # less than the smallest margin: the run stops after one step
-    assert stop_run(config, run_dir, 20, lambda s: os.kill(rank_pid(s, 1), signal.SIGUSR2), {}) == 75
-    assert stop_run(config, run_dir, 45, lambda s: (run_dir / "stop").touch(), {}) == 75
+    assert stop_run(config, run_dir, 12, lambda s: os.kill(rank_pid(s, 1), signal.SIGUSR2), {}) == 75
+    assert stop_run(config, run_dir, 25, lambda s: (run_dir / "stop").touch(), {}) == 75
     assert stop_run(config, run_dir, 10**6, lambda s: None, soon) == 75
-    assert stop_run(config, run_dir, 80, lambda s: (run_dir / "save").touch(), {}) == 0
+    assert stop_run(config, run_dir, 45, lambda s: (run_dir / "save").touch(), {}) == 0
     assert losses(run_dir) == losses(tmp_path / "uncut")
     assert not (run_dir / "stop").exists() and not (run_dir / "save").exists()
     events = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
@@ -64,7 +64,7 @@ def test_run_stopped_by_signal_file_and_deadline_gives_the_losses_of_an_uninterr
     assert [event["repeated"] for event in resumes] == [0, 0, 0]
     assert stops[2] == stops[1] + 1
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
-    assert len(saved) == 5 and saved[-1] == 160 and stops[2] < saved[3] < 160
+    assert len(saved) == 5 and saved[-1] == 80 and stops[2] < saved[3] < 80
 
 
 def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
