@@ -7,7 +7,7 @@ CONFIG ?= configs/demo_cpu.yaml
 RANKS ?= 2
 CLUSTER_TESTS ?= tests/cluster
 MINUTES ?= 100
-WORKERS ?= 3
+WORKERS ?= 4
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
@@ -58,7 +58,7 @@ check: $(VENV)/ready-test
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/support/check.py $(if $(SECONDS),--seconds $(SECONDS))
 
 # Style is checked first, because it takes seconds. Then types are checked while the tests run, WORKERS files at a time:
-# three for two cores, because tests that start several processes often wait for one of them.
+# four for two cores, because tests that start processes or use a store often wait.
 test: lint
 	$(MAKE) -j2 typecheck pytest
 

@@ -49,15 +49,14 @@ RetryPolicy.__init__.__kwdefaults__["reread_pauses_s"] = (0.01,) * 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let one server fork the Python programs that the tests of this call start, in all its workers."""
-    is_worker = hasattr(config, "workerinput")
-    has_workers = bool(config.getoption("numprocesses", None))
-    if not is_worker:
-        forks = contextlib.ExitStack()
-        forks.enter_context(address_of_server())
-        config.add_cleanup(forks.close)
-    if not has_workers:  # else only the workers run tests
-        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    """Let one server fork the workers of this call, and the Python programs that their tests start."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    if hasattr(config, "workerinput"):
+        ForkedPopen.names = None  # this fork asks the server for other forks, because it does not stay as it is
+        return
+    forks = contextlib.ExitStack()
+    forks.enter_context(address_of_server())
+    config.add_cleanup(forks.close)
 
 
 @pytest.fixture(autouse=True)

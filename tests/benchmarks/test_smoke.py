@@ -45,6 +45,7 @@ def _run(benchmark: Any, folder: Path, *arguments: str) -> dict[str, Any]:
     return saved
 
 
+@pytest.mark.sample
 def test_the_steps_of_both_architectures_and_of_modernbert_are_compared(tmp_path: Path) -> None:
     sides = _run(step_modern, tmp_path, "--rounds", "1")["lengths"]["160"]
     assert list(sides) == ["ours", "our bert", "Hugging Face", "Hugging Face, gathered"]
@@ -62,6 +63,7 @@ def test_commands_on_a_long_run_and_a_parse_of_its_records_are_measured(tmp_path
     assert all(need["cpu_s"] > 0 for need in needs.values())
 
 
+@pytest.mark.sample
 def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
     record = _run(step, tmp_path, "--rounds", "1", "--profile")
     ways = record["ways"]
@@ -85,6 +87,7 @@ def test_packed_rows_hold_more_real_tokens(tmp_path: Path) -> None:
     assert ways["packed"]["real_share"] > 0.95 > ways["padded"]["real_share"] > 0.5
 
 
+@pytest.mark.sample
 def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     record = _run(loader, tmp_path, "--rounds", "1")
     ways = record["ways"]
@@ -96,6 +99,7 @@ def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     assert record["gets_per_million_rows"] == pytest.approx(1e6 / 1024)
 
 
+@pytest.mark.sample
 def test_a_small_cache_fetches_less_again_and_nodes_that_share_fetch_once(tmp_path: Path) -> None:
     record = _run(shard_cache, tmp_path)
     assert [size["cache"] for size in record["eviction"]] == [0.5, 0.75, 0.9]
@@ -129,6 +133,7 @@ def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
     assert loader.digest(iter([rows[[0, 0, 2, 3, 4, 5]]])) != exact
 
 
+@pytest.mark.sample
 def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_only: list[int] = []
     monkeypatch.setattr(corpus_builder, "WORKERS", (1,))  # a second worker is a second start of Python
@@ -230,6 +235,7 @@ def test_the_table_leaves_a_diverged_seed_out_of_the_means() -> None:
     assert context_auc.table_row("lr2", [diverged]) == ["lr2", "-", "diverged", "-", "-", "-"]
 
 
+@pytest.mark.sample
 def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
     cases = _run(side_files, tmp_path)["cases"]
     assert len(cases) == 4

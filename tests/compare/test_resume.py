@@ -101,6 +101,7 @@ def compare(file: Path, notes: list[str] | None = None) -> bool:
     return Comparison(load_section(file, CompareConfig), file, None).run(ignore_progress, note)
 
 
+@pytest.mark.sample
 def test_interrupts_between_runs_and_between_scores_change_neither_the_work_nor_the_results(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +257,7 @@ def test_when_a_later_run_ends_first_the_next_one_takes_its_place(
     assert sorted(started) == sorted(cell.name for cell in cells)  # each once
 
 
+@pytest.mark.sample
 def test_scored_runs_are_not_made_again_without_their_folders(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def good(specimen: Path) -> dict[Reader, Ending]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("content", CONTENTS, ids=("folder", "empty", "bytes"))
+@pytest.mark.sample
 def test_foreign_names_in_every_folder_end_no_reader(
     copy: Path, good: dict[Reader, Ending], content: bytes | None
 ) -> None:

@@ -13,6 +13,7 @@ from support.real_runs import REPOSITORY, step_records, write_corpus, write_tiny
 from electra_dist.version import VERSION
 
 
+@pytest.mark.sample
 def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -32,6 +33,7 @@ def test_the_wheel_has_every_module_and_config_and_its_metadata(wheel: Path) -> 
     assert pythons == ["Programming Language :: Python :: 3.11"]
 
 
+@pytest.mark.sample
 def test_the_installed_commands_run_outside_the_repository(installed: Installation) -> None:
     version = installed.run("electra-dist", "--version")
     assert (version.returncode, version.stdout) == (0, f"electra-dist {VERSION}\n"), version.stderr

@@ -29,6 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_long_run(tmp_path_factory.mktemp("runs") / "long", 100_000)
 
 
+@pytest.mark.sample
 def test_curves_and_figures_of_a_long_run_are_those_of_all_its_records(run: Path):
     records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     train = [record for record in records if record["kind"] == "train"]
@@ -58,6 +59,7 @@ def _number(record: dict[str, Any]) -> Any:
     return pytest.approx(math.nan, nan_ok=True) if norm == "NaN" else norm
 
 
+@pytest.mark.sample
 def test_a_report_of_a_long_run_takes_less_than_200_mb_and_shows_its_spikes(run: Path):
     """One record in a thousand has a ten times higher loss; the drawn curve, with few points, reaches them."""
     _, memory_mb = run_command(["report", str(run)])

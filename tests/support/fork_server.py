@@ -10,8 +10,7 @@ was started by exec; /proc shows its command and environment. Python's state is 
 imported the modules and has run nothing.
 
 Limits: what a program does while it imports, and variables that are read during imports (`forked_popen.py` lists
-them), need a real start. A run writes no report.html at its end, which takes longer than a tiny run, unless its
-environment has REPORT_VARIABLE. Linux only.
+them), need a real start. A run writes no report.html at its end, which takes longer than a tiny run. Linux only.
 
 The tests of a start itself have the marker `real_start`.
 """
@@ -46,7 +45,6 @@ from typing import NoReturn
 
 from support.process_names import ROOM, ProcessNames
 
-REPORT_VARIABLE = "ELECTRA_DIST_TESTS_REPORT"
 TESTS = Path(__file__).resolve().parents[1]
 END = struct.Struct("idq")  # the wait status of a fork, its seconds of processor and its peak of memory in bytes
 PID = struct.Struct("i")
@@ -142,7 +140,7 @@ def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: 
         names.set_environment(start.environment)
         _forget_the_parent()
         _prepare_interpreter(start)
-        if REPORT_VARIABLE not in start.environment:
+        if start.kind != "code":  # what a run calls at its end
             electra_dist.report.report_page.write_report = lambda run_dir: run_dir / "report.html"
         forked_popen.ForkedPopen.names = names
         subprocess.Popen = forked_popen.ForkedPopen  # type: ignore[misc]
@@ -181,10 +179,8 @@ def _restore_signals(ignored: Sequence[int]) -> None:
     """Set all handlers to those that a newly started Python program has."""
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in signal.valid_signals():
-        if number not in (signal.SIGKILL, signal.SIGSTOP) and number not in (32, 33):  # 32, 33: glibc's own
-            with contextlib.suppress(OSError, ValueError):
-                signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *ignored):
         signal.signal(number, signal.SIG_IGN)

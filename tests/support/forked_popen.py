@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import inspect
+import multiprocessing.util
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ from support.process_names import ProcessNames
 
 ADDRESS_VARIABLE = "ELECTRA_DIST_TESTS_FORK_SERVER"
 RealPopen = subprocess.Popen
+_real_spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 # Variables that are read when Python starts or a library is imported: a command that changes one is started for real.
 READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "ATEN_", "DNNL_", "ONEDNN_", "TRITON_")
 READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED")
@@ -102,7 +104,8 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
 
 def spawn_as_fork(path: str | bytes, words: Sequence[str | bytes], kept: Sequence[int]) -> int:
     """Start a process of `multiprocessing` as a fork of this fork, as `multiprocessing.util.spawnv_passfds` would."""
-    assert ForkedPopen.names is not None
+    if ForkedPopen.names is None:
+        return _real_spawn(path, words, kept)
     command = [os.fsdecode(word) for word in words]
     at = command.index("-c")
     start = Start(

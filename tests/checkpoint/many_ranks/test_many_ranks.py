@@ -239,8 +239,11 @@ def test_the_next_save_does_not_wait_for_the_deletion_of_old_checkpoints(tmp_pat
 
     target = SlowDeletion(tmp_path / "target")
     writer = CheckpointWriter([target], tmp_path / "staging", 0, 1, CheckpointConfig(keep_last=1))
-    for step in (1, 2):
-        writer.save(small.state_at(step, world_size=1), small.share(small.content(step), 0, 1))
+    writer.save(small.state_at(1, world_size=1), small.share(small.content(1), 0, 1))
+    writer.wait()
+    assert writer._deletion is not None
+    writer._deletion.join()  # it finds nothing to delete; a late one would find the first checkpoint beside the second
+    writer.save(small.state_at(2, world_size=1), small.share(small.content(2), 0, 1))
     writer.wait()
     assert [step for step, _, _ in committed(target)] == [1, 2]
     writer.save(small.state_at(3, world_size=1), small.share(small.content(3), 0, 1))

@@ -209,6 +209,7 @@ def table(inputs: dict[str, Input]) -> Iterator[str]:
         yield f"| {each.label} | {each.build_reads} | {of_build} | {each.prepare_reads} | {of_prepare} |"
 
 
+@pytest.mark.sample
 def test_what_is_read_and_dropped_of_every_format(
     inputs: dict[str, Input], bucket: str, s3: S3Server, request_of: Callable[[str], BuildRequest], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from prepare_processes import finish, start_prepare
 
 Run = tuple[Path, subprocess.CompletedProcess[str]]
@@ -38,6 +39,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [worker for server in servers for worker in server.children()]
 
 
+@pytest.mark.sample
 def test_kills_of_the_command_and_of_a_task_change_no_byte(
     full_run: Run, full_config: Callable[[Path], dict[str, Any]], tmp_path: Path
 ):

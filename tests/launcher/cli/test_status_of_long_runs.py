@@ -22,6 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("has_summary", [False, True])
+@pytest.mark.sample
 def test_status_of_a_long_run_gives_the_newest_records_in_60_mb(run: Path, has_summary: bool):
     last_lines = (run / METRICS_FILE).read_bytes().splitlines()[-1000:]
     newest = {record["kind"]: record for record in map(json.loads, last_lines)}
