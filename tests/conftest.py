@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before support.forked_popen is imported, which keeps the environment to compare those of started programs with it.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from support.forked_popen import ForkedPopen, RealPopen, address_of_server
 from support.installed_wheel import Installation, build_wheel
 from support.real_runs import quick_command, read_losses, write_corpus, write_tiny_config
@@ -17,8 +22,6 @@ from support.real_runs import quick_command, read_losses, write_corpus, write_ti
 from electra_dist.store.retry import RetryPolicy
 
 pytest_plugins = ("support.nothing_tested",)
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine must not fail a test: how long an example takes is not what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -46,6 +46,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "pairs"
 
 
+@pytest.mark.sample
 def test_all_measures_are_scored_paired_and_judged(
     make_comparison: Callable[..., Path], words_task: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,9 +200,11 @@ def become_pytest(copy: Path, tests: list[str], output: IO[bytes]) -> NoReturn:
         importlib.invalidate_caches()
         sys.argv[:] = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         code = int(pytest.main(sys.argv[1:]))
+    except BaseException:  # noqa: BLE001  (a fork must not return into the drill)
+        traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
         os._exit(code)
 
 

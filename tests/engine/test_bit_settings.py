@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.real_runs import quick_command
@@ -26,6 +27,7 @@ def test_exactly_the_settings_that_differ_are_named(before: dict[str, str], now:
     assert changes(before, before) == changes({}, now) == {}
 
 
+@pytest.mark.sample
 def test_a_start_with_more_threads_and_another_guard_says_so(
     tiny_config: Callable[..., Path], pretrain: Callable[..., Any], tmp_path: Path
 ) -> None:

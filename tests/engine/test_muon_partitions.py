@@ -91,6 +91,7 @@ def run_places(places: dict[int, list[str]]) -> dict[int, dict[str, list[str]]]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.sample
 def test_muon_at_stage_1_equals_float64_and_its_losses_are_those_of_stage_0_and_of_one_rank() -> None:
     """Each rank also resumes bit for bit at three cuts, and a refused step leaves weights and momenta as they were."""
     losses = run_places({2: ["0,fp32", "1,fp32", "1,bf16"], 1: ["1,bf16"]})

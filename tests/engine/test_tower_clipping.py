@@ -25,7 +25,11 @@ FP32_ROUNDING = 2e-4
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("num_ranks", "sharing"), [(2, "embeddings"), pytest.param(1, "gdes", marks=pytest.mark.drill)]
+    ("num_ranks", "sharing"),
+    [
+        pytest.param(2, "embeddings", marks=pytest.mark.sample),
+        pytest.param(1, "gdes", marks=pytest.mark.drill),
+    ],
 )
 def test_an_update_with_two_norms_is_that_of_a_float64_computation_at_every_stage(
     num_ranks: int, sharing: str

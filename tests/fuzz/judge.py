@@ -109,7 +109,7 @@ def compared(ending: Ending, good: Ending) -> Ending:
 def _wait(process: subprocess.Popen[str]) -> tuple[int, float, int]:
     """Wait for a process; return its exit code (negative after a signal), seconds of processor and peak of memory."""
     if isinstance(process, ForkedPopen):
-        return process.wait(), process.seconds, process.peak_bytes
+        return process.wait(), process.processor_seconds, process.peak_bytes
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024

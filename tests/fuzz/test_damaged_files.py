@@ -1,4 +1,4 @@
-"""450 damaged files, read in this process: every reader ends with an exit code of the table and at most one line."""
+"""600 damaged files, read in this process: every reader ends with an exit code of the table and at most one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuzz.campaign import Campaign
 from fuzz.judge import run_here
 from fuzz.readers import TARGETS, Target
 
-NUM_CASES = 450
+NUM_CASES = 600
 pytestmark = pytest.mark.multiproc
 
 

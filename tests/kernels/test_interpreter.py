@@ -12,7 +12,12 @@ FOLDER = Path(__file__).parent / "interpreted"
 
 
 @pytest.mark.parametrize(
-    "marks", ["not drill", pytest.param("drill", marks=pytest.mark.drill, id="drill: the shapes in fp16")]
+    "marks",
+    [
+        "not drill and not sample",
+        pytest.param("sample", marks=pytest.mark.sample, id="sample: the shapes in fp32"),
+        pytest.param("drill", marks=pytest.mark.drill, id="drill: the shapes in fp16"),
+    ],
 )
 def test_all_tests_in_the_folder_interpreted_pass_under_tritons_interpreter(marks: str):
     major, minor = version("triton").split(".")[:2]

@@ -27,7 +27,7 @@ def test_a_stream_is_silent_after_the_first_failed_write() -> None:
     assert not stream.isatty() and stream.encoding.lower() == "utf-8"
 
 
-@pytest.mark.parametrize("way", ["reader ends", "closed at the start"])
+@pytest.mark.parametrize("way", ["reader ends", pytest.param("closed at the start", marks=pytest.mark.sample)])
 def test_a_run_reaches_its_end_without_a_reader_of_its_output(
     tiny_config: Callable[..., Path], tmp_path: Path, way: str
 ) -> None:

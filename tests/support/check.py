@@ -110,7 +110,7 @@ def run_tests(files: Sequence[str], seconds: float) -> int:
 
 
 def run_all(selected: Sequence[Selected], seconds: float) -> int:
-    """Run all parts, print the time of each, and return 1 if one failed, otherwise 0."""
+    """Run all parts, print how long they took, and return 1 if one failed, otherwise 0."""
     codes = []
     for options in (["check"], ["format", "--check"]):
         begin = time.monotonic()
@@ -130,7 +130,7 @@ def run_all(selected: Sequence[Selected], seconds: float) -> int:
         _print_part("tests", begin, code)
         print((types.communicate()[0]).strip())
     codes.append(types.returncode)
-    _print_part("types, beside the tests", begin, types.returncode)
+    _print_part("tests and types together", begin, types.returncode)
     return 1 if any(codes) else 0
 
 

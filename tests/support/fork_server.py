@@ -10,7 +10,9 @@ was started by exec; /proc shows its command and environment. Python's state is 
 imported the modules and has run nothing.
 
 Limits: what a program does while it imports, and variables that are read during imports (`forked_popen.py` lists
-them), need a real start. A run writes no report.html at its end, which takes longer than a tiny run. Linux only.
+them), need a real start. Resource limits, umask and the parent are those of the server; all forks have the same hash
+seed and the same state of NumPy's global generator. A run writes no report.html at its end, which takes longer than a
+tiny run. Linux 5.3 or later.
 
 The tests of a start itself have the marker `real_start`.
 """
@@ -37,6 +39,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +51,7 @@ from support.process_names import ROOM, ProcessNames
 TESTS = Path(__file__).resolve().parents[1]
 END = struct.Struct("idq")  # the wait status of a fork, its seconds of processor and its peak of memory in bytes
 PID = struct.Struct("i")
-_MOST_WORDS = 20_000  # bytes of a command line of a fork
+_COMMAND_ROOM = 20_000  # bytes of the longest command line that a fork can show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class Start:
 
 
 def import_everything() -> None:
-    """Import what any program of this project imports, also late, and let the forks share the memory of it."""
+    """Import all modules that a program of this project imports, at its start or later, for the forks to share."""
     import importlib
     import pkgutil
 
@@ -118,7 +121,7 @@ def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: 
 
     Args:
         start: the program.
-        names: what changes the names that /proc shows.
+        names: writes the command and the environment that /proc shows.
         descriptors: stdin, stdout and stderr of the program.
         kept: further descriptors that the program has, under their numbers.
     """
@@ -136,12 +139,12 @@ def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: 
         os.nice(start.niceness)
         _restore_signals(start.ignored_signals)
         os.chdir(start.folder)
+        _forget_the_parent()
+        _prepare_interpreter(start)  # first, because it removes C's pointers into the memory that is overwritten next
         names.set_command(*start.command)
         names.set_environment(start.environment)
-        _forget_the_parent()
-        _prepare_interpreter(start)
-        if start.kind != "code":  # what a run calls at its end
-            electra_dist.report.report_page.write_report = lambda run_dir: run_dir / "report.html"
+        if start.kind != "code":  # a program that trains would write a page at its end
+            electra_dist.report.report_page.write_report = lambda run_dir, path=None: path or run_dir / "report.html"
         forked_popen.ForkedPopen.names = names
         subprocess.Popen = forked_popen.ForkedPopen  # type: ignore[misc]
         multiprocessing.util.spawnv_passfds = forked_popen.spawn_as_fork  # type: ignore[attr-defined]
@@ -206,28 +209,27 @@ def _prepare_interpreter(start: Start) -> None:
     rest = [path for path in sys.path if path not in own_paths and path != str(TESTS / "support")]
     sys.path[:] = [script_folder, *_paths_of(start.environment), *rest]
     sys.argv[:] = [start.target if start.kind == "file" else "-c", *start.arguments]
-    _open_standard_files(start.is_unbuffered)
+    _open_standard_files(start.is_unbuffered or bool(start.environment.get("PYTHONUNBUFFERED")))
 
 
 def _open_standard_files(is_unbuffered: bool) -> None:
     """Give Python new objects for the standard files, also where a logger has kept an old one."""
-    old = {sys.stdout, sys.stderr}
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    replaced = {}
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        is_line_buffered = number == 2 or os.isatty(number)
         file = io.TextIOWrapper(
-            open(number, "wb", closefd=False),  # noqa: SIM115
+            open(number, "wb", buffering=0 if is_unbuffered else -1, closefd=False),  # noqa: SIM115
             errors=errors,
-            line_buffering=is_line_buffered,
+            line_buffering=number == 2 or os.isatty(number),
             write_through=is_unbuffered,
         )
+        replaced[getattr(sys, name)] = file
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
-    loggers = [logging.root, *(logger for logger in logging.root.manager.loggerDict.values())]
-    for logger in loggers:
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", []):
-            if isinstance(handler, logging.StreamHandler) and handler.stream in old:
-                handler.stream = sys.stderr if handler.stream.name == "<stderr>" else sys.stdout
+            if isinstance(handler, logging.StreamHandler) and handler.stream in replaced:
+                handler.stream = replaced[handler.stream]
 
 
 def _paths_of(environment: Mapping[str, str]) -> list[str]:
@@ -236,33 +238,32 @@ def _paths_of(environment: Mapping[str, str]) -> list[str]:
 
 def _run(start: Start) -> int:
     """Run the program and what it has registered for its end, and return its exit code."""
+    is_interrupted = False
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # of modules that are imported already
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
-            if start.kind == "module":
-                runpy.run_module(start.target, run_name="__main__", alter_sys=True)
-            elif start.kind == "file":
-                runpy.run_path(start.target, run_name="__main__")
-            else:
-                main = type(sys)("__main__")
-                sys.modules["__main__"] = main
-                exec(compile(start.target, "<string>", "exec"), main.__dict__)
+        if start.kind == "module":
+            runpy.run_module(start.target, run_name="__main__", alter_sys=True)
+        elif start.kind == "file":
+            runpy.run_path(start.target, run_name="__main__")
+        else:
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(start.target, "<string>", "exec"), main.__dict__)
         code = 0
     except SystemExit as end:
         code = _code_of(end)
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-        code = 1
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001
+        sys.excepthook(*sys.exc_info())
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     return code
 
 
@@ -292,8 +293,9 @@ def main(address: str, owner: int) -> None:
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
+        listener.bind(f"{address}.new")
         listener.listen(64)
+        os.rename(f"{address}.new", address)  # whoever finds the address can connect
         import_everything()
         while True:
             ready, _, _ = select.select([owner_end, listener, wakened], [], [])
@@ -304,14 +306,19 @@ def main(address: str, owner: int) -> None:
                 _report_ends(running)
             if listener in ready:
                 connection, _ = listener.accept()
-                start, descriptors = receive_start(connection)
+                try:
+                    start, descriptors = receive_start(connection)
+                except (OSError, EOFError, struct.error):  # the test that asked has ended
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     become(start, names, descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                connection.sendall(PID.pack(pid))
                 running[pid] = connection
+                with contextlib.suppress(OSError):  # the test that asked has ended
+                    connection.sendall(PID.pack(pid))
 
 
 def _report_ends(running: dict[int, socket.socket]) -> None:
@@ -338,17 +345,29 @@ def receive_start(connection: socket.socket) -> tuple[Start, list[int]]:
     """Return what `send_start` has sent."""
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
     (size,) = struct.unpack("q", head)
+    return Start(**json.loads(receive(connection, size))), list(descriptors)
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes.
+
+    Raises:
+        EOFError: the other end was closed before.
+    """
     content = b""
     while len(content) < size:
-        content += connection.recv(size - len(content))
-    return Start(**json.loads(content)), list(descriptors)
+        more = connection.recv(size - len(content))
+        if not more:
+            raise EOFError("the other process has ended")
+        content += more
+    return content
 
 
 def server_command(address: str, owner: int) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that start a server, with room for the names of its forks."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), *_paths_of(os.environ)])
     environment = {**os.environ, **ROOM, "PYTHONPATH": path}
-    return [sys.executable, "-B", __file__, address, str(owner), "x" * _MOST_WORDS], environment
+    return [sys.executable, "-B", __file__, address, str(owner), "x" * _COMMAND_ROOM], environment
 
 
 if __name__ == "__main__":

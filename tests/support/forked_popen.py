@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.fork_server import END, PID, TESTS, Start, become, send_start, server_command
+from support.fork_server import END, PID, TESTS, Start, become, receive, send_start, server_command
 from support.process_names import ProcessNames
 
 ADDRESS_VARIABLE = "ELECTRA_DIST_TESTS_FORK_SERVER"
@@ -41,11 +41,12 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
     """`subprocess.Popen` that forks Python programs.
 
     In a test's process the fork is made by the server, because a test's process has threads and process groups of its
-    own. In a fork it is made by the fork itself, so that it is its child, in its session.
+    own. In a fork it is made by the fork itself, so that it is its child, in its session. A program that forks while
+    another of its threads holds a lock of a library could hang; none that the tests start did in thousands of starts.
     """
 
-    seconds = 0.0  # of processor, with its children, of a fork that the server has made and that has ended
-    peak_bytes = 0  # of its memory, with what it shares with the server
+    processor_seconds = 0.0  # with those of its children, once a fork of the server has ended
+    peak_bytes = 0  # of memory, with what it shares with the server
     names: ProcessNames | None = None  # in a fork: what changes the names of its own forks
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -69,11 +70,10 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
         self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
 
     def _ask_for_fork(self, start: Start, descriptors: Sequence[int]) -> None:
-        start_server()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.connect(os.environ[ADDRESS_VARIABLE])
+        self._connection.connect(str(start_server()))
         send_start(self._connection, start, descriptors)
-        self.pid = PID.unpack(_receive(self._connection, PID.size))[0]
+        self.pid = PID.unpack(receive(self._connection, PID.size))[0]
 
     def _fork(self, start: Start, descriptors: Sequence[int], names: ProcessNames) -> None:
         self.pid = _fork_of_this_process(start, names, descriptors)
@@ -81,24 +81,27 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
     def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
         if self._connection is None:
             return super()._internal_poll(*arguments, **options)  # type: ignore[misc]
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid == self.pid:
-                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        lock = self._waitpid_lock  # type: ignore[attr-defined]
+        if self.returncode is None and lock.acquire(blocking=False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid == self.pid:
+                        self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                lock.release()
         return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """Return pid and wait status, as `os.waitpid` does; pid 0 if WNOHANG is set and the process runs."""
         if self._connection is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc]
-        if self._connection.fileno() == -1:
-            return self.pid, 0
         patience_s = 0 if wait_flags & os.WNOHANG else None
         ready, _, _ = select.select([self._connection], [], [], patience_s)
         if not ready:
             return 0, 0
-        with self._connection:
-            status, self.seconds, self.peak_bytes = END.unpack(_receive(self._connection, END.size))
+        status, self.processor_seconds, self.peak_bytes = END.unpack(receive(self._connection, END.size))
+        self._connection.close()
         return self.pid, status
 
 
@@ -131,15 +134,6 @@ def _fork_of_this_process(
     return pid
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        more = connection.recv(size - len(content))
-        assert more, "the server of forks has ended"
-        content += more
-    return content
-
-
 def _start_of(given: Mapping[str, Any]) -> Start | None:
     """Return the start of a command, from the arguments of `Popen._execute_child`; None if it needs a real one."""
     needs_exec = ("shell", "preexec_fn", "executable", "pass_fds")
@@ -157,7 +151,7 @@ def _start_of(given: Mapping[str, Any]) -> Start | None:
     return program_of(
         words,
         environment=environment,
-        folder=os.fsdecode(given["cwd"] or os.getcwd()),
+        folder=os.path.abspath(os.fsdecode(given["cwd"] or os.curdir)),
         has_new_session=bool(given["start_new_session"]),
         process_group=given.get("process_group", -1),
         ignored_signals=[number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],

@@ -4,7 +4,7 @@ The tests with the marker `cluster`, `drill` or `sample` run only if a call asks
 device is missing they are skipped, and pytest would end with 0. These calls end with 1 instead, and with one line:
 
 - one that selects only tests with these markers, and skips all of them;
-- one that runs tests of a cluster, and skips all tests of one of their files: Slurm may be missing where ssh is not;
+- one that selects only such tests, and skips every `cluster` test of a file: Slurm may be missing where ssh is not;
 - one that names a test file, and skips all tests of it.
 
 A call that selects no test at all ends with pytest's own exit code 5, and with a line, too.
@@ -60,7 +60,7 @@ def _named_files(config: pytest.Config) -> set[str]:
     return {path.relative_to(config.rootpath).as_posix() for path in paths if path.is_relative_to(config.rootpath)}
 
 
-def _line(config: pytest.Config) -> str:
+def _error_line(config: pytest.Config) -> str:
     """Return the line for a call that has tested nothing of what it was asked for; otherwise an empty text."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
@@ -79,7 +79,7 @@ def _line(config: pytest.Config) -> str:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Turn the exit code 0 of a call that has tested nothing into 1."""
-    if session.exitstatus == pytest.ExitCode.OK and _line(session.config):
+    if session.exitstatus == pytest.ExitCode.OK and _error_line(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -89,7 +89,7 @@ def pytest_terminal_summary(
 ) -> Generator[None]:
     """Print the line after the summary of pytest."""
     yield
-    line = _line(config)
+    line = _error_line(config)
     if not line and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         line = "error: no test was selected; the markers cluster, drill and sample need -m MARKER"
     if line:

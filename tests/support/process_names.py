@@ -33,13 +33,17 @@ class ProcessNames:
         self._environment_size = int(fields[_ENVIRONMENT_END]) - self._environment_at
 
     def set_command(self, *words: str) -> None:
-        """Make /proc/PID/cmdline show these words, cut to the length of the program's own command line."""
+        """Make /proc/PID/cmdline show these words, cut to the length of the program's own command line.
+
+        Zero bytes follow, up to that length.
+        """
         _overwrite(self._command_at, self._command_size, words)
 
     def set_environment(self, variables: Mapping[str, str]) -> None:
-        """Make /proc/PID/environ show these variables. `os.environ` is not changed."""
+        """Make /proc/PID/environ show these variables, followed by zero bytes. `os.environ` is not changed."""
         entries = [f"{name}={value}" for name, value in variables.items()]
-        assert sum(len(os.fsencode(entry)) + 1 for entry in entries) <= self._environment_size, entries
+        size = sum(len(os.fsencode(entry)) + 1 for entry in entries)
+        assert size <= self._environment_size, f"{size} bytes of environment, room for {self._environment_size}"
         _overwrite(self._environment_at, self._environment_size, entries)
 
 
@@ -55,4 +59,4 @@ def start_again_with_room() -> None:
     before slow imports, because they are repeated.
     """
     if os.environ.pop(ROOM_VARIABLE, None) is None:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ROOM})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ROOM})

@@ -13,7 +13,7 @@ that is farther than FARTHEST. Tests in tests/cluster are left out.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -43,7 +43,7 @@ def read_python_files(root: Path) -> dict[str, str]:
 
 
 def module_names(files: Iterable[str]) -> dict[str, str]:
-    """Return the file of each name under which the project's programs and tests import a module.
+    """Map each name under which the project's programs and tests import a module to the file of the module.
 
     The folders `kernels`, `benchmarks` and `tests` are on the path of imports, so their names are not part of the name
     of a module. A name that a test and a source file share is the source file's.
@@ -79,6 +79,7 @@ def references(root: Path, texts: Mapping[str, str], changed: Sequence[str]) -> 
         for name in _imported_names(root, file):
             target = modules.get(name) or modules.get(name.rpartition(".")[0])
             graph[file].add(target or f"{folder}/{name.partition('.')[0]}.py")
+        # A string that looks like a file or a program: it has a dot, a slash or a hyphen inside.
         for name in re.findall(r"[\"']([\w/-]+[./-][\w./-]+)[\"']", text):
             graph[file] |= {target for target in programs.get(name, set()) if not target.startswith("tests/")}
         graph[file] &= graph.keys() - {file}
@@ -169,7 +170,9 @@ def ways_to(graph: Graph, changed: str) -> dict[str, tuple[str, ...]]:
         for target in targets:
             users[target].add(file)
     ways: dict[str, tuple[str, ...]] = {changed: (changed,)}
-    for file in (waiting := [changed]):
+    waiting = deque([changed])
+    while waiting:
+        file = waiting.popleft()
         for user in sorted(users[file] - ways.keys()):
             ways[user] = (user, *ways[file])
             waiting.append(user)

@@ -2,14 +2,14 @@
 
     pytest -p support.until_time_is_up --until=SECONDS --file=FILE --file=FILE tests
 
-SECONDS are those of time.monotonic(). Of the folder `tests` only the given files are collected. They are no arguments
-themselves, because pytest would then import the conftest.py files of all their folders, and torch, in the process
-that only distributes the tests, too.
+SECONDS are those of time.monotonic(). Of the folder `tests` only the given files are collected. They are options,
+not arguments: for arguments, pytest would import the conftest.py of each folder, and so torch, also in the process
+that only distributes the tests.
 
 How: once the time is up, a test that has not begun is left out. One that still runs GRACE_S later is skipped in the
 middle, and what it has started is ended as after a failure. The last line says how many tests that were.
 
-Guarantee: the very first test always runs, so something is tested however short the time is.
+Guarantee: the very first test always begins, however short the time is.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ def worst_difference(a: list[tuple], b: list[tuple]) -> float:
     return max(abs(x - y) for record_a, record_b in zip(a, b) for x, y in zip(record_a[2:4], record_b[2:4]))
 
 
-@pytest.mark.parametrize("num_steps", [40, pytest.param(80, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(40, marks=pytest.mark.sample), pytest.param(80, marks=pytest.mark.drill)]
+)
 def test_fp32_losses_agree_over_stages_and_ranks(
     tiny_config: MakeConfig, pretrain: Pretrain, losses: Losses, tmp_path: Path, num_steps: int
 ) -> None:

@@ -24,6 +24,7 @@ ON = {
 }
 
 
+@pytest.mark.sample
 def test_tracking_changes_no_loss_and_a_service_that_fails_is_one_line_in_the_log(
     tiny_config: Callable[..., Path],
     pretrain: Callable[..., subprocess.CompletedProcess[str]],

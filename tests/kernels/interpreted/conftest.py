@@ -18,7 +18,7 @@ import torch
 
 @pytest.fixture(
     params=[
-        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.float32, id="fp32", marks=pytest.mark.sample),
         pytest.param(torch.float16, id="fp16", marks=pytest.mark.drill),
         pytest.param(torch.bfloat16, id="bf16"),
     ]
