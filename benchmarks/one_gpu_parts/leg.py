@@ -83,7 +83,8 @@ def unpack(carried: Path) -> Path | None:
         shutil.rmtree(stale, ignore_errors=True)
     try:
         with tarfile.open(archive, "r:xz") as tar:
-            tar.extractall(partial, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+            tar.extractall(partial)
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive}: damaged ({error}); copy it again from where `prepare` made it") from None
     (partial / marker.name).write_text(sha256)

@@ -25,6 +25,7 @@ from electra_dist.run.environment_record import cpu
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
+from electra_dist.store.user_cache import user_cache_folder
 from electra_dist.tokenizer import Vocabulary
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson, ConfigFile, Overrides
@@ -35,7 +36,6 @@ if TYPE_CHECKING:  # These modules import all that a build needs, which takes se
     from electra_dist.planning.corpus.corpus_rates import CorpusRates, PrepareRate
 
 DEFAULT_TOKENS = 33e9  # tokens of ELECTRA-Large's corpus
-CACHE_DIR = Path("~/.cache/electra-dist")
 _MADE_TEXT = "made text, in which words are as unequally frequent as in English"
 _VOCABULARY_DOCUMENTS = 100  # documents of the sample on which a vocabulary is trained if --vocab is not given
 
@@ -109,7 +109,7 @@ def read_rates(path: Path) -> CorpusRates:
     """Return the rates (CPU times of the steps of a build) from a JSON file.
 
     Args:
-        path: a file that this command has written into `CACHE_DIR`, or a record of benchmarks/corpus_builder.py.
+        path: a file that this command has kept, or a record of benchmarks/corpus_builder.py.
 
     Raises:
         UserError: the file is missing or damaged, or has no rates.
@@ -127,7 +127,7 @@ def read_rates(path: Path) -> CorpusRates:
 class _Measurement:
     """Measurement of the rates (CPU times of the steps of a build) for one command line.
 
-    The result is kept in a file of `CACHE_DIR` for later calls with the same text, settings and machine.
+    The result is kept in a file of the user's cache folder for later calls with the same text, settings and machine.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Measurement:
             console: receives a line of text before a measurement.
             again: whether to measure even if rates were kept.
         """
-        path = CACHE_DIR.expanduser() / f"corpus-rates-{self._digest()}.json"
+        path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
             try:
                 return read_rates(path)

@@ -180,7 +180,7 @@ def test_filters_are_counted_for_all_text_and_deduplication_for_what_is_kept() -
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return the function `run(*options)`, which runs `corpus plan` in this process with its own cache and sample."""
-    monkeypatch.setattr(command, "CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr(command, "user_cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(corpus_rates, "SAMPLE_BYTES", 100_000)
 
     def invoke(*options: str) -> Any:

@@ -27,6 +27,12 @@ def test_without_the_keys_there_is_no_tracker(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder, which the packages of the services need when they are imported."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 @pytest.mark.parametrize("store", ["a server's address", pytest.param("", marks=pytest.mark.drill)])
 def test_mlflow_has_the_settings_and_the_values_of_all_starts_in_one_run(
     tmp_path: Path,
