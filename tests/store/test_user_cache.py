@@ -24,7 +24,7 @@ def test_a_user_without_a_home_gets_one_private_folder(monkeypatch: pytest.Monke
     def no_entry(user: int) -> None:
         raise KeyError(user)
 
-    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     folder = user_cache_folder()
     assert folder == user_cache_folder()

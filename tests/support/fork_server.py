@@ -366,7 +366,8 @@ def receive(connection: socket.socket, size: int) -> bytes:
 def server_command(address: str, owner: int) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that start a server, with room for the names of its forks."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), *_paths_of(os.environ)])
-    environment = {**os.environ, **ROOM, "PYTHONPATH": path}
+    home = str(Path(address).parent)  # for a user without one, because some packages need it when they are imported
+    environment = {"HOME": home, **os.environ, **ROOM, "PYTHONPATH": path}
     return [sys.executable, "-B", __file__, address, str(owner), "x" * _COMMAND_ROOM], environment
 
 
