@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from pathlib import Path
 def user_cache_folder() -> Path:
     """Return ~/.cache/electra-dist, which need not exist yet.
 
-    A user without a home folder, as in some containers, gets a new private folder for temporary files; later processes
-    then make again what was kept in it.
+    A user without a home folder, as in some containers, gets a private temporary folder, which is deleted when this
+    process ends.
     """
     try:
         return Path("~/.cache/electra-dist").expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the password database
-        return Path(tempfile.mkdtemp(prefix="electra-dist-cache-"))
+        folder = tempfile.mkdtemp(prefix="electra-dist-cache-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)

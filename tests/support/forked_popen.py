@@ -42,7 +42,7 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg,valid-type,misc]
 
     In a test's process the fork is made by the server, because a test's process has threads and process groups of its
     own. In a fork it is made by the fork itself, so that it is its child, in its session. A program that forks while
-    another of its threads holds a lock of a library could hang; none that the tests start did in thousands of starts.
+    another of its threads holds a lock of a library could hang.
     """
 
     processor_seconds = 0.0  # with those of its children, once a fork of the server has ended
