@@ -45,6 +45,8 @@ from electra_dist.store.retry import Rereading
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.set-aside.json"
 SET_ASIDE_REASON = "set-aside.txt"
+# How set-aside.txt begins for a checkpoint that the run itself has given up, so that no repair restores it.
+WITHDRAWN = "withdrawn: "
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _FOLDER = re.compile(r"step-([0-9]{8,})-a([0-9]{4,})")

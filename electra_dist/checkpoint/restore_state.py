@@ -4,7 +4,8 @@ Guarantee: each rank reads only the ranges of parameters that it holds, and veri
 ranks have verified every byte before training goes on. A checkpoint that is damaged, incomplete or of another run is
 reported, and set aside (renamed, not deleted) once a good one is loaded. The next one to be tried is its copy in
 another target (a store that receives every checkpoint), then the next older one. All ranks load the same checkpoint.
-If there are checkpoints and none is good, the run ends instead of beginning again. No pickle is read.
+If there are checkpoints and none is good, the run ends instead of beginning again; only after a rollback that has
+discarded all of them, it begins again at step 0. No pickle is read.
 
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest, set_aside
+from electra_dist.checkpoint.checkpoint_manifest import WITHDRAWN, RunState, committed, read_manifest, set_aside
 from electra_dist.checkpoint.file_reader import fill
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
@@ -54,6 +55,10 @@ class _Candidate(NamedTuple):
         return self.step == candidate.step and self.attempt == candidate.attempt
 
 
+class _Discarded(TornCheckpoint):
+    """Error for a checkpoint of this run that was trained on steps which a rollback has put on the skip list since."""
+
+
 class _Fault(NamedTuple):
     """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable.
 
@@ -63,6 +68,7 @@ class _Fault(NamedTuple):
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
+    is_discarded: bool = False  # whether a rollback of this run has discarded it, so that nothing is wrong with it
     is_away: bool = False  # whether the store may be readable again within minutes
 
 
@@ -71,13 +77,15 @@ def load_newest(
     fragments: Sequence[Fragment],
     expected: RunState,
     older_identities: Collection[str] = (),
+    stopped: Collection[int] = (),
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into this rank's part of the training state. Collective.
 
     If a checkpoint is damaged or of another run, its copy in another store is tried, or the next older checkpoint. All
     ranks load the same one. Those that were rejected are then set aside: their manifests are renamed, so that no later
     load takes them. If there are checkpoints and none is good, nothing is renamed and UserError is raised, so that the
-    run does not begin again by itself.
+    run does not begin again by itself. But if a rollback has discarded all of them, they are set aside, and the run
+    goes back to step 0, as it does without any checkpoint.
 
     Args:
         targets: the stores that hold checkpoints, the preferred one first.
@@ -86,30 +94,32 @@ def load_newest(
         older_identities: further digests of the identity that a checkpoint of this run may have. They are those of
             versions with older numerics (random draws and rounding), and `commit.begin_attempt` has made sure that
             the user accepts the change.
+        stopped: those of the skipped steps that the guard has stopped or a rollback has discarded. A checkpoint that
+            was trained on some of them is discarded; one that differs in other skipped steps is an error of the user.
 
     Returns:
-        The state of the loaded checkpoint, None if there is no checkpoint; and one line for each checkpoint that was
-            set aside.
+        The state of the loaded checkpoint, None if there is none or a rollback has discarded all; and one line for
+            each checkpoint that was set aside.
 
     Raises:
         UserError: there are checkpoints, and none of them can be used; the message lists them.
         StoreError: a checkpoint cannot be read, and no other target has it. No older one is loaded, to lose no steps.
             It is StoreAway, on all ranks, if the call may be repeated when the store is back.
     """
-    rejected: list[tuple[_Candidate, str]] = []  # each damaged checkpoint, and what is wrong with it
+    rejected: list[tuple[_Candidate, _Fault]] = []  # each checkpoint that cannot be used, and why
     unreadable: _Candidate | None = None
     unreadable_fault: _Fault | None = None
     for candidate in from_rank_0(lambda: _newest_first(targets)):
         if unreadable is not None and not candidate.is_copy_of(unreadable):
             break  # no further target has a copy; an older checkpoint would lose steps
         target = targets[candidate.target_index]
-        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected, older_identities)
+        state, own_fault = _read_own_part(target, candidate.folder, fragments, expected, older_identities, stopped)
         # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
         faults = [fault for fault in gather(own_fault) if fault is not None]
         if not faults:
             assert state is not None
-            return state, [_set_aside(targets, damaged, fault, state.step, target) for damaged, fault in rejected]
-        damages = [fault.text for fault in faults if fault.proves_damage]
+            return state, [_set_aside(targets, unusable, fault, state.step, target) for unusable, fault in rejected]
+        damages = [fault for fault in faults if fault.proves_damage]
         if damages:
             rejected.append((candidate, damages[0]))
         else:
@@ -118,9 +128,9 @@ def load_newest(
     if unreadable_fault is not None:
         error_class = StoreAway if unreadable_fault.is_away else StoreError
         raise error_class(unreadable_fault.text)
-    if rejected:
+    if not all(fault.is_discarded for _, fault in rejected):
         raise _none_is_good(targets, rejected)
-    return None, []
+    return None, [_set_aside(targets, discarded, fault, 0, None) for discarded, fault in rejected]
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
@@ -220,7 +230,9 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
     return manifest.state, weights
 
 
-def check_belongs(found: RunState, expected: RunState, older_identities: Collection[str] = ()) -> None:
+def check_belongs(
+    found: RunState, expected: RunState, older_identities: Collection[str] = (), stopped: Collection[int] = ()
+) -> None:
     """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ.
 
     A skipped step makes no update of the weights. The config (`train.skip_steps`) and skipped_steps.json in the run
@@ -231,9 +243,11 @@ def check_belongs(found: RunState, expected: RunState, older_identities: Collect
         found: state of the checkpoint.
         expected: state of the run; its step and world size are not compared.
         older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
+        stopped: those of the skipped steps that the guard has stopped or a rollback has discarded.
 
     Raises:
-        TornCheckpoint: names the first thing that differs.
+        TornCheckpoint: names the first thing that differs; it is `_Discarded` if the run itself has made the
+            difference by a rollback.
     """
     if found.identity_sha256 in older_identities:
         expected = expected.model_copy(update={"identity_sha256": found.identity_sha256})
@@ -246,6 +260,9 @@ def check_belongs(found: RunState, expected: RunState, older_identities: Collect
     # Steps that the run will skip after the checkpoint do not matter to it.
     expected_skips = tuple(step for step in expected.skipped if step < found.step)
     if found.skipped != expected_skips:
+        trained_on = set(expected_skips) - set(found.skipped)
+        if set(found.skipped) < set(expected_skips) and trained_on <= set(stopped):
+            raise _Discarded("a rollback has discarded it, because it was trained on steps that the run skips since")
         raise TornCheckpoint(
             "this run skips other steps now than the run that wrote the checkpoint did up to its step; restore "
             "train.skip_steps in the config and skipped_steps.json in the run folder"
@@ -271,6 +288,7 @@ def _read_own_part(
     fragments: Sequence[Fragment],
     expected: RunState,
     older_identities: Collection[str],
+    stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
     """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
 
@@ -283,18 +301,19 @@ def _read_own_part(
             overwritten if there is a fault.
         expected: state of the run, with which that of the checkpoint is compared.
         older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
+        stopped: as for `load_newest`.
 
     Returns:
         The checkpoint's run state and None, or None and the first fault.
     """
     try:
         manifest = read_manifest(target, folder)
-        check_belongs(manifest.state, expected, older_identities)
+        check_belongs(manifest.state, expected, older_identities, stopped)
         # With W ranks, this rank checks every W-th file.
         files_to_check = manifest.files[dist.get_rank() :: dist.get_world_size()]
         faults = fill(target, folder, manifest, fragments, files_to_check)
     except (TornCheckpoint, StoreMissing) as error:
-        return None, _Fault(str(error), proves_damage=True)
+        return None, _Fault(str(error), proves_damage=True, is_discarded=isinstance(error, _Discarded))
     except StoreError as error:
         return None, _Fault(str(error), proves_damage=False, is_away=is_worth_waiting_for(error))
     if faults:
@@ -302,60 +321,46 @@ def _read_own_part(
     return manifest.state, None
 
 
-def _set_aside(targets: Sequence[Store], damaged: _Candidate, fault: str, used_step: int, used_target: Store) -> str:
-    """Rename the manifest of a damaged checkpoint on rank 0, so that no later load takes it. Collective.
+def _set_aside(
+    targets: Sequence[Store], unusable: _Candidate, fault: _Fault, used_step: int, used_target: Store | None
+) -> str:
+    """Rename the manifest of a checkpoint that cannot be used on rank 0, so that no later load takes it. Collective.
 
     Args:
         targets: the stores that hold checkpoints.
-        damaged: the checkpoint.
-        fault: what is wrong with it.
-        used_step: step of the good checkpoint that was loaded.
-        used_target: the store that it was loaded from.
+        unusable: the checkpoint.
+        fault: why it cannot be used.
+        used_step: step of the good checkpoint that was loaded; 0 if the run goes back to its beginning.
+        used_target: the store that it was loaded from; None if the run goes back to its beginning.
 
     Returns:
         The line for the log.
     """
-    target = targets[damaged.target_index]
-    from_rank_0(lambda: set_aside(target, damaged.folder, fault))
-    line = f"checkpoint {target.url}/{damaged.folder} is set aside: {fault}"
-    return _note(line, damaged.step, used_step, used_target)
+    target = targets[unusable.target_index]
+    reason = f"{WITHDRAWN}{fault.text}" if fault.is_discarded else fault.text
+    from_rank_0(lambda: set_aside(target, unusable.folder, reason))
+    line = f"checkpoint {target.url}/{unusable.folder} is set aside: {fault.text}"
+    if used_target is not None and unusable.step == used_step:
+        return (
+            f"{line}; the same step is good in {used_target.url}; "
+            f"run `electra-dist checkpoint repair` to restore the other copy"
+        )
+    line = f"{line}; step {used_step:,} is used instead, so {unusable.step - used_step:,} steps are repeated"
+    return line if fault.is_discarded else f"{line}; check the disk or the storage service if this happens again"
 
 
-def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, str]]) -> UserError:
+def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, _Fault]]) -> UserError:
     """Return the error for a run that has checkpoints of which none can be used.
 
     Args:
         targets: the stores that hold checkpoints.
-        rejected: each checkpoint, and what is wrong with it.
+        rejected: each checkpoint, and why it cannot be used.
     """
     faults = "; ".join(
-        f"{targets[candidate.target_index].url}/{candidate.folder}: {fault}" for candidate, fault in rejected
+        f"{targets[candidate.target_index].url}/{candidate.folder}: {fault.text}" for candidate, fault in rejected
     )
     return UserError(
         f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
         f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "
         f"--from-scratch of launcher/pretrain.py, which deletes nothing"
-    )
-
-
-def _note(line: str, damaged_step: int, used_step: int, used_target: Store) -> str:
-    """Return the log line about a damaged checkpoint when another one was loaded: which one, and what the user may do.
-
-    If the loaded one is a copy of the same step, no step is lost; otherwise the line names the steps that are
-    repeated.
-
-    Args:
-        line: which checkpoint is damaged and why.
-        damaged_step: step of the damaged checkpoint.
-        used_step: step of the good checkpoint that was loaded.
-        used_target: the store that it was loaded from.
-    """
-    if damaged_step == used_step:
-        return (
-            f"{line}; the same step is good in {used_target.url}; "
-            f"run `electra-dist checkpoint repair` to restore the other copy"
-        )
-    return (
-        f"{line}; step {used_step:,} is used instead, so {damaged_step - used_step:,} steps are repeated; check the "
-        f"disk or the storage service if this happens again"
     )

@@ -55,10 +55,10 @@ class SkipList:
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
         self.streak: list[int] = []  # the newest stopped steps that follow one another without a gap
-        self._stopped: set[int] = set()  # steps that the guard has stopped or a rollback has discarded
+        self.stopped: set[int] = set()  # those of them that the guard has stopped or a rollback has discarded
         if self._file.exists():
             self._read()
-            self.steps |= self._stopped
+            self.steps |= self.stopped
 
     def _read(self) -> None:
         """Read from the file what earlier starts have recorded: skipped steps, streak and number of rollbacks.
@@ -74,7 +74,7 @@ class SkipList:
         is_in_a_row = stored.streak == list(range(first, first + len(stored.streak)))
         if not is_in_a_row or not set(stored.streak) <= set(stored.steps):
             raise UserError(f"{self._file}: damaged, because `streak` is no sequence of skipped steps; {next_step}")
-        self._stopped = set(stored.steps)
+        self.stopped = set(stored.steps)
         self.rollbacks = stored.rollbacks
         self.streak = stored.streak
 
@@ -123,15 +123,15 @@ class SkipList:
 
         They are kept apart from the steps of the config, because only they are written to the run folder by `write`.
         """
-        self._stopped |= set(steps)
-        self.steps |= self._stopped
+        self.stopped |= set(steps)
+        self.steps |= self.stopped
 
     def write(self) -> None:
         """Write the list to skipped_steps.json in the run folder, replacing the file atomically. Rank 0 only.
 
         Steps of `train.skip_steps` are not written, because the config holds them.
         """
-        tree = {"steps": sorted(self._stopped), "rollbacks": self.rollbacks, "streak": self.streak}
+        tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
         with replacing(self._file) as file:
             file.write(json.dumps(tree).encode() + b"\n")
 

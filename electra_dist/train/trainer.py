@@ -114,7 +114,7 @@ class Trainer:
             config,
             engine,
             inputs.corpus.manifest.fingerprint,
-            skips.steps,
+            skips,
             inputs.accept_new_numerics,
             self.patience,
         )

@@ -128,6 +128,30 @@ def test_checkpoint_before_newly_skipped_steps_is_loaded(tmp_path: Path) -> None
     assert found is not None and notes == []
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_that_a_rollback_has_discarded_let_the_run_begin_again_unless_one_is_damaged(
+    two_targets: list[Store], tmp_path: Path
+) -> None:
+    """A damaged one may be the one to go back to, once it is repaired."""
+    for step in (10, 20):
+        small.save(two_targets, tmp_path / "staging", step)
+    expected = small.state_at(0, skipped=(5, 6, 7))
+    fragments = small.share(small.empty(), 0, 1)
+    manifests = [f"{folder_name(10, 1)}/{MANIFEST}"] * 2
+    contents = [target.read(manifest) for target, manifest in zip(two_targets, manifests)]
+    for target, manifest in zip(two_targets, manifests):
+        small.damage(target, manifest)
+    with pytest.raises(UserError, match="--from-scratch"):
+        load_newest(two_targets, fragments, expected, stopped={5, 6, 7})
+    with pytest.raises(UserError, match="skips other steps"):
+        load_newest(two_targets, fragments, expected, stopped={5, 6})  # the user skips step 7
+    for target, manifest, content in zip(two_targets, manifests, contents):
+        target.write(manifest, content)
+    found, notes = load_newest(two_targets, fragments, expected, stopped={5, 6, 7})
+    assert found is None and len(notes) == 4 and "so 20 steps are repeated" in notes[0]
+    assert [committed(target) for target in two_targets] == [[], []]
+
+
 class Unreadable(LocalStore):
     """Store in which every read of a range fails."""
 

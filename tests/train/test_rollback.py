@@ -91,3 +91,67 @@ def test_the_rollback_is_the_same_whatever_happens_before_it(
     assert read_losses(tmp_path / "run") == reference
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     assert events.count("rollback") == 1
+
+
+# A rollback skips the steps from 12 on. The only checkpoints, of the steps 14 and 19, were trained on some of them.
+EARLY: dict[str, Any] = {**SETTINGS, "train.num_steps": 25, "guard.skip_before": 8, "checkpoint.every_steps": 14}
+EARLY_SAVES: dict[str, Any] = {"checkpoint.keep_steps": [19]}
+
+
+@pytest.fixture(scope="module")
+def from_step_0(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple]]:
+    """The folder and the losses of a run that has no checkpoint when it rolls back, so that it begins again."""
+    run_dir = tmp_path_factory.mktemp("early") / "run"
+    settings = {**EARLY, "checkpoint.every_steps": 1000}
+    finish(start(write_tiny_config(run_dir.with_suffix(".yaml"), run_dir, str(tiny_corpus), **settings)))
+    assert skip_list(run_dir)["steps"] == list(range(12, 23))
+    return run_dir, read_losses(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code"),
+    [
+        pytest.param({}, 0, id="in one start"),
+        pytest.param({"killed_with_streak": 3}, -signal.SIGKILL, id="killed when the rollback was decided"),
+        pytest.param({"signal_at": [signal.SIGTERM, 21]}, 75, id="stopped", marks=pytest.mark.drill),
+    ],
+)
+def test_a_rollback_that_discards_every_checkpoint_goes_back_to_step_0(
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    from_step_0: tuple[Path, list[tuple]],
+    fault: dict[str, Any],
+    exit_code: int,
+) -> None:
+    targets = {"checkpoint.targets": [str(tmp_path / "near"), str(tmp_path / "far")]}
+    config = tiny_config("run", **{**EARLY, **EARLY_SAVES, **targets})
+    printed = finish(start(config, **fault), exit_code)
+    if exit_code:
+        printed = finish(start(config))
+    assert read_losses(tmp_path / "run") == from_step_0[1]
+    assert printed.count("step 0 is used instead") == 4  # two checkpoints in each of two targets
+    assert skip_list(tmp_path / "run") == {"steps": list(range(12, 23)), "rollbacks": 1, "streak": []}
+
+
+def test_a_rollback_to_step_0_begins_with_the_weights_that_init_from_names(
+    tiny_config: MakeConfig, tmp_path: Path, from_step_0: tuple[Path, list[tuple]]
+) -> None:
+    """The start after the kill finds a checkpoint, so its towers are built without these weights."""
+    source = {"train.init_from": str(from_step_0[0])}
+    finish(start(tiny_config("uncut", **{**EARLY, **source, "checkpoint.every_steps": 1000})))
+    config = tiny_config("run", **{**EARLY, **source})
+    finish(start(config, killed_with_streak=3), -signal.SIGKILL)
+    finish(start(config))
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "uncut")
+
+
+def test_a_checkpoint_is_no_good_if_the_user_has_changed_the_skipped_steps(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """What the user has changed is refused as before, also where the run has stopped other steps itself."""
+    config = tiny_config("run", **{**EARLY, "train.num_steps": 16, "train.skip_steps": [3]})
+    finish(start(config))
+    file = tmp_path / "run" / "skipped_steps.json"
+    file.write_text(json.dumps({"steps": [13], "rollbacks": 1, "streak": []}))
+    printed = finish(start(tiny_config("run", **{**EARLY, "train.num_steps": 16, "train.skip_steps": [4]})), 78)
+    assert "restore train.skip_steps" in printed and "Traceback" not in printed

@@ -6,7 +6,6 @@ which the package `checkpoint` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +131,7 @@ class Checkpointer:
         config: Config,
         engine: Engine,
         corpus_fingerprint: str,
-        skipped: Iterable[int],
+        skips: SkipList,
         accept_new_numerics: bool = False,
         patience: Patience | None = None,
     ) -> None:
@@ -142,7 +141,7 @@ class Checkpointer:
             config: the resolved config of the run.
             engine: the engine whose state is saved and restored.
             corpus_fingerprint: digest of the corpus; a checkpoint of another corpus is refused.
-            skipped: all steps that this run skips. A checkpoint of step t is used only if its run had skipped exactly
+            skips: the steps that this run skips. A checkpoint of step t is used only if its run had skipped exactly
                 those of them that are before t.
             accept_new_numerics: whether checkpoints of a version with older numerics (random draws and rounding) may
                 be used.
@@ -157,6 +156,7 @@ class Checkpointer:
         self._module = engine.deepspeed.module
         self._optimizer = engine.optimizer
         self._loss_scale = engine.loss_scale
+        self._skips = skips
         self._targets = open_targets(config)
         identity_sha256 = config.identity_sha256()
         run = {"identity_sha256": identity_sha256, "corpus_fingerprint": corpus_fingerprint}
@@ -181,7 +181,7 @@ class Checkpointer:
             shared=shared_names(self._module),
             versions=_recorded_versions(),
             bit_settings=bit_settings(config, engine),
-            skipped=tuple(sorted(skipped)),
+            skipped=tuple(sorted(skips.steps)),
         )
         self.writer = CheckpointWriter(
             targets=self._targets,
@@ -203,13 +203,13 @@ class Checkpointer:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
         Args:
-            pristine: whether the engine still holds the initial weights, as after it was built. If there is no
-                checkpoint, they are then left as they are.
+            pristine: whether the engine still holds the weights with which it was built. If there is no checkpoint,
+                they are then left as they are.
 
         Returns:
-            restored: state of the loaded checkpoint; None if there is none.
-            set_aside: one line of text for each checkpoint that was found damaged; its manifest is renamed, so that no
-                later start tries to load it.
+            restored: state of the loaded checkpoint; None if there is none, or a rollback has discarded all.
+            set_aside: one line of text for each checkpoint that was found damaged or discarded; its manifest is
+                renamed, so that no later start tries to load it.
 
         Raises:
             UserError: there are checkpoints, and none of them can be used.
@@ -220,12 +220,12 @@ class Checkpointer:
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
         older_identities = self._older_identities.values()
         restored, set_aside = self._patience.call(
-            lambda: load_newest(self._targets, fragments, self._state, older_identities)
+            lambda: load_newest(self._targets, fragments, self._state, older_identities, self._skips.stopped)
         )
         if self._loss_scale is not None:
             self._loss_scale.restore(restored.loss_scale if restored else None)
         if restored is None:
-            if pristine:
+            if pristine and not set_aside:  # where there are checkpoints, the towers are built without `init_from`
                 return None, set_aside
             self._initialise(fragments)
         publish(self._optimizer)  # copies the masters to the parameters that the forward pass reads
