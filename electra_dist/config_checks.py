@@ -9,11 +9,19 @@ Limits: this module must not import torch, because commands on a login node chec
 
 from __future__ import annotations
 
-from electra_dist.config import MODERN_KEYS, Config
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from electra_dist.config import CACHE_DIR, MODERN_KEYS, Config
 from electra_dist.errors import UserError
 
 _PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss for replaced-token detection
 _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
+# Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
+RUN_FOLDERS = (CACHE_DIR, "earlier", "export", "hangs", "heartbeats", "lease", "meeting", "slurm", "staging")
+RUN_FOLDERS += ("tensorboard", "wandb")
 
 
 def check_new_run(config: Config) -> None:
@@ -28,8 +36,9 @@ def check_new_run(config: Config) -> None:
         config: the resolved config of a run that has not begun yet.
 
     Raises:
-        UserError: the config has one of these settings.
+        UserError: the config has one of these settings, or `check_targets_are_separate` refuses it.
     """
+    check_targets_are_separate(config)
     num_steps = config.train.num_steps
     warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
     if config.optimizer.generator is not None and config.optimizer.generator.warmup_steps is not None:
@@ -58,6 +67,66 @@ def check_new_run(config: Config) -> None:
             "engine.offload_optimizer: true needs engine.zero_stage 1, 2 or 3, because DeepSpeed ignores it at stage "
             "0; set engine.zero_stage: 1 or engine.offload_optimizer: false"
         )
+
+
+def check_targets_are_separate(config: Config) -> None:
+    """Raise UserError if two checkpoint targets are one place, or one holds something else of the run.
+
+    In a place that is named twice, a start would wait for itself: it takes each attempt number once in every target.
+    Unlike the rest of this module, this is checked at every start, because targets may change at a restart.
+
+    Args:
+        config: the resolved config of a run. Links in its paths are followed; nothing needs to exist.
+
+    Raises:
+        UserError: two targets are the same or one lies in the other; or a target is the run folder, a folder in it
+            that has another use, the cache or a corpus.
+    """
+    targets = [(url, _place(url, config.checkpoint.endpoint_url)) for url in config.checkpoint_urls]
+    for (url, place), (other_url, other_place) in itertools.combinations(targets, 2):
+        if place == other_place:
+            raise UserError(
+                f"checkpoint.targets: {url} and {other_url} are the same place; name each place once, because every "
+                f"checkpoint is written to each of them"
+            )
+        depth = min(len(place), len(other_place))
+        if place[:depth] == other_place[:depth]:
+            inner, outer = (url, other_url) if len(place) > depth else (other_url, url)
+            raise UserError(
+                f"checkpoint.targets: {inner} lies in {outer}; name places of which none lies in another one"
+            )
+    for url, place in targets:
+        for use, used_place, covers_all in _used_places(config):
+            if place == used_place or (covers_all and place[: len(used_place)] == used_place):
+                raise UserError(
+                    f"checkpoint.targets: {url} is used as {use}; set checkpoint.targets to places that hold nothing "
+                    f"but checkpoints"
+                )
+
+
+def _used_places(config: Config) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yield what the run uses beside its checkpoints: its name, its place, and whether all places in it are taken."""
+    yield "run_dir", _place(config.run_dir), False
+    for name in RUN_FOLDERS:
+        yield f"the folder {name}/ of the run", _place(str(Path(config.run_dir) / name)), True
+    if config.data.cache_dir is not None:
+        yield "data.cache_dir", _place(config.data.cache_dir), False
+    for corpus in config.data.training_corpora():
+        yield corpus.key, _place(corpus.url, config.data.endpoint_url), False
+    if config.data.heldout is not None:
+        yield "data.heldout", _place(config.data.heldout, config.data.endpoint_url), False
+
+
+def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
+    """Return the parts of a path or an s3:// URL, equal for all spellings of one place; links are followed."""
+    if url.startswith("s3://"):
+        parts = [part for part in url.removeprefix("s3://").split("/") if part]
+        return ("s3", (endpoint_url or "").rstrip("/"), *parts)
+    try:
+        path = Path(url.removeprefix("file://")).expanduser()
+    except RuntimeError:
+        path = Path(url)  # of a user who does not exist; opening the store refuses it
+    return Path(os.path.realpath(path)).parts
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:

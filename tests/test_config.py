@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.config import Config
-from electra_dist.config_checks import check_new_run, keys_without_effect
+from electra_dist.config import CACHE_DIR, Config
+from electra_dist.config_checks import RUN_FOLDERS, check_new_run, check_targets_are_separate, keys_without_effect
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
+from electra_dist.run import folder
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEMO = CONFIGS / "demo_cpu.yaml"
@@ -110,3 +111,51 @@ def test_a_trapezoid_whose_slopes_do_not_fit_into_the_run_is_refused() -> None:
         UserError, match=r"optimizer\.warmup_steps 90 and the 20 steps of decay are longer than the run"
     ):
         check_new_run(load_config(CONFIGS / "small.yaml", [*settings, "optimizer.decay_steps=20"]))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["T", "T/."],
+        ["T", "T/"],
+        ["other", "T", "link"],
+        ["T", "file://TMP/T"],
+        ["T", "link/new/../."],
+        ["T", "T/inner"],
+        ["link/inner", "T"],
+        ["s3://b/run", "s3://b/run/"],
+        ["s3://b/run", "T", "s3://b//run"],
+        ["s3://b", "s3://b/run"],
+        ["run"],
+        ["T", "run/heartbeats"],
+        ["run/cache/checkpoints"],
+        ["cache"],
+        ["corpus"],
+        ["s3://b/heldout/"],
+    ],
+)
+def test_a_place_that_is_named_twice_or_used_otherwise_is_no_checkpoint_target(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    (tmp_path / "T").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "T")
+    (tmp_path / "corpus-link").symlink_to(tmp_path / "corpus")
+    settings = [f"run_dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache", f"data.corpus={tmp_path}/corpus-link"]
+    settings += ["data.heldout=s3://b/heldout"]
+
+    def config(targets: list[str]) -> Config:
+        urls = [url.replace("TMP", str(tmp_path)) if "://" in url else f"{tmp_path}/{url}" for url in targets]
+        return load_config(DEMO, [*settings, f"checkpoint.targets={urls}"])
+
+    with pytest.raises(UserError, match=r"^checkpoint\.targets: ") as refusal:
+        check_targets_are_separate(config(targets))
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match=r"^checkpoint\.targets: "):
+        check_new_run(config(targets))
+    for good in ([], ["run/checkpoints", "s3://b/run"], ["T", "T2", "s3://b/run", "s3://b/run-2", "s3://c/run"]):
+        check_targets_are_separate(config(good))
+
+
+def test_every_folder_of_a_run_is_known_to_the_check_of_targets() -> None:
+    names = {value for key, value in vars(folder).items() if key.endswith("_DIR")}
+    assert set(RUN_FOLDERS) == names | {CACHE_DIR}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+
 from electra_dist.config import Config
-from electra_dist.errors import StoreError
+from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
@@ -28,19 +30,40 @@ def open_targets(config: Config) -> list[Store]:
 def check_targets(config: Config) -> None:
     """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes anything.
 
-    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. What a
-    start that was killed here has left is deleted. The default target is not checked, because it is inside the run
-    folder. Costs three requests for each store. Rank 0 only.
+    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. Two
+    stores in which the same object appears are one, whatever their names are: a bind mount, or another name of a
+    bucket. What a start that was killed here has left is deleted. The default target is not checked, because it is
+    inside the run folder. Costs three requests for each store, and one for each pair. Rank 0 only.
 
     Raises:
         StoreError: a store cannot be written; the message names the key, the store and the next step.
+        UserError: two of the stores are one.
     """
     if not config.checkpoint.targets:
         return
+    written: list[Store] = []
     for target in open_targets(config):
         try:
             target.discard_unfinished(_WRITE_TEST, lambda key: True)  # of a start that was killed here
-            target.write(_WRITE_TEST, b"")
-            target.delete(_WRITE_TEST)
+            content = secrets.token_bytes(16)
+            target.write(_WRITE_TEST, content)
+            for earlier in written:
+                if _holds(earlier, content):
+                    target.delete(_WRITE_TEST)
+                    raise UserError(
+                        f"checkpoint.targets: {earlier.url} and {target.url} are the same place; name each place "
+                        f"once, because every checkpoint is written to each of them"
+                    )
+            written.append(target)
         except StoreError as error:
             raise type(error)(f"checkpoint.targets: {error}") from None
+    for target in written:
+        target.delete(_WRITE_TEST)
+
+
+def _holds(store: Store, content: bytes) -> bool:
+    """Return whether the object of the test is in a store and has this content; another start may have deleted it."""
+    try:
+        return store.read(_WRITE_TEST) == content
+    except StoreMissing:
+        return False

@@ -46,6 +46,7 @@ ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other r
 _ATTEMPTS = "attempts/"
 _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
+_MOST_TRIES = 50  # to take a number; each one that fails means that another start has taken it
 
 
 class Fenced(UserError):
@@ -80,13 +81,14 @@ def begin_attempt(
         The number, from 1; larger than every number that any of the targets holds.
 
     Raises:
-        UserError: a target holds the checkpoints of another run, which may have begun at the same time, or its service
-            replaces a file that it should only create if there is none.
+        UserError: a target holds the checkpoints of another run, which may have begun at the same time; its service
+            replaces a file that it should only create if there is none; or no number can be taken, for example
+            because two targets are the same store.
         OtherNumerics: the newest start of the run had older numerics, and the change is not accepted.
         StoreError: a target cannot be read or written.
     """
     document = _attempt_document(run)
-    while True:
+    for _ in range(_MOST_TRIES):
         newest_numbers = [newest_attempt(target) for target in targets]
         for target, newest in zip(targets, newest_numbers):
             found_document = target.read(_attempt_key(newest)) if newest else document
@@ -98,6 +100,13 @@ def begin_attempt(
         if _take_number(targets, attempt, document):
             break
     for target in targets:
+    else:
+        urls = " and ".join(target.url for target in targets)
+        raise UserError(
+            f"{urls}: no number for this start after {_MOST_TRIES} tries, because a file {_attempt_key(attempt)} was "
+            f"there each time although no listing had shown it; name each place once in checkpoint.targets, and move "
+            f"away what is no file of a start in {_ATTEMPTS}"
+        )
         check_exclusive(target, _attempt_key(attempt), document)
     for target in targets:
         sweep(target, attempt)

@@ -23,7 +23,8 @@ class CheckpointConfig(Section):
     targets: tuple[str, ...] = Field(
         default=(),
         description="Local folders or s3:// prefixes. Every checkpoint is written to all of them; a restart prefers "
-        "the first. Empty: checkpoints/ in the run folder.",
+        "the first. Each must be a place of its own, which holds nothing but checkpoints of this run. Empty: "
+        "checkpoints/ in the run folder.",
     )
     endpoint_url: str | None = Field(
         default=None,

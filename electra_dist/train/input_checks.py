@@ -14,6 +14,7 @@ from electra_kernels.backend_choice import resolve
 
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
+from electra_dist.config_checks import check_targets_are_separate
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
@@ -87,6 +88,7 @@ def check_inputs(
     check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_apex(config)
     _check_keep_best(config)
+    check_targets_are_separate(config)
     _check_kernels(config.kernels.backend)
     corpora = open_training_corpora(config)
     corpus = OpenCorpus(store=corpora.store, manifest=corpora.manifest)

@@ -49,6 +49,18 @@ def test_files_of_others_among_the_attempts_are_passed_over(target: Store) -> No
     assert begin_attempt([target], RUN) == 2
 
 
+def test_a_store_that_is_named_twice_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Here nothing has compared the targets before; a start took numbers for ever."""
+    folder = LocalStore(tmp_path / "target")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(UserError, match="name each place once") as caught:
+        begin_attempt([folder, LocalStore(tmp_path / "link")], RUN)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "other" / "attempts" / "0001.json").mkdir(parents=True)  # no file, so no listing shows it
+    with pytest.raises(UserError, match="move away what is no file of a start"):
+        begin_attempt([LocalStore(tmp_path / "other")], RUN)
+
+
 class ReplacingStore(LocalStore):
     """A store whose service ignores that a file must be created only if there is none."""
 

@@ -16,6 +16,7 @@ from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.file_reader import verify
 from electra_dist.checkpoint.repair import copy_to_all
 from electra_dist.config import Config
+from electra_dist.errors import UserError
 from electra_dist.store import atomic_files
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
@@ -69,3 +70,14 @@ def test_a_killed_test_of_a_target_leaves_nothing_behind(tmp_path: Path) -> None
     check_targets(config)
     assert not list(target.iterdir())
     assert committed(LocalStore(target)) == []
+
+
+def test_two_targets_that_are_one_store_are_refused_whatever_their_names_are(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    targets = [str(tmp_path / name) for name in ("other", "target", "link")]
+    config = Config.model_validate(tiny_tree(tmp_path / "run", "corpus", **{"checkpoint.targets": targets}))
+    with pytest.raises(UserError, match=r"target and .*link are the same place"):
+        check_targets(config)
+    assert not list((tmp_path / "target").iterdir())
+    check_targets(Config.model_validate(tiny_tree(tmp_path / "run", "c", **{"checkpoint.targets": targets[:2]})))
