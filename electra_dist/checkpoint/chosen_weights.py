@@ -21,6 +21,7 @@ import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
 from electra_dist.checkpoint.commit import held_out_score
+from electra_dist.checkpoint.ownership import Owner
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.checkpoint.retention import CheckpointInfo, best_first
 from electra_dist.errors import StoreError, UserError
@@ -49,6 +50,7 @@ def read_chosen(
     choice: Choice = "newest",
     num_averaged: int = 1,
     progress: CheckpointProgress = report_nothing,
+    owner: Owner | None = None,
 ) -> ChosenWeights:
     """Read the fp32 master weights of the chosen checkpoint, or their mean with the checkpoints before it.
 
@@ -58,24 +60,28 @@ def read_chosen(
             rows or, for a run without a discriminator, the lowest loss.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
         progress: called before the first checkpoint is read, and after each one.
+        owner: the run that must have written the checkpoints; None if it is not known.
 
     Raises:
+        OtherRun: another run has written one of them.
         UserError: the chosen checkpoint does not exist or is damaged, no checkpoint was evaluated (for "best"), or the
             run has too few undamaged checkpoints for the mean.
         StoreError: a checkpoint cannot be read.
     """
     progress(0, num_averaged)
     if choice == "best":
-        state, weights, damaged = _read_best(targets)
+        state, weights, damaged = _read_best(targets, owner)
     else:
         state, weights, damaged = assemble(targets, None if choice == "newest" else choice)
+        if owner is not None:
+            owner.check(state, _urls(targets))
     progress(1, num_averaged)
     if num_averaged == 1:
         return ChosenWeights(state, weights, (state.step,), damaged)
     older_steps = [step for step in _newest_first(targets) if step < state.step]
     averaged_steps = [state.step]
     sums = {name: weight.double() for name, weight in weights.items()}
-    for older_state, older_weights in _read_good(targets, older_steps, damaged):
+    for older_state, older_weights in _read_good(targets, older_steps, damaged, owner):
         for name, weight in older_weights.items():
             sums[name] += weight
         averaged_steps.append(older_state.step)
@@ -90,7 +96,7 @@ def read_chosen(
     )
 
 
-def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """Read the best undamaged checkpoint that was evaluated on held-out rows.
 
     Returns:
@@ -101,7 +107,7 @@ def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tens
         StoreError: a checkpoint cannot be read.
     """
     damaged: list[str] = []
-    for state, weights in _read_good(targets, _best_first(targets), damaged):
+    for state, weights in _read_good(targets, _best_first(targets), damaged, owner):
         return state, weights, damaged
     if damaged:
         raise UserError(f"{_urls(targets)}: no evaluated checkpoint is good ({'; '.join(damaged)}); choose a step")
@@ -113,7 +119,7 @@ def _read_best(targets: Sequence[Store]) -> tuple[RunState, dict[str, torch.Tens
 
 
 def _read_good(
-    targets: Sequence[Store], steps: Iterable[int], damaged: list[str]
+    targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
     """Yield run state and weights of the undamaged checkpoints of some steps, in the order of `steps`.
 
@@ -123,8 +129,10 @@ def _read_good(
         targets: the stores that hold checkpoints, the preferred one first.
         steps: steps of committed checkpoints.
         damaged: list to which one line is appended for each damaged checkpoint, or copy of one.
+        owner: the run that must have written them; None if it is not known.
 
     Raises:
+        OtherRun: another run has written one of them.
         StoreError: a checkpoint cannot be read, so that it is not known whether it is good.
     """
     for step in steps:
@@ -135,6 +143,8 @@ def _read_good(
         except UserError as error:
             damaged.append(str(error))
             continue
+        if owner is not None:
+            owner.check(state, _urls(targets))
         damaged += damaged_copies
         yield state, weights
 

@@ -39,14 +39,15 @@ from electra_dist.checkpoint.many_ranks.file_entries import read_entries, wait_f
 from electra_dist.checkpoint.many_ranks.rank_groups import is_entry, keys_of_rank_0
 from electra_dist.checkpoint.retention import NOT_EVALUATED, CheckpointInfo, HeldOutScore, superfluous
 from electra_dist.config import CheckpointConfig, canonical_json
-from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
+from electra_dist.errors import OtherNumerics, StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
+from electra_dist.store.json_file import DamagedJson, parse_json
 
 ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other ranks
 _ATTEMPTS = "attempts/"
 _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
-_NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 _MOST_TRIES = 50  # to take a number; each one that fails means that another start has taken it
+_NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
 class Fenced(UserError):
@@ -99,7 +100,6 @@ def begin_attempt(
         # It may be of another run, so the one that comes too late looks again.
         if _take_number(targets, attempt, document):
             break
-    for target in targets:
     else:
         urls = " and ".join(target.url for target in targets)
         raise UserError(
@@ -107,6 +107,7 @@ def begin_attempt(
             f"there each time although no listing had shown it; name each place once in checkpoint.targets, and move "
             f"away what is no file of a start in {_ATTEMPTS}"
         )
+    for target in targets:
         check_exclusive(target, _attempt_key(attempt), document)
     for target in targets:
         sweep(target, attempt)
@@ -192,6 +193,24 @@ def newest_attempt(target: Store) -> int:
         if name is not None and key == _attempt_key(int(name["number"])):
             numbers.append(int(name["number"]))
     return max(numbers)
+
+
+def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
+    """Return what identified the run in a start of it, as `begin_attempt` has stored it; None if it is not there.
+
+    None also if the file is damaged.
+
+    Args:
+        target: a store of the run.
+        attempt: number of the start.
+    """
+    try:
+        document = parse_json(target.read(_attempt_key(attempt)))
+    except (StoreMissing, DamagedJson):
+        return None
+    names = ("identity_sha256", "corpus_fingerprint")
+    is_known = isinstance(document, dict) and all(isinstance(document.get(name), str) for name in names)
+    return document if is_known else None
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:

@@ -1,13 +1,18 @@
 """List and repair checkpoints from outside a run, for the commands of `electra-dist checkpoint`.
 
 Guarantee: a checkpoint counts as good only after every byte of it was verified; a restored one is verified again. Data
-are copied only from a good copy of the same checkpoint in another store. A checkpoint that cannot be restored is set
-aside (its manifest is renamed, so that no load takes it), not deleted. Unfinished files are deleted, except those of
-the newest start of the run, which may still be running.
+are copied only from a good copy of the same checkpoint in another store: the same step and start of the same run, and
+the same manifest, if the damaged checkpoint's can still be read. Before anything is changed, a checkpoint of another
+run, in a target or in a donor, is refused. What a run itself has given up (it was begun again from scratch, or a
+rollback has discarded the checkpoint) is not restored. A checkpoint that cannot be restored is set aside (its manifest
+is renamed, so that no load takes it), not deleted. Unfinished files are deleted, except those of the newest start of
+the run, which may still be running.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,22 +23,24 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
     SET_ASIDE_REASON,
+    WITHDRAWN,
     Manifest,
     parse_folder,
     read_manifest,
     set_aside,
 )
-from electra_dist.checkpoint.commit import leftovers, newest_attempt, sweep
+from electra_dist.checkpoint.commit import leftovers, newest_attempt, run_of_attempt, sweep
 from electra_dist.checkpoint.file_reader import verify, verify_file
+from electra_dist.checkpoint.ownership import OtherRun, Owner
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 
-Status = Literal["committed", "damaged", "set aside", "leftover"]
+Status = Literal["committed", "damaged", "of another run", "set aside", "leftover"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder that was found in a store, and its status: committed, damaged, set aside or leftover.
+    """A checkpoint folder that was found in a store, and its status.
 
     The status is determined from the file names and the manifest. The tensor files are not read, so a checkpoint with
     the status "committed" may have damaged tensors.
@@ -44,8 +51,8 @@ class Found:
     step: int
     attempt: int  # number of the start of the run that wrote it
     status: Status  # "committed": the manifest is good; "damaged": it is not; "leftover": there is no manifest
-    manifest: Manifest | None = None  # only if the status is "committed"
-    note: str = ""  # what is wrong with its manifest, or why it was set aside
+    manifest: Manifest | None = None  # only if the status is "committed" or "of another run"
+    note: str = ""  # what is wrong with it, or why it was set aside
 
     @property
     def url(self) -> str:
@@ -53,10 +60,14 @@ class Found:
         return f"{self.target.url}/{self.folder}"
 
 
-def survey(target: Store) -> list[Found]:
+def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
 
     Costs one listing, and one request for each folder that has a manifest or was set aside.
+
+    Args:
+        target: the store.
+        owner: the run whose checkpoints are expected; None if it is not known.
 
     Raises:
         StoreError: the store cannot be read.
@@ -71,16 +82,16 @@ def survey(target: Store) -> list[Found]:
         if step_and_attempt is not None:
             checkpoints.append((*step_and_attempt, folder))
     return [
-        _inspect(target, folder, step, attempt, names_by_folder[folder])
+        _inspect(target, folder, step, attempt, names_by_folder[folder], owner)
         for step, attempt, folder in sorted(checkpoints)
     ]
 
 
-def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str]) -> Found:
+def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str], owner: Owner | None) -> Found:
     """Determine the status of a checkpoint folder from the names of its files and from its manifest.
 
-    It is "committed" with a good manifest, "damaged" with a bad one, "set aside" if the manifest was renamed because
-    of damage, and "leftover" without a manifest.
+    It is "committed" with a good manifest, "damaged" with a bad one, "of another run" with that of another run, "set
+    aside" if the manifest was renamed, and "leftover" without a manifest.
 
     Args:
         target: the store that holds the folder.
@@ -88,6 +99,7 @@ def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str
         step: step in the folder's name.
         attempt: number of the start of the run, in the folder's name.
         names: names of all files in the folder.
+        owner: the run whose checkpoints are expected; None if it is not known.
     """
     status: Status
     manifest = None
@@ -95,7 +107,8 @@ def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str
     if MANIFEST in names:
         try:
             manifest = read_manifest(target, folder)
-            status = "committed"
+            note = owner.fault(manifest.state) if owner is not None else ""
+            status = "of another run" if note else "committed"
         except (TornCheckpoint, StoreMissing) as error:
             status = "damaged"
             note = str(error)
@@ -113,6 +126,7 @@ def repair(
     *,
     dry_run: bool,
     advance: Callable[[int], None] = lambda num_bytes: None,
+    owner: Owner | None = None,
 ) -> Iterator[str]:
     """Repair the checkpoints of all targets, and yield one line of text for each change.
 
@@ -125,18 +139,63 @@ def repair(
         donors: further stores to copy from; they are not changed.
         dry_run: change nothing; the lines then report what would be done.
         advance: called with the number of bytes verified since its last call, from several threads.
+        owner: the run whose checkpoints they are; None if the targets do not lie in a run folder. The files that the
+            starts of the run have written to a target then say it.
 
     Raises:
+        OtherRun: a checkpoint in a target or a donor is of another run; nothing was changed.
         StoreError: a store cannot be read or written, or a checkpoint is still damaged after it was restored.
     """
-    for target in targets:
+    surveys = [survey(target) for target in targets]
+    for found in itertools.chain(*surveys):
+        owner_of_found = owner or _owner_of(found)
+        if owner_of_found is not None:
+            _check_owner(found, owner_of_found, donors)
+    for target, checkpoints in zip(targets, surveys):
         other_stores = [store for store in (*targets, *donors) if store.url != target.url]
-        for found in survey(target):
-            yield from _repair_checkpoint(found, other_stores, dry_run, advance)
+        for found in checkpoints:
+            yield from _repair_checkpoint(found, other_stores, dry_run, advance, owner or _owner_of(found))
         newest = newest_attempt(target)
         removed_keys = leftovers(target, newest) if dry_run else sweep(target, newest)
         for key in removed_keys:
             yield f"{target.url}/{key}: leftover of an unfinished save, removed"
+
+
+def _owner_of(found: Found) -> Owner | None:
+    """Return the run that has written a checkpoint, as the start with its number or its manifest records it."""
+    run = run_of_attempt(found.target, found.attempt)
+    manifest = _own_manifest(found)
+    if run is None and manifest is not None:
+        state = manifest.state
+        run = {"identity_sha256": state.identity_sha256, "corpus_fingerprint": state.corpus_fingerprint}
+    if run is None:
+        return None
+    return Owner(frozenset([run["identity_sha256"]]), frozenset([run["corpus_fingerprint"]]))
+
+
+def _own_manifest(found: Found) -> Manifest | None:
+    """Return the manifest of a checkpoint, also of one that was set aside; None if it is damaged or missing."""
+    if found.status == "set aside":
+        with contextlib.suppress(TornCheckpoint):
+            return Manifest.parse(found.target.read(f"{found.folder}/{SET_ASIDE}"))
+    return found.manifest
+
+
+def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
+    """Raise OtherRun if a checkpoint, or a donor's of the same step and start, is not of the run `owner`."""
+    if found.manifest is not None:
+        owner.check(found.manifest.state, found.target.url)
+    for donor in donors:
+        try:
+            state = read_manifest(donor, found.folder).state
+        except (TornCheckpoint, StoreMissing):
+            continue
+        fault = owner.fault(state)
+        if fault:
+            raise OtherRun(
+                f"{donor.url}/{found.folder} is no copy of {found.url}, because {fault}; nothing was changed; give a "
+                f"place with copies of this run's checkpoints"
+            )
 
 
 def copy_to_all(targets: Sequence[Store], folder: str) -> None:
@@ -166,7 +225,11 @@ def copy_to_all(targets: Sequence[Store], folder: str) -> None:
 
 
 def _repair_checkpoint(
-    found: Found, other_stores: Sequence[Store], dry_run: bool, advance: Callable[[int], None]
+    found: Found,
+    other_stores: Sequence[Store],
+    dry_run: bool,
+    advance: Callable[[int], None],
+    owner: Owner | None,
 ) -> Iterator[str]:
     """Verify one checkpoint; if it is damaged, restore it from a good copy or, if there is none, set it aside.
 
@@ -178,8 +241,9 @@ def _repair_checkpoint(
         other_stores: stores that may hold a copy of it.
         dry_run: change nothing; the lines then report what would be done.
         advance: called with the number of bytes verified since its last call, from several threads.
+        owner: the run whose checkpoint it is; None if it is not known.
     """
-    if found.status == "leftover":
+    if found.status == "leftover" or found.note.startswith(WITHDRAWN):
         return
     is_set_aside = found.status == "set aside"
     if is_set_aside:
@@ -189,7 +253,7 @@ def _repair_checkpoint(
     if not faults:
         return
     for store in other_stores:
-        if _is_good(store, found.folder, advance):
+        if _is_copy(store, found, owner) and _is_good(store, found.folder, advance):
             yield from _restore(found, store, faults, dry_run)
             return
     if is_set_aside:
@@ -200,6 +264,21 @@ def _repair_checkpoint(
     )
     if not dry_run:
         set_aside(found.target, found.folder, faults[0])
+
+
+def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
+    """Return whether a store has the same checkpoint, by the manifests or, where that of `found` is lost, by the run.
+
+    The manifests of copies are equal, because a save writes the same files, digests and time to all targets.
+    """
+    try:
+        manifest = read_manifest(store, found.folder)
+    except (TornCheckpoint, StoreMissing):
+        return False
+    own_manifest = _own_manifest(found)
+    if own_manifest is not None:
+        return manifest == own_manifest
+    return owner is not None and not owner.fault(manifest.state)
 
 
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
@@ -233,7 +312,7 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
             yield f"{found.url}/{file.name}: restored from {donor.url}"
             if not dry_run:
                 _copy(donor, target, f"{folder}/{file.name}")
-    if found.manifest != manifest:
+    if found.status != "committed":
         yield f"{found.url}/{MANIFEST}: restored from {donor.url}"
         if not dry_run:
             target.write(f"{folder}/{MANIFEST}", manifest.dump())

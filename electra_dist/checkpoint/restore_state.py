@@ -22,18 +22,25 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint_manifest import WITHDRAWN, RunState, committed, read_manifest, set_aside
+from electra_dist.checkpoint.checkpoint_manifest import (
+    SET_ASIDE,
+    SET_ASIDE_REASON,
+    WITHDRAWN,
+    RunState,
+    committed,
+    read_manifest,
+    set_aside,
+)
 from electra_dist.checkpoint.file_reader import fill
+from electra_dist.checkpoint.ownership import Owner
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 
-# Fields of RunState in which a checkpoint must equal the run -> what differs otherwise, for the message.
-_FIELDS_OF_A_RUN = {
-    "identity_sha256": "another config (model, objective, optimizer, seed, steps, batch)",
-    "corpus_fingerprint": "another corpus",
+# Fields of RunState in which a checkpoint must equal the run, too -> what differs otherwise, for the message.
+_FURTHER_FIELDS_OF_A_RUN = {
     "shapes": "other parameter shapes",
     "shared": "other shared parameters",
 }
@@ -136,16 +143,22 @@ def load_newest(
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
     """Rename the manifest of every committed checkpoint in all stores, so that a run begins again at step 0.
 
-    Damaged checkpoints are renamed, too. No load takes a checkpoint without its manifest; the tensor files stay. Only
-    rank 0 calls this function, and no save may be under way.
+    Damaged checkpoints are renamed, too. No load takes a checkpoint without its manifest, and no repair restores one
+    that was given up like this, also if a load had set it aside as damaged before. The tensor files stay. Only rank 0
+    calls this function, and no save may be under way.
 
     Returns:
         One line for each checkpoint; empty if there was none.
     """
+    reason = f"{WITHDRAWN}the run was begun again from scratch"
     lines = []
     for target in targets:
+        for key in target.list("step-"):
+            folder, _, name = key.partition("/")
+            if name == SET_ASIDE:  # as damaged, by an earlier load; it must not be restored either
+                target.write(f"{folder}/{SET_ASIDE_REASON}", f"{reason}\n".encode())
         for _, _, folder in committed(target):
-            set_aside(target, folder, "the run was begun again from scratch")
+            set_aside(target, folder, reason)
             lines.append(f"checkpoint {target.url}/{folder} is set aside, because the run begins again from scratch")
     return lines
 
@@ -249,14 +262,16 @@ def check_belongs(
         TornCheckpoint: names the first thing that differs; it is `_Discarded` if the run itself has made the
             difference by a rollback.
     """
-    if found.identity_sha256 in older_identities:
-        expected = expected.model_copy(update={"identity_sha256": found.identity_sha256})
-    for field, description in _FIELDS_OF_A_RUN.items():
-        if getattr(found, field) != getattr(expected, field):
-            raise TornCheckpoint(
-                f"this run cannot resume from the checkpoint, because a run with {description} wrote it; set run_dir "
-                f"and checkpoint.targets to folders that only this run uses"
-            )
+    identities = frozenset([expected.identity_sha256, *older_identities])
+    fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
+    for field, description in _FURTHER_FIELDS_OF_A_RUN.items():
+        if not fault and getattr(found, field) != getattr(expected, field):
+            fault = f"a run with {description} wrote it"
+    if fault:
+        raise TornCheckpoint(
+            f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to "
+            f"folders that only this run uses"
+        )
     # Steps that the run will skip after the checkpoint do not matter to it.
     expected_skips = tuple(step for step in expected.skipped if step < found.step)
     if found.skipped != expected_skips:

@@ -23,6 +23,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.ownership import owner_of
 from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
@@ -37,6 +39,7 @@ from electra_dist.compare.score_plot import panel_titles, write_curves, write_sc
 from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
+from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.atomic_files import replacing
 from electra_dist.train.input_checks import check_inputs
 
@@ -61,7 +64,8 @@ class Comparison:
             glue: folder of the GLUE tasks; None if every task has its own `data`.
 
         Raises:
-            UserError: a config, the corpus or a task is not valid; the message names the file and the key.
+            UserError: a config, the corpus or a task is not valid; the message names the file and the key. Or the
+                folder of a run has checkpoints of another run.
         """
         self._compare = compare
         self._file = file
@@ -74,6 +78,11 @@ class Comparison:
         inputs_of_runs = [
             check_inputs(cell.config, compare.ranks, accept_new_numerics=True) for cell in self.plan.cells
         ]
+        for cell in self.plan.cells:
+            run_dir = Path(cell.config.run_dir)
+            owner = owner_of(open_run(run_dir), read_identity(run_dir)) if is_run_folder(run_dir) else None
+            if owner is not None:
+                owner.check_all(open_targets(cell.config))
         inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         if inputs.heldout is not None:
             self._measures.append(ContextMeasure(inputs.heldout))

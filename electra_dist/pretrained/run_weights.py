@@ -1,7 +1,8 @@
 """Load a run's weights for an export, for `train.init_from` of another run, and for fine-tuning.
 
 Guarantee: every byte is verified against the checkpoint's manifest. If a checkpoint is damaged, the result names it
-and the next older good one is read. A run folder that was moved since training can still be read.
+and the next older good one is read. A checkpoint that another run has written is refused. A run folder that was moved
+since training can still be read.
 
 Cost: the fp32 weights once in host memory. Needs no process group and no GPU.
 """
@@ -17,11 +18,12 @@ from pydantic import ValidationError
 from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, read_chosen, report_nothing
+from electra_dist.checkpoint.ownership import owner_of
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run
+from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run, read_identity
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
 from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
@@ -119,11 +121,14 @@ def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
         step: number of steps after which the checkpoint was taken; None for the newest good one.
 
     Raises:
-        UserError: `run_dir` is not a run, or has no good checkpoint (after that many steps).
+        UserError: `run_dir` is not a run, or has no good checkpoint (after that many steps), or that of another run.
         StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
+    owner = owner_of(config, read_identity(run_dir))
     state, weights, damaged = assemble(open_targets(config), step)
+    if owner is not None:
+        owner.check(state, str(run_dir))
     return RunWeights(config=config, state=state, weights=weights, damaged=damaged, steps=(state.step,))
 
 
@@ -144,11 +149,12 @@ def load_chosen_weights(
         progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
 
     Raises:
-        UserError: `run_dir` is not a run, or has no such good checkpoint.
+        UserError: `run_dir` is not a run, or has no such good checkpoint, or that of another run.
         StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
-    chosen = read_chosen(open_targets(config), choice, num_averaged, progress)
+    owner = owner_of(config, read_identity(run_dir))
+    chosen = read_chosen(open_targets(config), choice, num_averaged, progress, owner)
     return RunWeights(
         config=config, state=chosen.state, weights=chosen.weights, damaged=chosen.damaged, steps=chosen.steps
     )

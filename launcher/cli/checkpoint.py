@@ -19,7 +19,7 @@ from rich.table import Table
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
-from launcher.cli.checkpoint_paths import find_checkpoint, find_targets
+from launcher.cli.checkpoint_paths import find_checkpoint, find_owner, find_targets
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
 
@@ -42,12 +42,13 @@ def list_checkpoints(path: Where, endpoint_url: Endpoint = None, as_json: AsJson
     """List every checkpoint: step, attempt (start of the run that saved it), time, ranks, ZeRO stage, size and state.
 
     All targets (folders or S3 prefixes for the checkpoints of a run) are listed. States: committed (complete), damaged
-    (its manifest is wrong), set aside (a load or a repair rejected it), leftover (an unfinished save). Only manifests
-    are read; `verify` reads the tensors, too.
+    (its manifest is wrong), of another run (than that of the run folder PATH), set aside (a load or a repair rejected
+    it), leftover (an unfinished save). Only manifests are read; `verify` reads the tensors, too.
     """
     from electra_dist.checkpoint.repair import survey
 
-    surveys = [(target, survey(target)) for target in find_targets(path, endpoint_url)]
+    owner = find_owner(path)
+    surveys = [(target, survey(target, owner)) for target in find_targets(path, endpoint_url)]
     if as_json:
         print_json(
             [{"target": target.url, "checkpoints": [_json_tree(each) for each in found]} for target, found in surveys]
@@ -104,7 +105,7 @@ def _table_row(checkpoint: Found) -> list[str]:
         str(manifest.state.zero_stage),
         f"{manifest.size_bytes / 1e6:,.1f} MB",
         f"{manifest.state.rows_seen:,}",
-        checkpoint.status,
+        f"[red]{checkpoint.status}[/red] {checkpoint.note}" if checkpoint.note else checkpoint.status,
     ]
 
 
@@ -118,7 +119,7 @@ def verify(
     """Read every byte of every checkpoint that has a manifest, and print what is wrong in each.
 
     Leftovers of unfinished saves and checkpoints that were set aside are not read. Exit codes: 0 all checkpoints are
-    good, 1 at least one is not, 78 there is none.
+    good, 1 at least one is not, 78 there is none, or PATH is a run folder and another run has written one.
     """
     checkpoints = _checkpoints_to_verify(path, step, endpoint_url)
     total_bytes = sum(checkpoint.manifest.size_bytes for checkpoint in checkpoints if checkpoint.manifest)
@@ -150,13 +151,16 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
         endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: there is no such checkpoint, or one is of another run than the run folder `path`.
     """
     from electra_dist.checkpoint.repair import survey
 
+    owner = find_owner(path)
     checkpoints = []
     for target in find_targets(path, endpoint_url):
         for checkpoint in survey(target):
+            if owner is not None and checkpoint.manifest is not None:
+                owner.check(checkpoint.manifest.state, target.url)
             has_manifest = checkpoint.status in ("committed", "damaged")
             is_wanted_step = step is None or checkpoint.step == step
             if has_manifest and is_wanted_step:
@@ -340,8 +344,9 @@ def repair(
 ) -> None:
     """Restore damaged checkpoints from a good copy of them, and remove leftovers of unfinished saves.
 
-    The copy is searched in all targets (folders or S3 prefixes) of PATH and of --from. A damaged checkpoint without a
-    good copy is set aside: the run no longer loads it, and its files are kept.
+    The copy is searched in all targets (folders or S3 prefixes) of PATH and of --from. Checkpoints of another run are
+    refused before anything is changed, and what the run has given up itself is not restored. A damaged checkpoint
+    without a good copy is set aside: the run no longer loads it, and its files are kept.
     """
     from electra_dist.checkpoint.repair import repair as repair_targets
 
@@ -349,7 +354,7 @@ def repair(
     donors = find_targets(source, endpoint_url) if source else []
     num_actions = 0
     with _progress_of_bytes(None) as (out, advance):
-        for line in repair_targets(targets, donors, dry_run=dry_run, advance=advance):
+        for line in repair_targets(targets, donors, dry_run=dry_run, advance=advance, owner=find_owner(path)):
             out.print(line)
             num_actions += 1
     if not num_actions:
@@ -367,15 +372,19 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
         endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
 
     Raises:
-        UserError: there is no such checkpoint, or its manifest is damaged.
+        UserError: there is no such checkpoint, its manifest is damaged, or it is of another run than its run folder.
     """
     from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
     try:
-        return Side(store=store, folder=folder, manifest=read_manifest(store, folder))
+        manifest = read_manifest(store, folder)
     except (TornCheckpoint, StoreMissing) as error:
         raise UserError(f"{store.url}/{folder}: {error}; give another checkpoint") from None
+    owner = find_owner(path)
+    if owner is not None:
+        owner.check(manifest.state, store.url)
+    return Side(store=store, folder=folder, manifest=manifest)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_manifest import committed, parse_folder
 from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.ownership import Owner, owner_of
 from electra_dist.errors import UserError
-from electra_dist.run.folder import is_run_folder, open_run
+from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
@@ -34,6 +35,13 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
     if not folder.is_dir():
         raise UserError(f"{path}: no such folder; give a run folder, a folder of checkpoints or an s3:// prefix")
     return [open_store(path)]
+
+
+def find_owner(path: str) -> Owner | None:
+    """Return the run whose checkpoints a run folder must name; None if `path` is no run folder, or has no identity."""
+    if path.startswith("s3://") or not is_run_folder(Path(path)):
+        return None
+    return owner_of(open_run(Path(path)), read_identity(Path(path)))
 
 
 def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, str]:

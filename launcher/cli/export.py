@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from electra_dist.checkpoint.ownership import owner_of
 from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
-from electra_dist.run.folder import EXPORT_DIR, METRICS_FILE, REPORT_FILE, TENSORBOARD_DIR
+from electra_dist.run.folder import (
+    EXPORT_DIR,
+    METRICS_FILE,
+    REPORT_FILE,
+    TENSORBOARD_DIR,
+    open_run,
+    read_identity,
+)
+from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console
 from launcher.cli.finetune import progress_bar
 from launcher.cli.options import RunFolder
@@ -108,6 +117,17 @@ def _parse_average(text: str | None) -> int:
     return int(match[1])
 
 
+def _check_local_checkpoints(run: Path) -> None:
+    """Raise OtherRun if a run folder has checkpoints of another run; those on S3 are not read for a report."""
+    try:
+        config = open_run(run)
+    except UserError:
+        return  # a report is made of the records alone, also without a config that this version can read
+    owner = owner_of(config, read_identity(run))
+    if owner is not None:
+        owner.check_all(open_store(url) for url in config.checkpoint_urls if not url.startswith("s3://"))
+
+
 def report(
     runs: Annotated[
         list[Path], typer.Argument(help="folder of the run, or of each of up to eight runs", metavar="RUN...")
@@ -120,8 +140,10 @@ def report(
     """Write a page about the course of a run, or one page that lays several runs over each other, and print its path.
 
     The page is one HTML file, made from the records in the run folders, so it can be written at any time. It replaces
-    an older one.
+    an older one. A run folder with checkpoints of another run is refused.
     """
+    for run in runs:
+        _check_local_checkpoints(run)
     if len(runs) == 1:
         print(write_report(runs[0], output))
     else:

@@ -18,12 +18,13 @@ from rich.progress import Progress
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.ownership import owner_of
 from electra_dist.config import Config
 from electra_dist.data.phases.phased_order import phase_lengths
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.row_receipt import Receipt
 from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
-from electra_dist.run.folder import METRICS_FILE, open_run
+from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
@@ -53,7 +54,7 @@ def verify_command(
 
     A run records receipts (number of rows used so far and digest of their ids) in its metrics and checkpoints. They
     are compared with the receipts that the prescribed rows give. Exit codes: 0 all agree, 1 they deviate at some step,
-    78 there is nothing to verify.
+    78 there is nothing to verify, or another run has written a checkpoint.
 
     With --bytes, RUN may also be a corpus (folder or s3:// prefix). All shards, vocabularies and checkpoints are read
     again and compared with the digests of their manifests. Exit codes: 0 all are good, 78 with a line for each that
@@ -148,14 +149,21 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
     Returns:
         checkpoints: URL and run state of each checkpoint with an undamaged manifest.
         damaged: one line for each other checkpoint, with the fault and the command that repairs the checkpoint.
+
+    Raises:
+        OtherRun: another run has written a checkpoint.
     """
+    owner = owner_of(config, read_identity(Path(config.run_dir)))
     checkpoints = []
     damaged = []
     for store in open_targets(config):
         for _, _, folder in committed(store):
             url = f"{store.url}/{folder}"
             try:
-                checkpoints.append((url, read_manifest(store, folder).state))
+                state = read_manifest(store, folder).state
+                if owner is not None:
+                    owner.check(state, store.url)
+                checkpoints.append((url, state))
             except TornCheckpoint as error:
                 advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
                 damaged.append(f"checkpoint {url} is damaged ({error}); {advice}")

@@ -12,6 +12,7 @@ corpora of a run, which has recorded their fingerprints. The records of a run (m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,13 +25,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
+from electra_dist.checkpoint.ownership import Owner, owner_of
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.data.phases.run_corpora import open_run_corpora
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
-from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, recorded_fingerprints
+from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity, recorded_fingerprints
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -156,9 +159,14 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         yield from _corpus_parts(open_store(corpus.url, config.data.endpoint_url), fingerprint, temporary)
     if config.data.heldout:
         yield from _corpus_parts(open_store(config.data.heldout, config.data.endpoint_url), None, temporary)
+    owner = owner_of(config, read_identity(run_dir))
+    if owner is not None:
+        with contextlib.suppress(UserError):  # a damaged corpus is a part of its own, and so is one that has changed
+            found_corpus = open_run_corpora(config.data).manifest.fingerprint
+            owner = Owner(owner.identities, owner.corpora | {found_corpus})
     for target in open_targets(config):
         for _, _, folder in committed(target):
-            yield _checkpoint_part(target, folder)
+            yield _checkpoint_part(target, folder, owner)
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
@@ -289,17 +297,22 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
     return size_bytes, digest.hexdigest()
 
 
-def _checkpoint_part(target: Store, folder: str) -> Part:
+def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
     """Return the part for a committed checkpoint.
 
     Args:
         target: store of the checkpoint.
         folder: its folder in the store.
+        owner: the run that must have written it; None if it is not known.
     """
-    try:
-        size_bytes = read_manifest(target, folder).size_bytes
-    except TornCheckpoint:
-        size_bytes = 0  # reported when the checkpoint is read
+    size_bytes = 0
+    other_run = ""
+    with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read
+        manifest = read_manifest(target, folder)
+        size_bytes = manifest.size_bytes
+        other_run = owner.fault(manifest.state) if owner is not None else ""
+    if other_run:
+        return Part(url=f"{target.url}/{folder}", kind="checkpoint", size_bytes=0, faults=lambda advance: [other_run])
     return Part(
         url=f"{target.url}/{folder}",
         kind="checkpoint",

@@ -28,6 +28,8 @@ from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraFo
 from typer.testing import CliRunner
 
 import electra_dist as ed
+from electra_dist.checkpoint.checkpoint_manifest import Manifest
+from electra_dist.checkpoint.ownership import OtherRun
 from electra_dist.config_file import load_config
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.report.build_report import make_report, write_report
@@ -42,7 +44,7 @@ from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.pretrained.load_encoder import load_pretrained
-from electra_dist.pretrained.starting_weights import check_vocabulary
+from electra_dist.pretrained.starting_weights import check_vocabulary, load_source
 from electra_dist.report.model_card import model_card
 from electra_dist.store.open_store import open_store
 from launcher.cli.main import app
@@ -179,6 +181,47 @@ def test_the_next_best_checkpoint_is_exported_if_the_best_is_damaged(run: Path, 
     damage(copy, best)
 
     assert export_run(copy, tmp_path, "best").steps == (second,)
+
+
+@pytest.mark.parametrize("exchanged", ["config", "corpus", "checkpoints"])
+def test_checkpoints_of_another_run_are_refused_by_whatever_reads_the_folder(
+    copy: Path, tmp_path: Path, exchanged: str
+) -> None:
+    """The checkpoints of the folder are good, but the folder is that of a run with another config or corpus."""
+    config = load_config(copy / "config.yaml")
+    if exchanged == "config":
+        change(copy / "config.yaml", b"seed: 7", b"seed: 8")
+    elif exchanged == "corpus":
+        change(copy / "identity.json", b'"corpus_fingerprint":"', b'"corpus_fingerprint":"0')
+    else:  # those of one step only, by a run that differs in its learning rate
+        manifest = checkpoint(copy, 15) / "manifest.json"
+        parsed = Manifest.parse(manifest.read_bytes())
+        state = parsed.state.model_copy(update={"identity_sha256": "1" * 64})
+        manifest.write_bytes(parsed.model_copy(update={"state": state}).dump())
+    towers = build_towers(config.model, 1, config.objective)
+    train = config.train.model_copy(update={"init_from": str(copy)})
+    step = "15" if exchanged == "checkpoints" else "20"
+    out = ("--output", str(tmp_path / "out"))
+    for command in (
+        ["export", str(copy), "--checkpoint", step, *out],
+        ["export", str(copy), "--average", "last:2", *out],
+        ["verify", str(copy)],
+        ["checkpoint", "verify", str(copy)],
+        ["report", str(copy)],
+    ):
+        refused = CliRunner().invoke(app, command)
+        assert isinstance(refused.exception, OtherRun), (command, refused.output)
+        assert "\n" not in str(refused.exception)
+    for read in (lambda: ed.load(copy, step=int(step)), lambda: load_pretrained(str(copy), step=int(step))):
+        with pytest.raises(OtherRun):
+            read()
+    if exchanged != "checkpoints":
+        with pytest.raises(OtherRun):
+            load_source(towers, train)
+    if exchanged != "corpus":  # there the corpus of the folder is what is named as changed
+        refused = CliRunner().invoke(app, ["verify", "--bytes", str(copy)])
+        assert isinstance(refused.exception, UserError) and "a run with another config" in refused.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_has_the_facts_of_the_run_and_its_lines_load_the_model(

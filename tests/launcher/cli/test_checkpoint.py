@@ -15,8 +15,10 @@ from typer.testing import CliRunner, Result
 from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.file_reader import verify
+from electra_dist.checkpoint.restore_state import set_all_aside
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import UserError
+from electra_dist.run.folder import run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from launcher.cli.main import app
@@ -184,3 +186,69 @@ def test_repair_does_not_touch_a_checkpoint_that_the_newest_attempt_is_writing(t
     text = call("repair", str(tmp_path))
     assert folder_name(10, 1) in text and folder_name(10, 2) not in text
     assert store.list("step-") == [f"{folder_name(10, 2)}/{FILE}"]
+
+
+def test_repair_copies_nothing_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
+    """Step and start are equal, as they usually are; each way to know the own run is enough."""
+    own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
+    small.save([own], tmp_path / "staging", 10)
+    small.save([other], tmp_path / "staging", 10, run=1, fields={"identity_sha256": "1" * 64})
+    for damaged_file in (FILE, MANIFEST):
+        small.damage(own, f"{folder_name(10, 1)}/{damaged_file}")
+        before = {key: own.read(key) for key in own.list()}
+        with pytest.raises(UserError, match=r"is no copy of .* another config .* nothing was changed") as refusal:
+            call("repair", own.url, "--from", other.url)
+        assert "\n" not in str(refusal.value)
+        assert {key: own.read(key) for key in own.list()} == before
+        begin_attempt([own], RUN)  # says which run it is when the manifest is damaged, too
+    other_corpus = open_store(str(tmp_path / "other-corpus"))
+    small.save([other_corpus], tmp_path / "staging", 10, run=1, fields={"corpus_fingerprint": "other"})
+    with pytest.raises(UserError, match="another corpus"):
+        call("repair", own.url, "--from", other_corpus.url)
+
+
+def test_repair_takes_only_an_exact_copy_of_a_checkpoint_of_the_same_run(tmp_path: Path) -> None:
+    """Another save of the same run, step and start, as of a run that was begun again in a new folder, is no copy."""
+    own, other = open_store(str(tmp_path / "own")), open_store(str(tmp_path / "other"))
+    small.save([own], tmp_path / "staging", 10)
+    small.save([other], tmp_path / "staging", 10, run=1)
+    small.damage(own, f"{folder_name(10, 1)}/{FILE}")
+    tensors = own.read(f"{folder_name(10, 1)}/{FILE}")
+    assert "no other target has a good copy" in call("repair", own.url, "--from", other.url)
+    assert own.read(f"{folder_name(10, 1)}/{FILE}") == tensors
+
+
+def test_repair_does_not_restore_what_was_given_up_when_the_run_began_again(tmp_path: Path) -> None:
+    target, backup = open_store(str(tmp_path / "target")), open_store(str(tmp_path / "backup"))
+    begin_attempt([target], RUN)
+    for step in (10, 20, 30):
+        small.save([target, backup], tmp_path / "staging", step)
+    set_aside(target, folder_name(10, 1), "a load found it so")
+    small.damage(target, f"{folder_name(30, 1)}/{FILE}")
+    set_all_aside([target])
+    keys = target.list()
+    assert "nothing to do" in call("repair", target.url, "--from", backup.url)
+    assert target.list() == keys and committed(target) == []
+
+
+def test_a_run_folder_whose_checkpoints_another_run_has_written_is_refused(
+    tiny_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = load_config(tiny_config())
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    (folder / "identity.json").write_text(json.dumps(run_identity(config, "corpus")))
+    store = open_store(str(folder / "checkpoints"))
+    small.save([store], tmp_path / "staging", 10, fields={"identity_sha256": config.identity_sha256()})
+    older = {"identity_sha256": config.identity_sha256(1)}
+    small.save([store], tmp_path / "staging", 20, fields=older)
+    assert "2 of 2 checkpoints are good" in call("verify", str(folder))
+    small.save([store], tmp_path / "staging", 30, fields={"identity_sha256": "1" * 64})
+    keys = store.list()
+    assert "of another run a run with another config" in " ".join(call("list", str(folder)).split())
+    for arguments in (["verify", str(folder)], ["repair", str(folder)], ["diff", str(folder), str(folder)]):
+        with pytest.raises(UserError, match="step 30 is not of this run: a run with another config") as refusal:
+            call(*arguments)
+        assert "\n" not in str(refusal.value)
+    assert store.list() == keys
