@@ -14,16 +14,13 @@ Limits: a source that is still training changes with each checkpoint; name its e
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-
-import torch
 
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.objectives.frozen_generator import FrozenGenerator
 from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.load_towers import check_shape, cut_positions, read_tower, shape_of
+from electra_dist.pretrained.load_towers import check_shape, cut_positions, read_tower, shape_of, weights_sha256
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.pretrained.starting_weights import check_vocabulary
 from electra_dist.run.folder import is_run_folder
@@ -96,16 +93,6 @@ def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
         UserError: the tokens differ.
     """
     check_vocabulary(_KEY, Path(config.train.init_generator_from or ""), vocabulary)
-
-
-def weights_sha256(state: State) -> str:
-    """Return the SHA-256 of weights in hexadecimal: of names, shapes and fp32 values, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        values = state[name].detach().to("cpu", torch.float32).contiguous()
-        digest.update(f"{name} {list(values.shape)}\n".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:

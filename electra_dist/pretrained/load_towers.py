@@ -16,6 +16,7 @@ Limits: the checkpoints that Google released hold no optimizer state, and some c
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,16 @@ def _read_pytorch_file(file: Path) -> dict[str, torch.Tensor]:
     if not is_state:
         raise UserError(f"{file}: damaged, because it holds other objects than tensors; {_COPY_AGAIN}")
     return theirs
+
+
+def weights_sha256(state: State) -> str:
+    """Return the SHA-256 of weights in hexadecimal: of names, shapes and fp32 values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        values = state[name].detach().to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {list(values.shape)}\n".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:

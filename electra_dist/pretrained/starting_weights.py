@@ -3,7 +3,8 @@
 Guarantee: the weights are in the towers (generator and discriminator) before DeepSpeed takes them over, so all ZeRO
 stages start alike. The log names everything that the source lacks (a head, the generator, and always the optimizer's
 moments). A source whose vocabulary or shape differs from the config's is refused before anything is written. Once the
-run has a checkpoint of its own, the source is not read again.
+run has a checkpoint of its own, the source is read again only if a rollback goes back to step 0. The digest of the
+initial weights is recorded in the run folder, and a source that has changed is refused.
 
 How: from a run, the newest good checkpoint is taken, whatever its objective and whatever its towers share. An export
 or a Hugging Face folder is read by `load_towers.py`. Every rank reads the source, so it must be visible on all nodes.
@@ -19,15 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.checkpoint.checkpoint_manifest import committed
-from electra_dist.collectives import from_rank_0
+from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import TrainConfig
-from electra_dist.errors import UserError
+from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.load_towers import check_shape, load_tower_folders, load_towers, shape_of
+from electra_dist.pretrained.load_towers import check_shape, load_tower_folders, load_towers, shape_of, weights_sha256
 from electra_dist.pretrained.pretraining_record import check_tokenizer_files
 from electra_dist.pretrained.run_weights import load_run_weights, read_run_vocabulary
-from electra_dist.run.folder import is_run_folder
+from electra_dist.run.folder import check_recorded_inputs, is_run_folder
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
@@ -144,24 +145,49 @@ def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
     return bool(train.init_from) and not any(committed(target) for target in targets)
 
 
-def begin_with_source(towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store]) -> list[str]:
-    """Load the weights that `train.init_from` names, unless the run has a checkpoint; return lines for the log.
+def begin_with_source(
+    towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store], run_dir: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Load the weights that `train.init_from` names, unless the run has a checkpoint. Collective.
 
-    Collective: rank 0 decides for all ranks, then every rank reads the source. If `init_from` is not set or the run
-    has a checkpoint, nothing is loaded and the list is empty.
+    Rank 0 decides for all ranks, then every rank reads the source. If `init_from` is not set or the run has a
+    checkpoint, nothing is loaded and the results are empty.
 
     Args:
         towers: initialised generator and discriminator on the host, not yet under an engine.
         train: the config's section `train`.
         targets: the run's checkpoint stores.
+        run_dir: folder of the run.
+
+    Returns:
+        Lines for the log, and the digest of the initial weights by the name of the source, to be recorded.
 
     Raises:
-        UserError: the source cannot be read, or has another shape than the towers.
+        UserError: as for `load_recorded_source`.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
     if not is_needed:
-        return []
-    return load_source(towers, train)
+        return [], {}
+    return load_recorded_source(towers, train, run_dir)
+
+
+def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Path) -> tuple[list[str], dict[str, str]]:
+    """Load the weights of `train.init_from`, which must be those that the run folder records, if any. Collective.
+
+    The arguments and results are those of `begin_with_source`; `init_from` is set.
+
+    Raises:
+        ManifestMismatch: the source gives other initial weights than at an earlier start, or not the same on all
+            ranks.
+        UserError: the source cannot be read, or has another shape than the towers.
+    """
+    notes = load_source(towers, train)
+    name = f"train.init_from {train.init_from}"
+    digest = weights_sha256(dict(towers.named_parameters()))
+    if len(set(gather(digest))) > 1:
+        raise ManifestMismatch(f"{name} has changed while the ranks have read it; start the run again")
+    from_rank_0(lambda: check_recorded_inputs(run_dir, {name: digest}))
+    return notes, {name: digest}
 
 
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:

@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
-from electra_dist.errors import OtherNumerics, StoreAway, UserError
+from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
 from electra_dist.store.atomic_files import disk_problem, readable, replacing, writable
-from electra_dist.store.json_file import read_json_object
+from electra_dist.store.json_file import read_json_as, read_json_object
 from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.
@@ -29,6 +31,7 @@ CONFIG_FILE = "config.yaml"
 IDENTITY_FILE = "identity.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_VOCAB_FILE = "vocab.txt"
+INPUTS_FILE = "inputs.json"
 DIGESTS_FILE = "SHA256SUMS"  # of the two files above, in the format of the program sha256sum
 # Appended to or replaced by every start.
 METRICS_FILE = "metrics.jsonl"
@@ -55,6 +58,7 @@ LEASE_DIR = "lease"  # in it, one file that describes the process that trains
 MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree on a start
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
+_DIGEST_BY_INPUT = TypeAdapter(dict[str, str])
 _OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer
 # Created by a person.
 STOP_FILE = "stop"
@@ -241,8 +245,52 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     check_numerics(run_dir, identity.get("numerics", FIRST_NUMERICS), accept_new_numerics)
 
 
-def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json: str, vocabulary: bytes) -> None:
-    """Write the files that describe the run: config.yaml, identity.json, tokenizer.json, vocab.txt. Rank 0 only.
+def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
+    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it.
+
+    Recorded are the inputs that lie outside the run folder, may be read again at a later start, and are not part of
+    the run's identity. An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = run_dir / INPUTS_FILE
+    if not file.exists():
+        return {}
+    next_step = "move it away if these are the inputs that the run has used, and the next start writes it again"
+    return read_json_as(file, _DIGEST_BY_INPUT, next_step)
+
+
+def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
+    """Raise if an input has another content than at the first start of the run that has read it at this place.
+
+    Args:
+        run_dir: folder of the run, which need not exist.
+        digests: what was read now, as for `read_recorded_inputs`.
+
+    Raises:
+        ManifestMismatch: names the input, both digests and the next step.
+        UserError: inputs.json is damaged.
+    """
+    recorded = read_recorded_inputs(run_dir)
+    for name, digest in digests.items():
+        if recorded.get(name, digest) != digest:
+            raise ManifestMismatch(
+                f"{name} has changed since the run began: its digest is {digest}, but {run_dir / INPUTS_FILE} has "
+                f"{recorded[name]}; restore what was there, or begin the run again with --from-scratch"
+            )
+
+
+def begin_run_folder(
+    config: Config,
+    identity: Mapping[str, Any],
+    tokenizer_json: str,
+    vocabulary: bytes,
+    input_digests: Mapping[str, str],
+) -> None:
+    """Write the files that describe the run: config.yaml, identity.json, inputs.json, tokenizer.json, vocab.txt.
+
+    Rank 0 only.
 
     SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start.
 
@@ -254,16 +302,20 @@ def begin_run_folder(config: Config, identity: Mapping[str, Any], tokenizer_json
         identity: identity of the run, from `run_identity`.
         tokenizer_json: the tokenizer entry of the corpus manifest, as JSON.
         vocabulary: content of the corpus's vocab.txt.
+        input_digests: what this start has read, checked by `check_recorded_inputs`; earlier starts may have read more.
 
     Raises:
         StoreError: the folder cannot be written.
     """
+    recorded_inputs = {**read_recorded_inputs(Path(config.run_dir)), **input_digests}
     contents = {
         CONFIG_FILE: dump_yaml(config).encode(),
         IDENTITY_FILE: canonical_json(identity).encode() + b"\n",
         TOKENIZER_FILE: tokenizer_json.encode() + b"\n",
         RUN_VOCAB_FILE: vocabulary,
     }
+    if recorded_inputs:
+        contents[INPUTS_FILE] = canonical_json(recorded_inputs).encode() + b"\n"
     digests = [f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in (TOKENIZER_FILE, RUN_VOCAB_FILE)]
     contents[DIGESTS_FILE] = "".join(digests).encode()
     for name, content in contents.items():
@@ -316,10 +368,10 @@ def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
 def move_records_aside(run_dir: Path) -> list[str]:
     """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0.
 
-    The records are metrics, ledger, log, environment.json, text samples, TensorBoard and other tracking, report,
-    export, the list of skipped steps and the measured micro-batch. The new folder is earlier/0001 or, if that exists,
-    the next free number. Config, identity, tokenizer, cache, checkpoints and the folders of Slurm and of supervisors
-    stay where they are. Nothing is deleted. Only rank 0 calls it.
+    The records are digests of inputs, metrics, ledger, log, environment.json, text samples, TensorBoard and other
+    tracking, report, export, the list of skipped steps and the measured micro-batch. The new folder is earlier/0001
+    or, if that exists, the next free number. Config, identity, tokenizer, cache, checkpoints and the folders of Slurm
+    and of supervisors stay where they are. Nothing is deleted. Only rank 0 calls it.
 
     Args:
         run_dir: folder of the run, which need not exist.
@@ -327,7 +379,7 @@ def move_records_aside(run_dir: Path) -> list[str]:
     Returns:
         One line for each file or folder that was moved; empty if there was none.
     """
-    names = [METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
+    names = [INPUTS_FILE, METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
     existing = [name for name in names if (run_dir / name).exists()]

@@ -26,7 +26,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.objectives.build_objective import check_objective
 from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
 from electra_dist.pretrained.starting_weights import check_source, needs_source
-from electra_dist.run.folder import check_run_folder, run_identity
+from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary
@@ -63,6 +63,13 @@ class RunInputs:
     heldout: OpenCorpus | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
     accept_new_numerics: bool  # a run of other numerics (random draws and rounding) may continue
+
+    @property
+    def heldout_digest(self) -> dict[str, str]:
+        """Return the fingerprint of the held-out corpus by its name, for inputs.json; empty without one."""
+        if self.heldout is None:
+            return {}
+        return {f"data.heldout {self.heldout.store.url}": self.heldout.manifest.fingerprint}
 
 
 def check_inputs(
@@ -101,13 +108,16 @@ def check_inputs(
     if config.objective.generator == "frozen":
         check_generator_vocabulary(config, vocabulary)
     heldout = _open_heldout(config, corpora) if config.data.heldout else None
-    return RunInputs(
+    inputs = RunInputs(
         corpora=corpora,
         corpus=corpus,
         heldout=heldout,
         vocabulary=vocabulary,
         accept_new_numerics=accept_new_numerics,
     )
+    if not from_scratch:
+        check_recorded_inputs(Path(config.run_dir), inputs.heldout_digest)
+    return inputs
 
 
 def open_training_corpora(config: Config) -> RunCorpora:

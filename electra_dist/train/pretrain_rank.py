@@ -18,13 +18,13 @@ from electra_kernels.native import cpu_library
 from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
 from electra_dist.checkpoint.restore_state import set_all_aside
 from electra_dist.collectives import from_rank_0, gather
-from electra_dist.config import Config
+from electra_dist.config import Config, canonical_json
 from electra_dist.config_checks import keys_without_effect
 from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
-from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError
+from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
@@ -193,10 +193,15 @@ def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> R
         The lease; None on the other ranks.
 
     Raises:
-        UserError: another start holds the lease, or the folder holds another run.
+        UserError: another start holds the lease, the folder holds another run, or the ranks have read other inputs.
     """
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
+    if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
+        raise ManifestMismatch(
+            f"run_dir {run_dir}: a corpus or the frozen generator has changed while the ranks have read it, or is not "
+            f"the same on all nodes; start the run again"
+        )
     leases: list[RunLease] = []
 
     def hold() -> None:
@@ -243,9 +248,11 @@ def _train(
     notes = notes + _build_notes(config, module)
     notes += describe_caches(config, inputs)
     # Weights of another model may be refused, which must happen before the run folder is written.
-    source_notes = begin_with_source(module.towers, config.starting_weights, open_targets(config))
+    source_notes, source_digest = begin_with_source(
+        module.towers, config.starting_weights, open_targets(config), run_dir
+    )
     notes += [f"init_from: {note}" for note in source_notes]
-    from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs)))
+    from_rank_0(lambda: wait(lambda: _begin_run_folder(config, inputs, source_digest)))
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
@@ -299,14 +306,15 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
     return notes
 
 
-def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
-    """Write the files that every start of a run writes: config, identity, tokenizer and vocabulary. Rank 0 only.
+def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
+    """Write the files that every start of a run writes: config, identity, inputs, tokenizer, vocabulary. Rank 0 only.
 
     The identity lists what must not change between the starts of a run, such as the corpus.
 
     Args:
         config: the resolved config of the run.
         inputs: the opened corpora; tokenizer and vocabulary are those of the training corpus.
+        source_digest: digest of the initial weights by the name of their source; empty if none was read.
 
     Raises:
         StoreError: the run folder cannot be written.
@@ -318,6 +326,7 @@ def _begin_run_folder(config: Config, inputs: RunInputs) -> None:
         identity=run_identity(config, manifest.fingerprint, inputs.corpora.phase_fingerprints),
         tokenizer_json=tokenizer.model_dump_json(indent=1),
         vocabulary=inputs.vocabulary.text.encode(),
+        input_digests={**inputs.heldout_digest, **source_digest},
     )
 
 

@@ -238,6 +238,7 @@ TARGETS = (
         )
     ),
     Target("run/identity.json", "json", (START, STATUS, REPORT, EXPORT, LIBRARY, VERIFY_BYTES)),
+    Target("run/inputs.json", "json", (START,)),
     Target("run/environment.json", "json", (REPORT, EXPORT)),
     Target("prepare/work/plan.json", "json", (PREPARATION,)),
     Target("prepare/out/prepare.json", "json", (PREPARATION,)),

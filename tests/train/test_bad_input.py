@@ -158,6 +158,24 @@ def test_resume_on_a_rebuilt_corpus_is_refused_and_the_run_folder_left_unchanged
     assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
 
 
+def test_a_heldout_corpus_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    """Its scores could not be compared with the earlier ones; a held-out corpus at another place is accepted."""
+    heldout = tmp_path / "corpus" / "heldout"
+    write_corpus(str(tmp_path / "corpus"), [40])
+    write_corpus(str(heldout), [24], seed=9)
+    settings = {"train.num_steps": 2}
+    config = write_tiny_config(tmp_path / "run.yaml", tmp_path / "run", str(tmp_path / "corpus"), **settings)
+    assert one_rank(config).returncode == 0
+    records = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    heldout.rename(tmp_path / "earlier")
+    write_corpus(str(heldout), [24], seed=10)
+    refused = one_rank(config)
+    (error,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert refused.returncode == 78 and f"data.heldout {heldout} has changed since the run began" in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == records
+    assert one_rank(config, f"data.heldout={tmp_path / 'earlier'}").returncode == 0
+
+
 def test_missing_s3_credentials_are_refused_naming_the_url(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -145,13 +146,20 @@ def test_a_rollback_to_step_0_begins_with_the_weights_that_init_from_names(
     assert read_losses(tmp_path / "run") == read_losses(tmp_path / "uncut")
 
 
-def test_a_checkpoint_is_no_good_if_the_user_has_changed_the_skipped_steps(
-    tiny_config: MakeConfig, tmp_path: Path
+def test_a_rollback_to_step_0_refuses_weights_that_have_changed_since_the_run_began(
+    tiny_config: MakeConfig, tmp_path: Path, from_step_0: tuple[Path, list[tuple]]
 ) -> None:
-    """What the user has changed is refused as before, also where the run has stopped other steps itself."""
-    config = tiny_config("run", **{**EARLY, "train.num_steps": 16, "train.skip_steps": [3]})
-    finish(start(config))
-    file = tmp_path / "run" / "skipped_steps.json"
-    file.write_text(json.dumps({"steps": [13], "rollbacks": 1, "streak": []}))
-    printed = finish(start(tiny_config("run", **{**EARLY, "train.num_steps": 16, "train.skip_steps": [4]})), 78)
-    assert "restore train.skip_steps" in printed and "Traceback" not in printed
+    """The source goes on while the run trains, and its newest checkpoint is another one then."""
+    source = Path(shutil.copytree(from_step_0[0], tmp_path / "source"))
+    (newest,) = (source / "checkpoints").glob("step-00000025-*")
+    kept = newest.rename(tmp_path / "newest")
+    other = tiny_config("other", **{**EARLY, "checkpoint.every_steps": 10, "train.num_steps": 25, "seed": 7})
+    finish(start(other))  # the same run as the source, which has other checkpoints
+    for folder in (tmp_path / "other" / "checkpoints").glob("step-00000010-*"):
+        folder.rename(source / "checkpoints" / folder.name)
+    config = tiny_config("run", **{**EARLY, "train.init_from": str(source)})
+    printed = finish(start(config, shell_at=[[f"mv {kept} {newest}", 18]]), 78)
+    again = finish(start(config), 78)
+    for output in (printed, again):
+        (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert f"train.init_from {source} has changed since the run began" in line and "Traceback" not in output

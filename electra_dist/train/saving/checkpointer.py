@@ -7,6 +7,7 @@ which the package `checkpoint` does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from electra_dist.engine.state_fragments import (
 )
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.towers import detects_replacements
-from electra_dist.pretrained.starting_weights import load_source
+from electra_dist.pretrained.starting_weights import load_recorded_source
 from electra_dist.run.environment_record import versions
 from electra_dist.run.step_records import EvalRecord
 from electra_dist.store.patience import Patience
@@ -242,7 +243,7 @@ class Checkpointer:
         """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
-            load_source(towers, self._config.starting_weights)
+            load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
         # The engine's masters began as copies of its parameters, hence rounded to their dtype.
         dtype = next(self._module.parameters()).dtype
         initial_values = {}  # flattened, by parameter name
