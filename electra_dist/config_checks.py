@@ -20,8 +20,19 @@ from electra_dist.errors import UserError
 _PREDICTS_ONLY = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives without a loss for replaced-token detection
 _USES_TOKEN_WEIGHT = ("replace_mlm", "all_tokens_mlm")
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
-RUN_FOLDERS = (CACHE_DIR, "earlier", "export", "hangs", "heartbeats", "lease", "meeting", "slurm", "staging")
-RUN_FOLDERS += ("tensorboard", "wandb")
+RUN_FOLDERS = (
+    CACHE_DIR,
+    "earlier",
+    "export",
+    "hangs",
+    "heartbeats",
+    "lease",
+    "meeting",
+    "slurm",
+    "staging",
+    "tensorboard",
+    "wandb",
+)
 
 
 def check_new_run(config: Config) -> None:

@@ -157,7 +157,7 @@ def test_a_rollback_to_step_0_refuses_weights_that_have_changed_since_the_run_be
     finish(start(other))  # the same run as the source, which has other checkpoints
     for folder in (tmp_path / "other" / "checkpoints").glob("step-00000010-*"):
         folder.rename(source / "checkpoints" / folder.name)
-    config = tiny_config("run", **{**EARLY, "train.init_from": str(source)})
+    config = tiny_config("run", **{**EARLY, "checkpoint.every_steps": 1000, "train.init_from": str(source)})
     printed = finish(start(config, shell_at=[[f"mv {kept} {newest}", 18]]), 78)
     again = finish(start(config), 78)
     for output in (printed, again):
