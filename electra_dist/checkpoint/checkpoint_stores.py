@@ -1,11 +1,25 @@
-"""Open the stores ("targets") that a run writes its checkpoints to; each of them receives every checkpoint."""
+"""Open the stores ("targets") that a run writes its checkpoints to, and tell whether a checkpoint is of that run.
+
+Each target receives every checkpoint.
+
+Guarantee: whoever reads the checkpoints of a run folder outside a start of the run (export, fine-tuning, another run
+that begins with the weights, a verification, a repair) compares their identity and corpus with the folder first. A
+checkpoint of another run is refused in one line, and nothing is changed.
+
+Limits: a start compares more, and sets aside what is not its own (`restore_state.check_belongs`). The folder of a run
+without identity.json says nothing about the corpus, so nothing is compared.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from electra_dist.config import Config
-from electra_dist.errors import StoreError, StoreMissing, UserError
+from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
+from electra_dist.config import FIRST_NUMERICS, Config
+from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
@@ -67,3 +81,59 @@ def _holds(store: Store, content: bytes) -> bool:
         return store.read(_WRITE_TEST) == content
     except StoreMissing:
         return False
+
+
+class OtherRun(UserError):
+    """Error for a checkpoint, found in a folder or store of one run, that another run has written."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run whose checkpoints are expected, as their manifests record it."""
+
+    identities: frozenset[str]  # digests of its identity, one for each numerics with which it may have been computed
+    corpora: frozenset[str]  # fingerprint of its corpus
+
+    def fault(self, state: RunState) -> str:
+        """Return why a checkpoint is not of this run; an empty string if it is."""
+        if state.identity_sha256 not in self.identities:
+            return "a run with another config (model, objective, optimizer, seed, steps, batch) wrote it"
+        if state.corpus_fingerprint not in self.corpora:
+            return "a run with another corpus wrote it"
+        return ""
+
+    def check(self, state: RunState, url: str) -> None:
+        """Raise OtherRun unless a checkpoint is of this run; `url` is its place, or that of its stores."""
+        fault = self.fault(state)
+        if fault:
+            raise OtherRun(
+                f"{url}: the checkpoint of step {state.step:,} is not of this run: {fault}; put back the checkpoints "
+                f"of this run, or correct checkpoint.targets in its config.yaml"
+            )
+
+    def check_all(self, targets: Iterable[Store]) -> None:
+        """Read the manifests of all checkpoints in some stores, and raise OtherRun if one is not of this run.
+
+        A damaged manifest says nothing, so it is passed over.
+        """
+        for target in targets:
+            for _, _, folder in committed(target):
+                try:
+                    state = read_manifest(target, folder).state
+                except (TornCheckpoint, StoreMissing):
+                    continue
+                self.check(state, target.url)
+
+
+def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
+    """Return the run of a run folder; None if its identity is not known.
+
+    Args:
+        config: the config in the folder.
+        identity: content of identity.json (`run.folder.read_identity`); empty if there is none.
+    """
+    if not identity:
+        return None
+    numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}
+    identities = frozenset(config.identity_sha256(number) for number in numerics)
+    return Owner(identities, frozenset([identity["corpus_fingerprint"]]))

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed
+from electra_dist.checkpoint.checkpoint_stores import Owner
 from electra_dist.checkpoint.commit import held_out_score
-from electra_dist.checkpoint.ownership import Owner
 from electra_dist.checkpoint.restore_state import assemble
 from electra_dist.checkpoint.retention import CheckpointInfo, best_first
 from electra_dist.errors import StoreError, UserError

@@ -29,9 +29,9 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     read_manifest,
     set_aside,
 )
+from electra_dist.checkpoint.checkpoint_stores import OtherRun, Owner
 from electra_dist.checkpoint.commit import leftovers, newest_attempt, run_of_attempt, sweep
 from electra_dist.checkpoint.file_reader import verify, verify_file
-from electra_dist.checkpoint.ownership import OtherRun, Owner
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 

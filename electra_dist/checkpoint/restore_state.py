@@ -31,8 +31,8 @@ from electra_dist.checkpoint.checkpoint_manifest import (
     read_manifest,
     set_aside,
 )
+from electra_dist.checkpoint.checkpoint_stores import Owner
 from electra_dist.checkpoint.file_reader import fill
-from electra_dist.checkpoint.ownership import Owner
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError

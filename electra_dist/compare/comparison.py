@@ -23,8 +23,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.ownership import owner_of
+from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import Score, Scores, with_prefix
 from electra_dist.compare.comparison_config import CONTEXT_AUC, RANDOM, CompareConfig
 from electra_dist.compare.comparison_plan import Cell, Plan, make_plan

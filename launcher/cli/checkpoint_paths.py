@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from electra_dist.checkpoint.checkpoint_manifest import committed, parse_folder
-from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.ownership import Owner, owner_of
+from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.store.interface import Store

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from electra_dist.checkpoint.ownership import owner_of
+from electra_dist.checkpoint.checkpoint_stores import owner_of
 from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report

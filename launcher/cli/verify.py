@@ -17,8 +17,7 @@ from rich.progress import Progress
 
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
-from electra_dist.checkpoint.checkpoint_stores import open_targets
-from electra_dist.checkpoint.ownership import owner_of
+from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.config import Config
 from electra_dist.data.phases.phased_order import phase_lengths
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora

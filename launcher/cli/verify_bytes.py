@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
-from electra_dist.checkpoint.checkpoint_stores import open_targets
+from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
-from electra_dist.checkpoint.ownership import Owner, owner_of
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
