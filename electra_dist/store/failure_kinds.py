@@ -3,13 +3,15 @@
 Guarantee: this file has the only table of storage failures. Every caller that must decide about one asks the functions
 below, so that equal failures have equal consequences wherever they are met.
 
-How: one row for each error number of the operating system, for each error code and each HTTP status of an S3 service,
-and for each exception of boto3. An error number without a row is permanent. An S3 answer of which neither the code nor
-the status has a row is transient if its status is 500 or higher; below 500 it is an error of the user's.
+How: one row for each error number of the operating system, for each error code of an S3 service, and for each
+exception of boto3. An error number without a row is permanent. The code of an S3 answer decides before its HTTP
+status, because services use one status, above all 403, for a full quota, a rate limit, an archived object and a missing
+right. A code without a row is judged by a word in it (`S3_CODE_WORDS`), then by its status: transient from 500 on, an
+error of the user's below. An answer without a code is not that of an S3 service, but of a proxy or a firewall.
 
 Limits: an operating system reports a network file system that went away in many ways, and a hard mount (NFS) reports
-nothing: its calls block until the server is back, which no table can shorten. Services other than AWS may have error
-codes of their own; their HTTP status decides then.
+nothing: its calls block until the server is back, which no table can shorten. A service that says only in the text of
+its answer that a quota is full (Backblaze B2: 403 AccessDenied) is taken for one that refuses access.
 """
 
 from __future__ import annotations
@@ -132,6 +134,9 @@ _REFUSED = Failure(
     reason="access refused",
     advice="give these credentials the right to read and write this URL",
 )
+_NO_BUCKET = Failure(
+    kind=FailureKind.USER, reason="no such bucket", advice="create bucket {bucket} or correct the URL"
+)
 _OTHER_REGION = Failure(
     kind=FailureKind.USER,
     reason="the bucket is in another region",
@@ -139,6 +144,51 @@ _OTHER_REGION = Failure(
 )
 _REDIRECTED = Failure(
     kind=FailureKind.TRANSIENT, reason="redirected to another address ({status})", advice=_CHECK_PROXY
+)
+_CLOCK = Failure(
+    kind=FailureKind.USER,
+    kind_after_success=FailureKind.AWAY,  # A clock that jumped is set right by the time service.
+    reason="this machine's clock is wrong",
+    advice="set it (chrony, ntpd), then start again",
+)
+_FULL = Failure(
+    kind=FailureKind.AWAY,
+    reason="the storage is full or over its quota ({code})",
+    advice="free space there, or have the quota raised",
+)
+_ACCOUNT = Failure(
+    kind=FailureKind.USER,
+    reason="the account of these credentials is suspended or has a problem ({code})",
+    advice="settle it with the provider of the service",
+)
+_ARCHIVED = Failure(
+    kind=FailureKind.USER,
+    reason="the object is in cold storage ({code})",
+    advice="restore it to a class that can be read (`aws s3api restore-object`), then start again",
+)
+_RESTORING = Failure(
+    kind=FailureKind.AWAY, reason="the object is being restored from cold storage", advice="wait for the restore"
+)
+_KEPT = Failure(
+    kind=FailureKind.USER,
+    reason="the object may not be changed or deleted yet ({code})",
+    advice="use a bucket without a retention rule or a hold",
+)
+_NO_KEY = Failure(
+    kind=FailureKind.USER,
+    reason="the encryption key of the object or of bucket {bucket} cannot be used ({code})",
+    advice="check the key, and the right of these credentials to use it",
+)
+_TOO_LARGE = Failure(
+    kind=FailureKind.USER,
+    reason="an upload of this size is refused ({status})",
+    advice="raise the limit of the proxy or load balancer in front of the service",
+)
+_NOT_OF_S3 = Failure(
+    kind=FailureKind.USER,
+    kind_after_success=FailureKind.AWAY,  # A proxy or a firewall that let earlier requests pass.
+    reason="an answer {status} without an error code of S3",
+    advice=f"{_CHECK_PROXY}, and whether these credentials have the right to this URL",
 )
 _NO_OPERATION = Failure(
     kind=FailureKind.USER,
@@ -160,62 +210,69 @@ _NO_BUNDLE = Failure(
     advice="correct AWS_CA_BUNDLE, or remove it",
 )
 
+_UNKNOWN_CODE = "unknown code"
+
 # Error codes with which an S3 service reports that an object or an upload does not exist.
 S3_MISSING = frozenset({"NoSuchKey", "NoSuchUpload", "NoSuchVersion"})
 
-# Error code in the answer of an S3 service -> what it means. Its texts may name {code}, {status} and {bucket}.
-S3_CODES: Mapping[str, Failure] = {
-    "ExpiredToken": _EXPIRED,
-    "ExpiredTokenException": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "RequestExpired": _EXPIRED,
-    "InvalidAccessKeyId": _NOT_ACCEPTED,
-    "SignatureDoesNotMatch": _NOT_ACCEPTED,
-    "InvalidToken": _NOT_ACCEPTED,
-    "UnrecognizedClientException": _NOT_ACCEPTED,
-    "RequestTimeTooSkewed": Failure(
-        kind=FailureKind.USER,
-        kind_after_success=FailureKind.AWAY,  # A clock that jumped is set right by the time service.
-        reason="this machine's clock is wrong",
-        advice="set it (chrony, ntpd), then start again",
-    ),
-    "AccessDenied": _REFUSED,
-    "Forbidden": _REFUSED,
-    "AllAccessDisabled": _REFUSED,
-    "AccountProblem": _REFUSED,
-    "NoSuchBucket": Failure(
-        kind=FailureKind.USER, reason="no such bucket", advice="create bucket {bucket} or correct the URL"
-    ),
-    "PermanentRedirect": _OTHER_REGION,
-    "AuthorizationHeaderMalformed": _OTHER_REGION,
-    "IllegalLocationConstraintException": _OTHER_REGION,
-    "NotImplemented": _NO_OPERATION,
-    "RequestTimeout": _BUSY,
-    "Throttling": _BUSY,
-    "SlowDown": _BUSY,
-    "BadDigest": _BUSY,
-    "IncompleteBody": _BUSY,
-    "XAmzContentSHA256Mismatch": _BUSY,
-    "ConditionalRequestConflict": _BUSY,
-    "OperationAborted": _BUSY,
-}
+_ROWS_OF_S3_CODES: tuple[tuple[Failure, str], ...] = (
+    (_EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
+    (_NOT_ACCEPTED, "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken UnrecognizedClientException"),
+    (_NOT_ACCEPTED, "InvalidClientTokenId InvalidIdentityToken InvalidSecurity Unauthorized AuthenticationRequired"),
+    (_CLOCK, "RequestTimeTooSkewed RequestInTheFuture ExpiredRequest"),
+    (_REFUSED, "AccessDenied AccessForbidden Forbidden"),
+    (_ACCOUNT, "AccountProblem AllAccessDisabled NotSignedUp AccountDisabled UserProjectAccountProblem"),
+    (_ACCOUNT, "UserSuspended UserDisable"),  # Ceph; Alibaba
+    # Ceph and many others; NooBaa; MinIO; Google; Huawei.
+    (_FULL, "QuotaExceeded ObjectQuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
+    (_FULL, "InsufficientQuota InsufficientStorage InsufficientStorageSpace"),
+    # No upload is as large as S3 allows (5 GiB); OpenStack Swift answers so if a quota is full.
+    (_FULL, "EntityTooLarge"),
+    (_ARCHIVED, "InvalidObjectState ObjectNotInActiveTierError"),
+    (_RESTORING, "RestoreAlreadyInProgress"),
+    (_KEPT, "ObjectUnderActiveHold RetentionPolicyNotMet"),
+    (_NO_BUCKET, "NoSuchBucket"),
+    (_OTHER_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
+    (_OTHER_REGION, "InvalidRegion IncorrectEndpoint"),
+    (_REDIRECTED, "TemporaryRedirect Redirect"),
+    (_NO_OPERATION, "NotImplemented XNotImplemented MethodNotAllowed"),
+    (_BUSY, "SlowDown SlowDownRead SlowDownWrite ServiceUnavailable InternalError Busy TooMuchConcurrency"),
+    (_BUSY, "RequestTimeout RequestTimeoutException RequestTimedOut PriorRequestNotComplete RequestThrottled"),
+    (_BUSY, "LimitExceededException ProvisionedThroughputExceededException TransactionInProgressException"),
+    (_BUSY, "BadDigest IncompleteBody XAmzContentSHA256Mismatch CrcMismatch ClientDisconnect UploadBrokenConnection"),
+    (_BUSY, "ConditionalRequestConflict OperationAborted IDPCommunicationError"),
+    (_BUSY, "KMS.KMSInternalException KMSInternalException DependencyTimeoutException"),
+)
 
-# HTTP status of an answer whose error code has no row -> what it means.
+# Error code in the answer of an S3 service -> what it means. Its texts may name {code}, {status} and {bucket}.
+S3_CODES: Mapping[str, Failure] = {code: row for row, codes in _ROWS_OF_S3_CODES for code in codes.split()}
+
+# Word in an error code that has no row -> what it means. Services name their own quotas, rates and keys.
+S3_CODE_WORDS: tuple[tuple[re.Pattern[str], Failure], ...] = (
+    (re.compile("ratelimit|throttl|toomanyrequests|(request|qps|bandwidth)s?limit", re.IGNORECASE), _BUSY),
+    (re.compile("quota|storage(full|cap|limit)|insufficient(storage|capacity)|diskfull", re.IGNORECASE), _FULL),
+    (re.compile("kms", re.IGNORECASE), _NO_KEY),
+)
+
+# HTTP status of an answer whose error code says nothing -> what it means.
 HTTP_STATUSES: Mapping[int, Failure] = {
     301: _OTHER_REGION,
     302: _REDIRECTED,
     303: _REDIRECTED,
     307: _REDIRECTED,
     308: _REDIRECTED,
-    403: _REFUSED,
+    401: _NOT_ACCEPTED,
+    402: _ACCOUNT,
     # S3 answers with one of S3_MISSING. Any other 404 is that of a load balancer or a proxy.
     404: Failure(kind=FailureKind.TRANSIENT, reason="an answer 404 that is not of S3 ({code})", advice=_CHECK_PROXY),
     407: Failure(kind=FailureKind.USER, reason="the HTTP proxy wants credentials", advice="correct HTTPS_PROXY"),
     408: _BUSY,
     409: _BUSY,
+    413: _TOO_LARGE,
     425: _BUSY,
     429: _BUSY,
     501: _NO_OPERATION,
+    507: _FULL,
 }
 
 _UNRESOLVED = Failure(
@@ -265,14 +322,19 @@ def s3_failure(code: str, status: int) -> Failure:
     """Return the row for an error with which an S3 service has answered, by its code, otherwise by its HTTP status.
 
     Args:
-        code: Error code of the answer, such as "SlowDown"; "" if the answer has none.
+        code: Error code of the answer, such as "SlowDown", made safe by `safe_code`; boto3 takes the status for it if
+            the answer has none.
         status: HTTP status of the answer.
     """
-    row = S3_CODES.get(code) or HTTP_STATUSES.get(status)
+    if code in S3_CODES:
+        return S3_CODES[code]
+    row = next((row for word, row in S3_CODE_WORDS if word.search(code)), HTTP_STATUSES.get(status))
     if row is not None:
         return row
     if status >= 500:
         return _BUSY
+    if code == _UNKNOWN_CODE or code.isdigit():
+        return _NOT_OF_S3
     return Failure(
         kind=FailureKind.USER,
         reason="refused with {status} {code}",
@@ -311,7 +373,7 @@ def boto_failure(error: BaseException) -> tuple[Failure, str]:
 
 def safe_code(text: str) -> str:
     """Return an error code of a service, or "unknown code" if it is not a short word and could hold a secret."""
-    return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else "unknown code"
+    return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else _UNKNOWN_CODE
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:

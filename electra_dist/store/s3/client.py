@@ -254,7 +254,7 @@ class S3Client:
             body: Bytes to upload; None if the operation has none.
 
         Raises:
-            Again: The service took too long, or boto3 could not parse a date or a number of the answer.
+            Again: The service took too long, or boto3 could not parse the answer.
             Exception: One of `errors.FAILURES`.
         """
         limit_s = limit_of_request(self._policy, len(body or b""))
@@ -267,7 +267,8 @@ class S3Client:
             upload = {} if body is None else {"Body": PacedBody(body, self._policy)}
             try:
                 return method(**arguments, **upload)
-            except ValueError:
+            except (ValueError, TypeError, AttributeError, LookupError):
+                # Dates and numbers of another form, and error documents whose fields are lists, trees or missing.
                 raise Again("an answer that boto3 cannot parse") from None
 
         return call_within(limit_s, request)
