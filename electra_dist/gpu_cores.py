@@ -1,12 +1,15 @@
-"""Bind the process of a rank to the CPU cores of the NUMA node to which its GPU is attached.
+"""Tell which GPUs of its node a process may use, without the driver, and bind a rank to the CPU cores near its GPU.
 
-Guarantee: if the cores near the GPU are not known, or if the process may use none of them, the process keeps all cores
-that it may use. Memory that the process writes to first afterwards is on the same NUMA node, because the kernel
-allocates memory near the core that first writes to it.
+Guarantee: `visible_devices` reads CUDA_VISIBLE_DEVICES as CUDA does. If the cores near the GPU are not known, or if
+the process may use none of them, the process keeps all cores that it may use. Memory that the process writes to first
+afterwards is on the same NUMA node, because the kernel allocates memory near the core that first writes to it.
 
-Cost: a few small files in /proc and /sys are read, once for each rank. The module does not import torch.
+How: the files by which the driver and the kernel describe GPUs are read, because a query of a faulty driver can hang.
 
-Limits: GPUs are numbered by their PCI address, as CUDA numbers GPUs of one model. MIG devices are not found.
+Cost: a few small files in /proc, /sys and /dev are read, once for each rank. The module does not import torch.
+
+Limits: GPUs are numbered by their PCI address, as CUDA numbers GPUs of one model. Whether a part of a GPU (MIG) exists
+is not known, nor the cores near it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,59 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
+
+
+def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...").
+
+    As in CUDA, the entries of CUDA_VISIBLE_DEVICES are numbers, or else UUIDs or unique beginnings of them, the list
+    ends before the first entry that is no GPU, and a GPU that is named twice leaves none. A process sees the first
+    part of a GPU only. Without the variable, all GPUs are shown. Where the node's GPUs are not known, every entry
+    counts as one of them.
+
+    Args:
+        environment: environment variables of the process.
+        root: folder that contains proc/ and dev/; tests pass another one than /.
+    """
+    uuids = list(_gpus(root).values())
+    if VISIBLE_DEVICES not in environment:
+        return [str(number) for number in range(len(uuids))]
+    entries = environment[VISIBLE_DEVICES].split(",")
+    is_part = entries[0].strip().startswith("MIG-")
+    is_uuid = entries[0].strip().startswith("GPU-")
+    names: list[str] = []
+    for entry in entries[:1] if is_part else entries:
+        name = entry.strip()
+        if is_uuid:
+            name = _whole_uuid(name, uuids)
+        elif not is_part:
+            name = _device_number(name, uuids)
+        if not name:
+            break
+        if name in names:
+            return []
+        names.append(name)
+    return names
+
+
+def _whole_uuid(beginning: str, uuids: list[str]) -> str:
+    """Return the UUID that begins so, the beginning itself if UUIDs are not known, or "" if none or several do."""
+    if not beginning.startswith("GPU-"):
+        return ""
+    if "" in uuids or not uuids:
+        return beginning
+    matching = [uuid for uuid in uuids if uuid.startswith(beginning)]
+    return matching[0] if len(matching) == 1 else ""
+
+
+def _device_number(entry: str, uuids: list[str]) -> str:
+    """Return the number with which an entry begins, as C's strtoul reads it, or "" if no GPU has it."""
+    match = re.match(r"\+?(\d+)", entry)
+    if match is None or (uuids and int(match[1]) >= len(uuids)):
+        return ""
+    return str(int(match[1]))
 
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
@@ -41,8 +97,7 @@ def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Pa
 def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> set[int]:
     """Return the numbers of the CPU cores of the NUMA node to which a rank's GPU is attached.
 
-    The GPU is the one that CUDA would give to the rank: number `local_rank` of CUDA_VISIBLE_DEVICES, or of all GPUs if
-    that variable is not set.
+    The GPU is the one that CUDA gives to the rank: number `local_rank` of `visible_devices`.
 
     Args:
         local_rank: number of the rank on its node.
@@ -52,28 +107,23 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
     Returns:
         The numbers of the cores; an empty set if the GPU or its cores are not known.
     """
-    uuid_of_address = _visible_gpus(root)
-    addresses = list(uuid_of_address)
-    visible_devices = environment.get("CUDA_VISIBLE_DEVICES", "")
-    names = [str(number) for number in range(len(addresses))]  # each is the number or the UUID of a GPU
-    if visible_devices:
-        names = visible_devices.split(",")
+    names = visible_devices(environment, root)
     if local_rank >= len(names):
         return set()
-    name = names[local_rank].strip()
-    address = next((address for address, uuid in uuid_of_address.items() if name == uuid), "")
-    if name.isdigit() and int(name) < len(addresses):
-        address = addresses[int(name)]
-    if not address:
+    name = names[local_rank]
+    addresses = [address for number, (address, uuid) in enumerate(_gpus(root).items()) if name in (str(number), uuid)]
+    if not addresses:
         return set()
+    (address,) = addresses
     return _parse_cores(_read(root / "sys/bus/pci/devices" / address.lower() / "local_cpulist"))
 
 
-def _visible_gpus(root: Path) -> dict[str, str]:
+def _gpus(root: Path) -> dict[str, str]:
     """Return the NVIDIA GPUs that this machine or container can open, as PCI address -> UUID, in order of addresses.
 
     The driver lists the GPUs of the whole machine. A GPU is left out if its device file is missing, as in a container
-    that has been given only some of the GPUs. The UUID is "" if the driver does not report one.
+    that has been given only some of the GPUs. The UUID is "" if the driver does not report one. Where the driver lists
+    no GPU, each device file counts as one, and its path stands for the address.
     """
     uuid_of_address = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
@@ -82,7 +132,11 @@ def _visible_gpus(root: Path) -> dict[str, str]:
         uuid = re.search(r"GPU UUID:\s*(\S+)", information)
         if minor is not None and (root / f"dev/nvidia{minor[1]}").exists():
             uuid_of_address[folder.name] = uuid[1] if uuid is not None else ""
-    return uuid_of_address
+    if uuid_of_address:
+        return uuid_of_address
+    # /dev also has files such as nvidiactl and nvidia-uvm, which are not GPUs.
+    device_files = (root / "dev").glob("nvidia*")
+    return {str(file): "" for file in device_files if re.fullmatch(r"nvidia\d+", file.name)}
 
 
 def _parse_cores(text: str) -> set[int]:

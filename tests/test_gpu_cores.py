@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from electra_dist.gpu_cores import cores_near_gpu
+from electra_dist.gpu_cores import cores_near_gpu, visible_devices
 
 # PCI address -> minor number of the device file, cores near it. The minor numbers are not in the order of addresses.
 GPUS = {
@@ -47,6 +48,10 @@ def machine(tmp_path: Path) -> Path:
         (0, "2,3", {2, 3}),
         (1, "GPU-2abc,GPU-1abc", {2, 3}),
         (0, "MIG-1", set()),
+        (1, "GPU-2,GPU-1", {2, 3}),  # beginnings of UUIDs
+        (0, "2,9", {2, 3}),
+        (1, "2,9", set()),  # The list ends before the number of no GPU.
+        (0, "", set()),
     ],
 )
 def test_the_cores_of_a_rank_are_those_near_its_gpu(
@@ -54,6 +59,47 @@ def test_the_cores_of_a_rank_are_those_near_its_gpu(
 ):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert cores_near_gpu(local_rank, environment, machine) == cores
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("3,1", ["3", "1"]),
+        (" 3 , +1", ["3", "1"]),
+        ("1gpu2,2ampere", ["1", "2"]),  # as C's strtoul reads them
+        ("2,4,0", ["2"]),
+        ("2,-1,0", ["2"]),
+        ("2,,0", ["2"]),
+        ("-1", []),
+        ("-1,0", []),
+        ("", []),
+        ("NoDevFiles", []),
+        ("1,1", []),
+        ("1,01", []),
+        ("GPU-3abc,GPU-0", ["GPU-3abc", "GPU-0abc"]),
+        ("GPU-3abc,GPU-9,GPU-0", ["GPU-3abc"]),
+        ("GPU-", []),  # the beginning of four
+        ("GPU-3,GPU-3abc", []),
+        ("GPU-3,1", ["GPU-3abc"]),
+        ("1,GPU-3", ["1"]),
+        ("MIG-5f,MIG-6f", ["MIG-5f"]),  # a process sees one part only
+        ("MIG-GPU-3abc/1/0", ["MIG-GPU-3abc/1/0"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_does(machine: Path, visible: str | None, names: list[str]):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_devices(environment, machine) == names
+
+
+@pytest.mark.parametrize(
+    "visible", ["3,1", " 3 , +1", "1gpu2,2ampere", "2,-1,0", "-1", "", "NoDevFiles", "1,1", "GPU-3,GPU-0,1", "MIG-5f"]
+)
+def test_visible_devices_are_as_many_as_torch_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str):
+    """On a machine whose GPUs are not known, because torch parses the variable without looking at them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = visible_devices(os.environ, tmp_path)
+    assert names == [str(device) for device in torch.cuda._parse_visible_devices()]
 
 
 def test_a_gpu_that_the_container_may_not_open_is_not_counted(machine: Path):

@@ -11,6 +11,7 @@ from datetime import timedelta
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
 from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S, agreed_port
 
@@ -54,6 +55,7 @@ def init_distributed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
     local_device()
+    _ask_cuda_for_free_memory(get_accelerator())
     has_met = dist.is_initialized()
     with contextlib.nullcontext() if has_met else agreed_port():
         deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
@@ -95,3 +97,9 @@ def local_device() -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
+    """Make DeepSpeed ask CUDA for a GPU's free memory; its own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
+    if accelerator.device_name() == "cuda":
+        accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]

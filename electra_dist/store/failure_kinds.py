@@ -5,9 +5,9 @@ below, so that equal failures have equal consequences wherever they are met.
 
 How: one row for each error number of the operating system, for each error code of an S3 service, and for each
 exception of boto3. An error number without a row is permanent. The code of an S3 answer decides before its HTTP
-status, because services use one status, above all 403, for a full quota, a rate limit, an archived object and a missing
-right. A code without a row is judged by a word in it (`S3_CODE_WORDS`), then by its status: transient from 500 on, an
-error of the user's below. An answer without a code is not that of an S3 service, but of a proxy or a firewall.
+status, because services use one status, above all 403, for a full quota, a rate limit, an archived object and a
+missing right. A code without a row is judged by a word in it (`S3_CODE_WORDS`), then by its status: transient from 500
+on, an error of the user's below. An answer without a code is not that of an S3 service, but of a proxy or a firewall.
 
 Limits: an operating system reports a network file system that went away in many ways, and a hard mount (NFS) reports
 nothing: its calls block until the server is back, which no table can shorten. A service that says only in the text of

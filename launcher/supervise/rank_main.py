@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
-from electra_dist.gpu_cores import bind_to_gpu
+from electra_dist.gpu_cores import VISIBLE_DEVICES, bind_to_gpu
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 from launcher import pretrain
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, record its pid and its exit code in the `--state` folder, and return the exit code.
 
     The supervisor of the node reads these files to judge how the rank ended. The rank's number comes from the
-    environment variable RANK, which DeepSpeed's launcher sets. All arguments except `--state` are passed on to
-    `pretrain.main`.
+    environment variable RANK, which DeepSpeed's launcher sets. All arguments except `--state` and `--visible-devices`
+    are passed on to `pretrain.main`.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
+    parser.add_argument("--visible-devices", help="CUDA_VISIBLE_DEVICES of the supervisor; not given: it has none")
     args, pretrain_arguments = parser.parse_known_args(argv)
+    if args.visible_devices is not None:
+        os.environ[VISIBLE_DEVICES] = args.visible_devices  # DeepSpeed's launcher has set it to 0, 1, ...
     rank = int(os.environ["RANK"])
     outlive_the_reader()
     bind_to_gpu(int(os.environ.get("LOCAL_RANK", "0")), os.environ)

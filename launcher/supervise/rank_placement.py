@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.gpu_cores import VISIBLE_DEVICES, visible_devices
 
 _DEFAULT_PORT = 29500
 
@@ -109,10 +110,11 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {sum(self.slots)}"
 
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
-        """Return the DeepSpeed command that starts this node's ranks. With several nodes, also write a host file.
+        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file.
 
-        The host file lies in `state` and gives DeepSpeed the number of ranks on each node. With one node and
-        CUDA_VISIBLE_DEVICES set, the command has no `--num_gpus`, because DeepSpeed would then ignore the variable.
+        The host file lies in `state` and gives DeepSpeed the number of ranks on each node. It is needed with several
+        nodes, and where CUDA_VISIBLE_DEVICES is set: without one, DeepSpeed takes the variable for a list of numbers.
+        DeepSpeed sets the variable to 0, 1, ... for the ranks, so they get its value as an argument.
 
         Args:
             state: folder of this start, which must exist; the ranks write their pids and exit codes into it.
@@ -121,31 +123,31 @@ class Placement:
             arguments: command-line arguments of launcher/pretrain.py.
         """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
-        if self.num_nodes > 1:
+        shown = os.environ.get(VISIBLE_DEVICES)
+        if self.num_nodes > 1 or shown is not None:
             # With --no_ssh DeepSpeed connects to no host: it needs one line per node, but not the real host names.
             lines = [f"node-{node} slots={num_ranks}\n" for node, num_ranks in enumerate(self.slots)]
             hostfile = state / "hostfile"
             hostfile.write_text("".join(lines))
             command += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(self.node)]
             command += ["--master_addr", self.address]
-        elif not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        else:
             command += ["--num_gpus", str(self.slots[0])]
         command += ["--module", "launcher.supervise.rank_main", "--state", str(state)]
+        if shown is not None:
+            command.append(f"--visible-devices={shown}")
         return [*command, *arguments]
 
 
-def local_devices() -> int:
+def local_devices(root: Path = Path("/")) -> int:
     """Return the number of GPUs that this process may use, or 1 without a GPU (one CPU rank).
 
-    Counts the entries of CUDA_VISIBLE_DEVICES or the files /dev/nvidia0, /dev/nvidia1, ..., because a query of a
-    faulty driver can hang. The counted GPUs need not work.
+    The driver is not asked, because a query of a faulty one can hang. The counted GPUs need not work.
+
+    Args:
+        root: folder that contains proc/ and dev/; tests pass another one than /.
     """
-    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")  # for example "0,1,3"
-    if visible_devices:
-        return len(visible_devices.split(","))
-    # /dev also has files such as nvidiactl and nvidia-uvm, which are not GPUs.
-    device_files = [file for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name)]
-    return max(1, len(device_files))
+    return max(1, len(visible_devices(os.environ, root)))
 
 
 def _equal_slots(nodes: int | None, ranks_per_node: int | None) -> tuple[int, ...]:

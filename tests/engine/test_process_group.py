@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from electra_dist.config import ClusterConfig
 from electra_dist.engine import process_group
@@ -30,3 +31,15 @@ def test_ranks_wait_for_a_node_whose_checks_take_as_long_as_they_may(monkeypatch
     timeout_s = options["timeout"].total_seconds()
     assert timeout_s >= PREFLIGHT_LIMIT_S + 300
     assert timeout_s < ClusterConfig().hang_setup_s  # otherwise a rank that waits would count as hung
+
+
+@pytest.mark.parametrize("visible", ["GPU-8f6d1c2a", "MIG-8f6d1c2a", "3"])
+def test_deepspeed_learns_the_free_memory_of_a_gpu_of_any_name(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO 1 and 2 ask for it; DeepSpeed's own way reads the names in CUDA_VISIBLE_DEVICES as numbers."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 << 30, 80 << 30))
+    monkeypatch.setattr(process_group.deepspeed, "init_distributed", lambda **_: None)
+    accelerator = CUDA_Accelerator()
+    monkeypatch.setattr(process_group, "get_accelerator", lambda: accelerator)
+    process_group.init_distributed()
+    assert accelerator.available_memory() == 7 << 30

@@ -9,6 +9,8 @@ of one rank crashes the others; real ranks do both through an all-reduce. Files 
     chatty       ranks print a line at each step
     linger       processes stay alive after their training has ended
     slow-start   seconds until the signal handlers are installed, as imports take
+
+A file `devices` in the run folder makes each rank R write the CUDA_VISIBLE_DEVICES that it has to `devices-R`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ def train(arguments: list[str]) -> int:
     rank = int(os.environ["RANK"])
     config = load_config(arguments[arguments.index("--config") + 1])
     run = Path(config.run_dir)
+    if (run / "devices").exists():
+        (run / f"devices-{rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
     if (run / "slow-start").exists():
         time.sleep(float((run / "slow-start").read_text()))
     if (run / "linger").exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.launcher.runner import fetch_hostfile
 
 from electra_dist.errors import UserError
 from launcher.supervise import rank_placement
@@ -28,6 +29,17 @@ def test_one_machine_needs_no_host_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert len(place().ranks) == 2
     assert "--num_gpus" not in place().command(tmp_path, 1, [])  # with --num_gpus, deepspeed would use GPUs 0 and 1
+
+
+@pytest.mark.parametrize("visible", ["GPU-8f6d1c2a,GPU-01", "MIG-8f6d1c2a", "17,3", "-1", ""])
+def test_deepspeed_does_not_read_the_visible_devices(
+    visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    command = place().command(tmp_path, 1, ["--config", "c.yaml"])
+    resources = fetch_hostfile(command[command.index("--hostfile") + 1])
+    assert resources == {"node-0": max(1, len([name for name in visible.split(",") if name not in ("", "-1")]))}
+    assert command[-3:] == [f"--visible-devices={visible}", "--config", "c.yaml"]
 
 
 def test_each_node_of_several_starts_its_own_ranks_without_ssh(tmp_path: Path) -> None:
@@ -69,7 +81,10 @@ def test_contradictory_options_are_refused(tmp_path: Path, options: dict, words:
 
 def test_gpus_are_counted_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(rank_placement, "Path", lambda _: tmp_path)
-    assert rank_placement.local_devices() == 2
+        (tmp_path / "dev" / name).touch()
+    assert rank_placement.local_devices(tmp_path) == 2
+    for visible, num_ranks in (("0,1,9", 2), ("1", 1), ("-1", 1), ("", 1), ("NoDevFiles", 1), ("0,0", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert rank_placement.local_devices(tmp_path) == num_ranks, visible

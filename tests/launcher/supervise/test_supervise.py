@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.real_runs import read_losses
-from support.supervised_runs import FAKE_WITHOUT_DEEPSPEED, REAL, supervised
+from support.supervised_runs import FAKE, FAKE_WITHOUT_DEEPSPEED, REAL, supervised
 
 from electra_dist.run.lease.run_lease import read_owner
 from electra_dist.run.node_strikes import node_name, read_strikes
@@ -186,3 +187,33 @@ def test_two_nodes_start_again_together_after_one_loses_a_rank(tiny_config: Make
         assert one.end() == 0, one.story()
         for run in (zero, one):
             assert sum("starting ranks" in line for line in run.log()) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "visible", "num_ranks"),
+    [
+        (1, "GPU-8f6d1c2a-0000-1111-2222-333344445555,GPU-01", 2),
+        (1, "", 1),
+        (2, "17,3", 1),  # as in a job on a node that it shares with others
+    ],
+)
+def test_ranks_have_the_visible_devices_that_the_supervisor_was_started_with(
+    nodes: int, visible: str, num_ranks: int, tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own launcher takes them for numbers of GPUs that exist, and gives the ranks others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config, run_dir = tiny_config(**{"train.num_steps": 2}), tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "devices").touch()
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for node in range(nodes):
+            options = []
+            if nodes > 1:
+                options = ["--nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1"]
+                options += ["--master-port", "23100", "--node-rank", str(node)]
+            runs.append(stack.enter_context(supervised(FAKE, config, run_dir, *options, node=node)))
+        for run in runs:
+            assert run.end() == 0, run.story()
+    written = {file.name: file.read_text() for file in run_dir.glob("devices-*")}
+    assert written == {f"devices-{rank}": visible for rank in range(nodes * num_ranks)}
