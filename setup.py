@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
-VERSION = runpy.run_path("electra_dist/version.py")["VERSION"]
+VERSIONS = runpy.run_path("electra_dist/version.py")
 
 CORPUS = [
     "datatrove>=0.10,<0.11",
@@ -56,7 +56,7 @@ EXTRAS = {
 
 setup(
     name="electra-dist",
-    version=VERSION,
+    version=VERSIONS["VERSION"],
     description="ELECTRA pretraining at scale: exact, elastic, restartable, on PyTorch and DeepSpeed",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -106,7 +106,7 @@ setup(
     ],
     install_requires=[
         "torch>=2.8",
-        "deepspeed>=0.19,<0.20",
+        f"deepspeed=={VERSIONS['DEEPSPEED']}",  # another one is refused at the start of a run
         "webdataset>=1.0",
         "braceexpand>=0.1.7",
         "nvidia-ml-py>=12",

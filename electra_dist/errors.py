@@ -39,6 +39,13 @@ class UserError(Exception):
     """
 
 
+class NodeError(UserError):
+    """Error of one node of a run that only the user can correct, such as a torch that does not fit its driver.
+
+    The first rank of each node that has it prints it, because rank 0 may run on another node.
+    """
+
+
 class ManifestMismatch(UserError):
     """Error for a corpus, or a file of it, that differs from what the run or the corpus's manifest requires.
 

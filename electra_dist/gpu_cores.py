@@ -55,6 +55,16 @@ def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> l
     return names
 
 
+def num_gpus(root: Path = Path("/")) -> int:
+    """Return how many NVIDIA GPUs this machine or container can open, whatever CUDA_VISIBLE_DEVICES shows."""
+    return len(_gpus(root))
+
+
+def hides_all_gpus(environment: Mapping[str, str]) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES asks for no GPU: it is empty, or begins with a negative number."""
+    return re.match(r"\s*(-\d|$)", environment.get(VISIBLE_DEVICES, "0")) is not None
+
+
 def _whole_uuid(beginning: str, uuids: list[str]) -> str:
     """Return the UUID that begins so, the beginning itself if UUIDs are not known, or "" if none or several do."""
     if not beginning.startswith("GPU-"):

@@ -21,11 +21,13 @@ from electra_dist.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    NodeError,
     StorageLost,
     StoreAway,
     UserError,
     error_line,
 )
+from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
@@ -35,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train on this rank, or print the plan of the run if `--dry-run` is given, and return the exit code.
 
     An error that the user must fix is printed to stderr as one line that begins with "error: ". Only one rank prints
-    it: rank 0 or, once the ranks have formed the process group, the first rank that meets the error. Any other
-    exception is raised, and the process then ends with exit code 1.
+    it: rank 0, or the first rank of a node that alone has the error, or, once the ranks have formed the process group,
+    the first rank that meets the error. Any other exception is raised, and the process then ends with exit code 1.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -67,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_STOPPED
     except UserError as error:
-        if is_first_rank:
+        is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        if is_first_rank or (isinstance(error, NodeError) and is_first_on_node):
             print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -93,6 +96,8 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
         UserError: the config, the data or the run folder cannot be used; then no report is written.
         StorageLost: an input could not be read for `cluster.storage_patience_s` seconds; then no report is written.
     """
+    check_deepspeed()
+    check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
     from electra_dist.train.pretrain_rank import run
 

@@ -38,6 +38,7 @@ from electra_dist.pretrained.hugging_face_folder import (
 from electra_dist.pretrained.load_towers import read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
+from electra_dist.run.environment_record import check_gpus
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
@@ -196,7 +197,12 @@ def load_pretrained(
 
 
 def device_of_choice() -> torch.device:
-    """Return the default GPU of this process if there is one, and the CPU otherwise."""
+    """Return the default GPU of this process if there is one, and the CPU otherwise.
+
+    Raises:
+        NodeError: the node has GPUs, torch sees none, and the user has not asked for the CPU.
+    """
+    check_gpus()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

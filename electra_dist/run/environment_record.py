@@ -1,5 +1,7 @@
 """Record the environment of a run in environment.json at every start: software, hardware, commit, command and hosts.
 
+Before that, refuse an environment in which the run would compute something else, or on a CPU in place of GPUs.
+
 Guarantee: the file holds no user name and no environment variable. It does name the hosts and the command line of rank
 0, so that a run can be traced; a report, which may be passed on, shows neither.
 
@@ -13,25 +15,100 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from electra_dist.errors import UserError
+from electra_dist.errors import NodeError, UserError
+from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.run.record_checks import environment_fault
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_object
-from electra_dist.version import VERSION
+from electra_dist.version import DEEPSPEED, VERSION
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy", "webdataset", "boto3")
+
+
+def check_deepspeed() -> None:
+    """Refuse any version of DeepSpeed but the tested one; it is not imported.
+
+    Raises:
+        NodeError: another version is installed, or none.
+    """
+    try:
+        found = f"deepspeed {metadata.version('deepspeed')} is installed"
+    except metadata.PackageNotFoundError:
+        found = "deepspeed is not installed"
+    if found.partition("+")[0].removesuffix(" is installed") != f"deepspeed {DEEPSPEED}":
+        raise NodeError(
+            f"{platform.node()}: {found}, but runs are right with {DEEPSPEED} only; pip install deepspeed=={DEEPSPEED}"
+        )
+
+
+def check_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> None:
+    """Refuse to compute on the CPU of a node whose GPUs torch does not see. Imports torch.
+
+    A user can ask for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or "-1".
+
+    Args:
+        environment: environment variables of this process.
+        root: folder that contains proc/ and dev/; tests pass another one than /.
+
+    Raises:
+        NodeError: the node has GPUs and torch sees none; it has torch's reason, its CUDA version and the driver's.
+    """
+    if environment.get("DS_ACCELERATOR", "cuda") != "cuda" or hides_all_gpus(environment):
+        return
+    import torch  # takes seconds, unless training has imported it already
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns with the reason that the error below names
+        if torch.cuda.is_available():
+            return
+        reason = _why_torch_sees_no_gpu()
+    readings = gpus()
+    num_found = len(readings.get("devices", [])) or num_gpus(root)
+    if num_found == 0:
+        return
+    shown = f", CUDA_VISIBLE_DEVICES={environment[VISIBLE_DEVICES]}" if VISIBLE_DEVICES in environment else ""
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    driver = readings.get("driver") or _driver(root)
+    raise NodeError(
+        f"{platform.node()}: this node has {num_found} GPU{'s' if num_found > 1 else ''}, but torch sees none: "
+        f"{reason} (torch {torch.__version__} for {built_for}, driver {driver}{shown}); install a torch that fits the "
+        f"driver, or set DS_ACCELERATOR=cpu to compute on the CPU"
+    )
+
+
+def _why_torch_sees_no_gpu() -> str:
+    """Return the first line of the error with which torch refuses to use a GPU."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return "it gives no reason"
+
+
+def _driver(root: Path) -> str:
+    """Return the version of the driver that the kernel has loaded, or "unknown"."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "unknown"
+    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return match[0] if match is not None else "unknown"
 
 
 def versions() -> dict[str, str]:

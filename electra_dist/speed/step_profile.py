@@ -29,6 +29,7 @@ from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
+from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.speed.operator_counter import OperatorCounter
 from electra_dist.speed.operator_kinds import part_of
 from electra_dist.speed.product_ceiling import product_shapes, products_alone_s
@@ -116,6 +117,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     Raises:
         UserError: the config cannot run on this machine.
     """
+    check_deepspeed()
+    check_gpus()
     check_precision(config.train.precision)
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()

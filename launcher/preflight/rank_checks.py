@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from electra_dist.errors import UserError
 from electra_dist.nvml import GpuProbe
-from launcher.preflight.findings import JOB, Finding, Severity
+from electra_dist.run.environment_record import check_gpus
+from launcher.preflight.findings import JOB, Finding, Severity, from_error
 from launcher.preflight.gpu_checks import Speed, classify_load, classify_speeds
 from launcher.preflight.rank_measurements import peers
 from launcher.preflight.storage_access_checks import classify_skew
@@ -54,11 +56,16 @@ class RankReport:
 def check_load(node: str) -> list[Finding]:
     """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
 
-    Not collective: call it from one process per node. If torch sees no GPU, the result is one warning.
+    Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a user error,
+    or a warning where the user has asked for the CPU.
     """
     import torch
 
     if not torch.cuda.is_available():
+        try:
+            check_gpus()
+        except UserError as error:
+            return [from_error(error, node)]
         what = f"no matrix product was tried: torch {torch.__version__} sees no GPU"
         return [Finding(severity="warning", node=node, what=what, next_step="install a CUDA build of torch")]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

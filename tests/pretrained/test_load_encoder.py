@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_nvml import pynvml as fake_nvml
 from transformers import ElectraForPreTraining
 
+from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config_file import load_config
-from electra_dist.errors import UserError
+from electra_dist.errors import NodeError, UserError
 from electra_dist.finetune.sentences.minimal_pairs import pseudo_log_likelihood, replaced_logits
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.pretrained.hf_export import export_discriminator
-from electra_dist.pretrained.load_encoder import Pretrained, load_pretrained
+from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.run_weights import RunWeights
 from electra_dist.tokenizer import Vocabulary
 
@@ -154,3 +156,14 @@ def test_a_damaged_tokenizer_file_of_a_run_is_refused_in_one_line(tmp_path: Path
     with pytest.raises(UserError, match=r"tokenizer\.json: .* start the run once more") as caught:
         run.tokenizer  # noqa: B018
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_is_not_tuned_or_scored_on_the_cpu_of_a_node_whose_gpus_torch_does_not_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvml, "pynvml", fake_nvml)
+    fake_nvml.configure([{}])
+    assert device_of_choice() == torch.device("cpu")  # the tests ask for it by DS_ACCELERATOR
+    monkeypatch.delenv("DS_ACCELERATOR")
+    with pytest.raises(NodeError, match="has 1 GPU, but torch sees none"):
+        device_of_choice()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from support.fake_nvml import pynvml as fake_nvml
 
 from electra_dist import nvml
+from electra_dist.errors import NodeError
 from electra_dist.run import environment_record
+from electra_dist.version import DEEPSPEED
+from launcher import pretrain
 
 
 def test_gpus_are_recorded_with_driver_name_and_memory_and_are_absent_without_a_driver(
@@ -93,3 +99,112 @@ def test_the_cpu_model_is_the_first_in_cpuinfo_and_has_a_name_without_that_file(
 
     assert environment_record._cpu_model(cpuinfo) == "Fast CPU @ 3 GHz"
     assert environment_record._cpu_model(tmp_path / "none")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two GPUs in the files of the kernel and three of a fake driver."""
+    for number in range(2):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {number}\n")
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / f"dev/nvidia{number}").touch()
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0\n"
+    )
+    monkeypatch.setattr(nvml, "pynvml", fake_nvml)
+    fake_nvml.configure([{}, {}, {}])
+    return tmp_path
+
+
+def test_a_node_whose_gpus_torch_does_not_see_is_refused_with_the_reason_and_all_versions(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+):
+    too_old = RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(too_old))
+    with pytest.raises(NodeError) as refused:
+        environment_record.check_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, machine)
+    line = str(refused.value)
+    assert f"has 3 GPUs, but torch sees none: {str(too_old).splitlines()[0].rstrip('.')} (torch" in line
+    assert f"torch {torch.__version__} for CUDA 13.0, driver 580.65, CUDA_VISIBLE_DEVICES=0,1); install" in line
+    assert "DS_ACCELERATOR=cpu" in line and "\n" not in line
+
+
+def test_gpus_are_found_where_the_driver_itself_does_not_answer(machine: Path, monkeypatch: pytest.MonkeyPatch):
+    """As after an update of the driver without a restart: its library and its kernel module then differ."""
+    fake_nvml.configure(None)
+    with pytest.raises(NodeError, match=r"has 2 GPUs, but torch sees none: .*driver 570\.86\.15\)"):
+        environment_record.check_gpus({}, machine)
+    with pytest.raises(NodeError, match="CUDA_VISIBLE_DEVICES=NoDevFiles"):
+        environment_record.check_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, machine)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}]
+)
+def test_the_cpu_of_a_node_with_gpus_is_used_if_it_is_asked_for(variables: dict[str, str], machine: Path):
+    environment_record.check_gpus(variables, machine)
+
+
+def test_the_cpu_of_a_node_without_gpus_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nvml, "pynvml", fake_nvml)
+    fake_nvml.configure(None)
+    environment_record.check_gpus({}, tmp_path)
+
+
+def test_a_gpu_that_torch_sees_is_used(machine: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    environment_record.check_gpus({}, machine)
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.7", "0.19.9", "0.20.0", None])
+def test_another_deepspeed_than_the_tested_one_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch):
+    def read(name: str) -> str:
+        assert name == "deepspeed"
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", read)
+    with pytest.raises(NodeError, match=r"deepspeed .*pip install deepspeed==0\.19\.8$") as refused:
+        environment_record.check_deepspeed()
+    assert (version or "is not installed") in str(refused.value)
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+cu128"])
+def test_the_tested_deepspeed_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    environment_record.check_deepspeed()
+
+
+def test_every_place_that_names_deepspeed_names_the_version_that_is_accepted():
+    root = Path(__file__).parents[2]
+    assert f"deepspeed=={DEEPSPEED}" in (root / "constraints.txt").read_text().splitlines()
+    assert f"deepspeed-{DEEPSPEED}-" in (root / "README.md").read_text()
+    assert "f\"deepspeed=={VERSIONS['DEEPSPEED']}\"" in (root / "setup.py").read_text()
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "num_lines"), [(0, 0, 1), (1, 1, 0), (8, 0, 1), (9, 1, 0)])
+@pytest.mark.parametrize("fault", ["torch sees none", "deepspeed 0.19.3 is installed"])
+def test_a_run_in_a_wrong_environment_ends_with_78_and_one_line_of_each_node(
+    rank: int,
+    local_rank: int,
+    num_lines: int,
+    fault: str,
+    machine: Path,
+    tiny_config: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if fault.startswith("deepspeed"):
+        monkeypatch.setattr(metadata, "version", lambda name: "0.19.3")
+    assert pretrain.main(["--config", str(tiny_config())]) == 78
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == num_lines and all(line.startswith("error: ") and fault in line for line in lines)
+    assert not (tmp_path / "run").exists()

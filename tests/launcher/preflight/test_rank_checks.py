@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -103,6 +104,19 @@ def test_load_check_finds_faults_that_appear_under_load_and_names_the_device_tha
         ("ok", "", "matrix product at 700 to 700 TFLOP/s; median of 1: 700"),
     ]
     assert fake.open_count == 0
+
+
+@pytest.mark.parametrize(("accelerator", "severity"), [(None, "user error"), ("cpu", "warning")])
+def test_a_node_whose_gpus_torch_does_not_see_must_not_start_unless_the_cpu_is_asked_for(
+    accelerator: str | None, severity: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(nvml, "pynvml", fake)
+    fake.configure([{}, {}])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    if accelerator is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    (finding,) = check_load("n1")
+    assert finding.severity == severity and re.search("sees no(ne| GPU)", finding.what)
 
 
 def start_rank(
