@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import readable, replacing, store_error, writable
+from electra_dist.store.atomic_files import make_folder, readable, replacing, store_error, sync_folder, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 
@@ -55,8 +55,9 @@ class JsonlFile:
         self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
         self._valid_bytes: int | None = None  # after a failure: how much of the file is good; None without one
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             self._file = self._open()
+            sync_folder(path.parent)  # which may just have got the file; `sync` is about its bytes only
             self._cut_torn_line()
         except OSError as error:
             if is_worth_waiting_for(error):

@@ -5,7 +5,7 @@ takes a lock on the file, cuts off a line that a killed writer left unfinished, 
 most PIPE_BUF bytes. `excluded_nodes` is a pure function. Strikes expire, so that a repaired node is used again without
 any action.
 
-Cost: one fsync a strike; strikes are rare. Imports no torch.
+Cost: an fsync of the file and one of its folder a strike; strikes are rare. Imports no torch.
 
 Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
 still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
@@ -29,7 +29,7 @@ from electra_dist.errors import UserError
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.jsonl import encode, read_records
 from electra_dist.run.record_checks import Number
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import make_folder, sync_folder, writable
 from electra_dist.store.json_file import DamagedJson, validate_json
 
 EXPIRES_S = 24 * 3600.0  # age at which a strike no longer counts
@@ -77,7 +77,7 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
     line = _encode_strike(strike)
     path = Path(run_dir) / STRIKES_FILE
     with writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             is_locked = _lock(descriptor)
@@ -85,6 +85,7 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
                 _cut_torn_line(descriptor)
             os.write(descriptor, line)
             os.fsync(descriptor)
+            sync_folder(path.parent)  # which may just have got the file
         finally:
             os.close(descriptor)  # releases the lock
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from electra_dist.run.folder import STRIKES_FILE
+from electra_dist.run.jsonl import JsonlFile
+from electra_dist.run.node_strikes import Strike, add_strike
 from electra_dist.store.atomic_files import make_folder, replacing
 
 
@@ -62,3 +65,28 @@ def test_the_parent_of_every_new_folder_is_synced_so_that_its_name_survives_a_po
     calls.clear()
     make_folder(tmp_path / "a" / "b")  # it is there already
     assert calls == []
+
+
+def test_a_strike_is_on_the_disk_with_the_names_of_its_file_and_of_its_folder(
+    tmp_path: Path, calls: list[tuple[str, str, int]]
+) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    strike = Strike(time=1.0, node="n1", device="", reason="ECC", by="preflight")
+    add_strike(run_dir, strike)
+    file = run_dir / STRIKES_FILE
+    num_bytes = file.stat().st_size
+    synced = [path for name, path, _ in calls if name == "fsync"]
+    assert {str(tmp_path), str(run_dir.parent), str(run_dir)} <= set(synced)
+    assert ("fsync", str(file), num_bytes) in calls
+    assert synced.index(str(file)) < len(synced) - 1 - synced[::-1].index(str(run_dir))
+
+
+def test_records_that_are_synced_are_on_the_disk_with_the_names_of_their_file_and_of_its_folder(
+    tmp_path: Path, calls: list[tuple[str, str, int]]
+) -> None:
+    file = tmp_path / "run" / "ledger.jsonl"
+    records = JsonlFile(file)
+    records.append({"event": "checkpoint"})
+    records.sync()
+    assert {str(tmp_path), str(file.parent), str(file)} <= {path for name, path, _ in calls if name == "fsync"}
+    records.close()
