@@ -92,16 +92,19 @@ def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; do nothing if this user has the folder already.
+    """Create a folder that only this user can read and write; do nothing if this user has such a folder already.
 
     Raises:
-        StoreError: The folder cannot be created, belongs to another user, or is a symbolic link.
+        StoreError: The folder cannot be created, or is not this user's alone.
     """
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if path.is_symlink() or status.st_uid != os.getuid():
-        raise StoreError(f"{path}: belongs to another user or is a link; set data.cache_dir to a folder of your own")
+    status = path.lstat()  # A link itself counts as open to others, whatever it points to.
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StoreError(
+            f"{path}: others may read or write it, or it belongs to another user or is a link; set data.cache_dir "
+            f"to a folder of your own"
+        )
 
 
 def _read_mounts() -> list[tuple[Path, str]]:

@@ -51,9 +51,18 @@ def test_several_nodes_use_the_first_local_temporary_directory(tmp_path: Path, m
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, mounts: Path) -> None:
     """Compiled code is loaded from this folder, so no other user may have created it."""
-    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "disk" / NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match=r"belongs to another user or is a link; set data.cache_dir"):
+        choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702, 0o755])
+def test_a_folder_of_ones_own_that_is_open_to_others_is_refused(tmp_path: Path, mounts: Path, mode: int) -> None:
+    """They may have left files in it, and compiled code is loaded from it."""
+    (tmp_path / "disk" / NAME).mkdir()
+    (tmp_path / "disk" / NAME).chmod(mode)
+    with pytest.raises(StoreError, match=r"others may read or write it, .*; set data.cache_dir"):
         choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
 
 

@@ -120,8 +120,8 @@ STORAGE = (
     Mutant(
         name="store: an error quotes any text of a service as its code",
         file="electra_dist/store/failure_kinds.py",
-        original='return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else "unknown code"',
-        mutated='return text or "unknown code"',
+        original='return text if re.fullmatch(r"[A-Za-z0-9.]{1,40}", text) else _UNKNOWN_CODE',
+        mutated="return text or _UNKNOWN_CODE",
         test="tests/store/test_failure_kinds.py::test_an_error_code_that_could_hold_a_secret_is_not_quoted",
     ),
     Mutant(
@@ -176,8 +176,8 @@ STORAGE = (
     Mutant(
         name="data: a link to a folder of somebody else is taken for the cache",
         file="electra_dist/data/shard_cache/cache_folder.py",
-        original="if path.is_symlink() or status.st_uid != os.getuid():",
-        mutated="if path.is_symlink() and status.st_uid != os.getuid():",
+        original="status = path.lstat()",
+        mutated="status = path.stat()",
         test="tests/data/shard_cache/test_cache_folder.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
@@ -225,8 +225,8 @@ STORAGE = (
     Mutant(
         name="data: the cache folder of another user is taken",
         file="electra_dist/data/shard_cache/cache_folder.py",
-        original="if path.is_symlink() or status.st_uid != os.getuid():",
-        mutated="if path.is_symlink():",
+        original="if status.st_uid != os.getuid() or status.st_mode & 0o077:",
+        mutated="if status.st_mode & 0o077:",
         test="tests/data/shard_cache/test_cache_folder.py::"
         "test_a_folder_that_another_user_has_created_under_the_name_of_ones_own_is_refused",
     ),
