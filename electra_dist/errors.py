@@ -6,6 +6,8 @@ of its ranks and from its ledger, the file that records its starts and ends.
 
 from __future__ import annotations
 
+from electra_dist.shown_text.escapes import printable
+
 EXIT_DONE = 0  # The target step is reached; do not requeue.
 EXIT_CRASH = 1  # Requeue as long as the run makes progress.
 EXIT_UNHEALTHY = 69  # This node or GPU is unhealthy; requeue without it.
@@ -27,8 +29,7 @@ def error_line(error: Exception) -> str:
     if len(message) > _LONGEST_MESSAGE:
         half = _LONGEST_MESSAGE // 2
         message = f"{message[:half]} ... {message[-half:]}"
-    escaped = [char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in message]
-    return "error: " + "".join(escaped)
+    return f"error: {printable(message)}"
 
 
 class UserError(Exception):

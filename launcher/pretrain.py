@@ -29,6 +29,7 @@ from electra_dist.errors import (
 )
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 
@@ -123,12 +124,11 @@ def _write_report(run_dir: Path) -> None:
 
         write_report(run_dir)
     except Exception as error:  # noqa: BLE001  (the exit code must be that of the training, whatever the report does)
-        print(
+        message = (
             f"report.html was not written ({type(error).__name__}: {error}); the run is not affected; try again with "
-            f"`electra-dist report {run_dir}`",
-            file=sys.stderr,
-            flush=True,
+            f"`electra-dist report {run_dir}`"
         )
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:

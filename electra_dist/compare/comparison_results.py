@@ -24,6 +24,7 @@ from electra_dist.compare.significance import (
     paired_difference,
 )
 from electra_dist.model.parameter_counts import parameter_counts
+from electra_dist.shown_text.escapes import markdown_code, markdown_text
 
 
 class ComparisonResults:
@@ -113,12 +114,12 @@ class ComparisonResults:
         """Return the content of compare.md: how the comparison was made, the tables, the verdict, and what failed."""
         seeds = ", ".join(map(str, self._compare.seeds))
         remark = (
-            f"`{self._command}`: {self._plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
+            f"{markdown_code(self._command)}: {self._plan.budget_flops:.3g} training FLOPs a run, seeds {seeds}. "
             f"Per cent: median (lowest to highest seed)."
         )
         sections = markdown_differences(self._difference_rows, self._baseline, self._columns)
         if self._verdict is not None:
-            sections += ["## Criterion", "", *(f"* {line}" for line in self.verdict_lines()), ""]
+            sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
         return markdown(self._title, self.rows, failures, len(self._compare.seeds), notes=[remark], sections=sections)
 
     def _difference_records(self) -> list[dict[str, object]]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import RANDOM
+from electra_dist.shown_text.escapes import markdown_text
 
 AVERAGE = "average"  # name of the last column
 
@@ -156,11 +157,22 @@ def markdown(
     for row in rows:
         table_lines.append(markdown_row(_row_texts(row, columns, num_seeds)))
 
-    failure_lines = [f"* {failure.entry} seed {failure.seed}: {failure.what}" for failure in failures]
+    failure_lines = [f"* {failure.entry} seed {failure.seed}: {markdown_text(failure.what)}" for failure in failures]
     if not failure_lines:
         failure_lines = ["None."]
 
-    lines = [f"# {title}", "", *notes, "", *table_lines, "", *sections, "## Failed or degenerate", "", *failure_lines]
+    lines = [
+        f"# {markdown_text(title)}",
+        "",
+        *notes,
+        "",
+        *table_lines,
+        "",
+        *sections,
+        "## Failed or degenerate",
+        "",
+        *failure_lines,
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS
+from electra_dist.shown_text.console import Console
 
 _LINE_EVERY_S = 10.0
 
@@ -53,7 +53,7 @@ class BuildConsole:
 
     def say(self, text: str) -> None:
         """Print a line; on a terminal it appears above the progress bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
         """Begin to show how much of the inputs is read.

@@ -41,6 +41,7 @@ from electra_dist.data.row_checksums import Checksums
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
@@ -194,7 +195,7 @@ class ShardCache:
                 f"{path}: {place}; check the disk, restore the file or build the corpus again"
             ) from None
         outcome = "fetched again" if self.refetches > refetches_before else "verified again and good"
-        print(f"{path}: {place}; {outcome}, and the reading goes on", file=sys.stderr, flush=True)
+        print(printable(f"{path}: {place}; {outcome}, and the reading goes on"), file=sys.stderr, flush=True)
 
     def _keep_checksums(self, index: int, checksums: Checksums) -> None:
         """Keep the checksums of a shard for its next opening, if there is room for them in memory."""

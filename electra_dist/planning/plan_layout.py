@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
-from rich.text import Text
+
+from electra_dist.shown_text.console import Console
+from electra_dist.shown_text.escapes import printable
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ def print_sections(sections: Sequence[PlanSection], stream: TextIO) -> None:
     """Print tables: framed ones on a terminal, plain text with an empty line between them on any other stream."""
     if stream.isatty():
         tables = [_rich_table(section) for section in sections]
-        Console(file=stream, highlight=False).print(Group(*tables))
+        Console(file=stream).print(Group(*tables))
     else:
         plain_texts = [_plain(section) for section in sections]
         print("\n\n".join(plain_texts), file=stream, flush=True)
@@ -57,7 +59,7 @@ def _plain(section: PlanSection) -> str:
         lines.append(_plain_line(section, row, widths, marker))
     if section.note:
         lines.append(f"  ({section.note})")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
@@ -88,10 +90,7 @@ def _is_text(section: PlanSection, column: int) -> bool:
 
 
 def _rich_table(section: PlanSection) -> Table:
-    """Return a section as a table of the library rich; the row that the config selects is bold green.
-
-    Cells are shown as they are: brackets in them are not interpreted as markup.
-    """
+    """Return a section as a table of the library rich; the row that the config selects is bold green."""
     table = Table(
         title=section.title,
         title_justify="left",
@@ -113,7 +112,6 @@ def _rich_table(section: PlanSection) -> Table:
             table.add_column(name, justify="right", no_wrap=True)
 
     for number, row in enumerate(section.rows):
-        cells = [Text(cell) for cell in row]  # plain text, in which rich interprets no brackets
         style = "bold green" if number == section.mark else None
-        table.add_row(*cells, style=style)
+        table.add_row(*row, style=style)
     return table

@@ -17,6 +17,7 @@ from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
 from electra_dist.pretrained.run_weights import load_chosen_weights
+from electra_dist.shown_text.escapes import printable
 from electra_dist.tokenizer import VOCAB_FILE
 from electra_dist.version import VERSION
 
@@ -55,7 +56,7 @@ def export_run(
     _check_writable(output)  # before the weights are read, which may take minutes
     run = load_chosen_weights(run_dir, choice, num_averaged, progress)
     for line in run.damaged:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     tokenizer = run.tokenizer
     vocabulary = run.vocabulary
     with tempfile.TemporaryDirectory() as temporary:
@@ -71,7 +72,7 @@ def export_run(
         )
     has_generator = any(".generator_head." in f".{name}" for name in run.weights)
     if run.config.model.architecture == "modern" and has_generator and "generator" not in folders:
-        print(f"no generator is exported: {hf_modernbert.find_obstacle(run.config.model)}", file=sys.stderr)
+        print(printable(f"no generator is exported: {hf_modernbert.find_obstacle(run.config.model)}"), file=sys.stderr)
     for tower, folder in folders.items():
         record = PretrainingRecord(
             objective=run.config.objective.name,

@@ -40,6 +40,7 @@ from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
 from electra_dist.run.folder import is_run_folder
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer
@@ -340,7 +341,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
     """
     run = load_run_weights(run_dir, step)
     for line in run.damaged:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return Pretrained.from_state(
         name=f"{run_dir} at step {run.state.step:,}",
         state=run.weights,

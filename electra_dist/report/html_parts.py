@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.curves import draw_panel
 from electra_dist.report.page_assets import SCRIPT, STYLE
 from electra_dist.report.panels import PANELS
+from electra_dist.shown_text.escapes import html_text
+from electra_dist.store.atomic_files import replacing
 
 
 def page(title: str, body: str) -> str:
@@ -25,6 +27,16 @@ def page(title: str, body: str) -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write an HTML page, and its folder if that is missing; an existing file is replaced atomically.
+
+    Raises:
+        StoreError: the page cannot be written.
+    """
+    with replacing(path) as file:
+        file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
 
 
 def curves(runs: Sequence[RunCurves], note: str) -> str:
@@ -56,9 +68,9 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = 
     """
     lines = []
     if head:
-        lines.append("".join(f"<th>{html.escape(cell)}</th>" for cell in head))
+        lines.append("".join(f"<th>{html_text(cell)}</th>" for cell in head))
     for row in rows:
-        lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
+        lines.append("".join(f"<td>{html_text(cell)}</td>" for cell in row))
     inner = "".join(f"<tr>{line}</tr>\n" for line in lines)
     css_class = " class=left" if left else ""
     return f'<div class="card scroll"><table{css_class}>\n{inner}</table></div>\n'

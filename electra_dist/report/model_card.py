@@ -33,6 +33,7 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.number_formats import format_count
 from electra_dist.run.record_stream import iter_records
+from electra_dist.shown_text.escapes import markdown_code, markdown_text
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"
@@ -140,7 +141,7 @@ def model_card(
     evaluation = _evaluation(export, records)
     sections = [
         _front_matter(predicts_tokens, license_id, export.config.model),
-        f"# {run_name}: ELECTRA {tower}\n",
+        f"# {markdown_text(run_name)}: ELECTRA {tower}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens, export.config.model),
         _training(export, records, versions, phases),
@@ -231,7 +232,8 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
         ("seed", str(config.seed)),
     ]
     if versions:
-        rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
+        texts = [markdown_text(f"{package} {version}") for package, version in versions.items()]
+        rows.append(("versions", ", ".join(texts)))
     return "## Training\n\n" + _table(("what", "value"), rows)
 
 
@@ -243,12 +245,12 @@ def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, 
         phases: sizes of each phase's corpus; empty for a run without `data.phases`.
     """
     if not phases:
-        return [("training data", f"corpus with fingerprint `{export.state.corpus_fingerprint}`")]
+        return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
     return [
         (
             f"training data from step {use.from_step:,} on",
-            f"corpus with fingerprint `{use.fingerprint}`: {share:.1%} of the tokens, "
+            f"corpus with fingerprint {markdown_code(use.fingerprint)}: {share:.1%} of the tokens, "
             f"{use.epochs:.2f} epochs of its {use.corpus_rows:,} rows",
         )
         for use, share in zip(uses, token_shares(uses), strict=True)
@@ -271,7 +273,8 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
     rows = []
     for name, source in zip(names, sources.values(), strict=True):
         share = source["tokens"] / max(all_tokens, 1)
-        rows.append((name, f"{100 * share:.1f} %", source.get("licence") or "not stated"))
+        licence = source.get("licence") or "not stated"
+        rows.append((markdown_text(name), f"{100 * share:.1f} %", markdown_text(licence)))
     return "## Sources of the training data\n\n" + _table(("source", "share of the tokens", "licence"), rows)
 
 
@@ -335,6 +338,6 @@ def _how_to_push() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table; its cells are Markdown themselves, so text from a record is escaped by the caller."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

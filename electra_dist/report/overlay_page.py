@@ -10,20 +10,19 @@ Limits: at most eight runs, which have a color each. Curves are over optimizer s
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.report.curve_points import RunCurves
-from electra_dist.report.html_parts import curves, now, page, percent, table
+from electra_dist.report.html_parts import curves, now, page, percent, table, write_page
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.store.atomic_files import replacing
+from electra_dist.shown_text.escapes import html_text, printable
 from electra_dist.tracking.settings import flattened
 
 OVERLAY_FILE = "runs_report.html"  # default name, in the current folder
@@ -45,9 +44,8 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
     """
     if len(run_dirs) > MAX_RUNS:
         raise UserError(f"report: {len(run_dirs)} runs, but one page shows at most {MAX_RUNS}; name fewer runs")
-    text = overlay_page([read_run(Path(run_dir)) for run_dir in run_dirs], names=unique_names(run_dirs))
-    with replacing(path) as file:
-        file.write(text.encode())
+    names = [printable(name) for name in unique_names(run_dirs)]
+    write_page(path, overlay_page([read_run(Path(run_dir)) for run_dir in run_dirs], names))
     return path
 
 
@@ -88,7 +86,7 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     """
     chips = ""
     for number, name in enumerate(names, start=1):
-        chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html.escape(name)}</span>'
+        chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html_text(name)}</span>'
     run_curves = []
     for run, name in zip(runs, names, strict=True):
         run_curves.append(RunCurves(name=name, columns=run.metrics.columns))

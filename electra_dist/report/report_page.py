@@ -27,15 +27,15 @@ import yaml
 from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.config import TowerConfig
 from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
-from electra_dist.errors import EXIT_USER_ERROR, UserError
+from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
 from electra_dist.report.curves import write_curves_png
-from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table
+from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table, write_page
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import tiles
 from electra_dist.report.samples_section import samples_section
 from electra_dist.run.folder import REPORT_FILE
 from electra_dist.run.jsonl import Record
-from electra_dist.store.atomic_files import replacing
+from electra_dist.shown_text.escapes import html_text
 
 __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 
@@ -72,14 +72,13 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     text = report_page(read_run(run_dir))
     if path is None:
         path = run_dir / REPORT_FILE
-    with replacing(path) as file:
-        file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
+    write_page(path, text)
     return path
 
 
 def report_page(run: RunRecord) -> str:
     """Return the HTML text of the report of a run; nothing is written. What the run did not record is left out."""
-    name = html.escape(run.name)
+    name = html_text(run.name)
     body = "".join(
         [
             _header(name, run),
@@ -314,7 +313,7 @@ def _config(tree: dict[str, Any]) -> str:
     """Return the section with the text of config.yaml, folded until the reader opens it; empty for an empty tree."""
     if not tree:
         return ""
-    text = yaml.safe_dump(tree, sort_keys=False, width=100)
+    text = yaml.safe_dump(tree, sort_keys=False, width=100)  # it escapes what is not printable ASCII itself
     inner = f"<details><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>"
     return f'<h2>Resolved configuration</h2>\n<div class="card">{inner}</div>\n'
 
@@ -339,7 +338,7 @@ def main(run_dir: str) -> int:
     try:
         write_report(Path(run_dir))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

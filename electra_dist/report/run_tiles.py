@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from electra_dist.report.panels import guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.shown_text.escapes import html_text
 
 Tile = tuple[str, str, str]  # name, value, remark
 
@@ -32,8 +32,8 @@ def tiles(run: RunRecord) -> str:
 def tile_section(all_tiles: Sequence[Tile]) -> str:
     """Return the HTML section that shows the tiles; values and remarks are escaped, names must need no escaping."""
     cells = (
-        f'<div class="tile"><span class="name">{name}</span><span class="value">{html.escape(value)}</span>'
-        f'<span class="more">{html.escape(remark).replace(" %", "&nbsp;%")}</span></div>\n'
+        f'<div class="tile"><span class="name">{name}</span><span class="value">{html_text(value)}</span>'
+        f'<span class="more">{html_text(remark).replace(" %", "&nbsp;%")}</span></div>\n'
         for name, value, remark in all_tiles
     )
     return f'<section class="tiles">\n{"".join(cells)}</section>\n'

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from electra_dist.run.jsonl import Record
 from electra_dist.run.writers.text_samples import CONTINUATION
+from electra_dist.shown_text.escapes import html_text
 
 Token = tuple[str, str, float]  # token of the corpus, token that the discriminator read, its P(replaced)
 
@@ -57,7 +57,7 @@ def _word(tokens: Sequence[Token]) -> str:
     if all(shown == original for original, shown, _probability in tokens):
         return word
     original_word = "".join(original.removeprefix(CONTINUATION) for original, _shown, _probability in tokens)
-    return f"{word} <s>{html.escape(original_word)}</s>"
+    return f"{word} <s>{html_text(original_word)}</s>"
 
 
 def _token(original: str, shown: str, probability: float) -> str:
@@ -72,4 +72,4 @@ def _token(original: str, shown: str, probability: float) -> str:
     opacity_percent = round(_MAX_OPACITY_PERCENT * probability)
     style = f"background:color-mix(in srgb,var(--series-2) {opacity_percent}%,transparent)"
     hint = f"replaced with probability {probability:.2f}"
-    return f'<{tag} title="{hint}" style="{style}">{html.escape(shown.removeprefix(CONTINUATION))}</{tag}>'
+    return f'<{tag} title="{hint}" style="{style}">{html_text(shown.removeprefix(CONTINUATION))}</{tag}>'

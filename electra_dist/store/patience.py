@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from electra_dist.errors import StorageLost, error_line
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ _SLICE_S = 1.0  # a pause is cut into slices, after each of which `on_wait` is c
 def print_line(text: str) -> None:
     """Print a line to stderr; do nothing if stderr is a file on storage that does not respond."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 class Patience:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from electra_dist.errors import StoreExhausted
+from electra_dist.shown_text.escapes import printable
 
 CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
 _Value = TypeVar("_Value")
@@ -105,7 +106,7 @@ class RetryAccount:
             if self._announced:
                 return
             self._announced = True
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
         """Take one retry from the store's budget and return how long to wait before it, in seconds. Thread-safe.

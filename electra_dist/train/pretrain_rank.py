@@ -41,6 +41,7 @@ from electra_dist.run.folder import (
     run_identity,
 )
 from electra_dist.run.lease.run_lease import RunLease, hold_lease
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.train.health.error_relay import report_once, reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
@@ -205,7 +206,7 @@ def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> R
     leases: list[RunLease] = []
 
     def hold() -> None:
-        lease = hold_lease(run_dir, say=lambda line: print(line, flush=True))
+        lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
         try:
             check_run_folder(run_dir, identity, inputs.accept_new_numerics)
             delete_unfinished_files(run_dir)

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
+from electra_dist.shown_text.console import Console, styled
 from launcher.cli.checkpoint_paths import find_checkpoint, find_owner, find_targets
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
@@ -85,7 +86,7 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
     }
 
 
-def _table_row(checkpoint: Found) -> list[str]:
+def _table_row(checkpoint: Found) -> list[str | Text]:
     """Return the row of a checkpoint in the table of `electra-dist checkpoint list`, eight cells.
 
     They are step, attempt (number of the start of the run that saved the checkpoint), time, ranks, ZeRO stage, size,
@@ -95,7 +96,7 @@ def _table_row(checkpoint: Found) -> list[str]:
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
     if manifest is None:
-        status = f"[red]{checkpoint.status}[/red] {checkpoint.note}".strip()
+        status = styled((checkpoint.status, "red"), f" {checkpoint.note}" if checkpoint.note else "")
         return [step, attempt, "", "", "", "", "", status]
     return [
         step,
@@ -207,8 +208,8 @@ def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
 
 def _print_verified(verified: Verified, out: Console) -> None:
     """Print "good" or "BAD" for a checkpoint, its size and the time of reading it, and a line for each fault."""
-    verdict = "[red]BAD[/red] " if verified.faults else "[green]good[/green]"
-    out.print(f"{verdict} {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s")
+    verdict = ("BAD ", "red") if verified.faults else ("good", "green")
+    out.print(styled(verdict, f" {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s"))
     for fault in verified.faults:
         out.print(f"     {fault}")
 

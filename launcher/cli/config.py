@@ -32,7 +32,7 @@ def config(
         if describe:
             row.append(key_description(key))
         table.add_row(*row)
-    open_console(markup=False, soft_wrap=False).print(table)
+    open_console(soft_wrap=False).print(table)
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:

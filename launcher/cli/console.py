@@ -5,39 +5,30 @@ from __future__ import annotations
 import json
 import math
 
-from rich.console import Console
+from electra_dist.shown_text.console import Console
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
 
 
-def open_console(*, markup: bool = True, soft_wrap: bool = True) -> Console:
+def open_console(*, soft_wrap: bool = True) -> Console:
     """Return a console for stdout.
 
     On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
     if the environment asks for colours (FORCE_COLOR), so that other programs can read the lines.
 
     Args:
-        markup: whether tags such as `[red]` in a text set its style; False prints them as they are, for texts with
-            names that users choose.
         soft_wrap: True leaves the breaking of long lines to the terminal, for text. False lets rich break the lines
             within the cells of a table.
     """
-    console = Console(highlight=False, soft_wrap=soft_wrap, markup=markup)
+    console = Console(soft_wrap=soft_wrap)
     if console.file.isatty():
         return console
-    return Console(
-        highlight=False,
-        soft_wrap=soft_wrap,
-        markup=markup,
-        width=_WIDTH_OF_A_PIPE,
-        force_terminal=False,
-        color_system=None,
-    )
+    return Console(soft_wrap=soft_wrap, width=_WIDTH_OF_A_PIPE, force_terminal=False, color_system=None)
 
 
 def print_json(tree: object) -> None:
     """Print a JSON value on stdout, indented by two spaces; NaN and infinities, which JSON lacks, become null."""
-    print(json.dumps(_without_nan(tree), indent=2))
+    print(json.dumps(_without_nan(tree), indent=2).replace("\x7f", "\\u007f"))
 
 
 def _without_nan(tree: object) -> object:

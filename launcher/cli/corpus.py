@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from electra_dist.config_file import load_config
 from electra_dist.corpus.build_console import BuildConsole, summary
@@ -21,6 +20,7 @@ from electra_dist.corpus.report.report_tables import input_table, length_line, p
 from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
+from electra_dist.shown_text.console import Console
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console
@@ -102,7 +102,7 @@ def build(
     total_bytes = sum(file.size for file in files)
     size_text = f"input: {plural(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     left_out = skipped.summary()
-    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True, markup=False)
+    console.print(f"{size_text}; left out: {left_out}" if left_out else size_text, soft_wrap=True)
     if part and vocab is None and not open_store(output, settings.data.endpoint_url).exists(VOCAB_FILE):
         raise UserError(
             f"--part {part}: {output} has no vocab.txt, and each part would train one; train it once with "
@@ -190,7 +190,7 @@ def _print_report(report: BuildReport | None, console: Console) -> None:
     console.print(source_table(report))
     console.print(length_line(report), soft_wrap=True)
     for line in remarks(report):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 @app.command()
@@ -212,10 +212,10 @@ def info(
     _print_report(read_report(store), console)
     console.print(
         f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
-        f"{manifest.num_tokens:,} tokens, vocabulary of {manifest.tokenizer.vocab_size}\n"
-        f"fingerprint {manifest.fingerprint}",
+        f"{manifest.num_tokens:,} tokens, vocabulary of {manifest.tokenizer.vocab_size}",
         soft_wrap=True,
     )
+    console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
 
 
 @app.command()
@@ -235,11 +235,12 @@ def index(
     from electra_dist.corpus.index_shards import index_corpus
 
     manifest = index_corpus(open_store(corpus, endpoint_url), Vocabulary.read(vocab), lowercase=not cased)
-    open_console().print(
+    console = open_console()
+    console.print(
         f"{corpus}: {len(manifest.shards)} shards, {manifest.num_rows:,} rows of {manifest.seq_len}, "
-        f"{manifest.num_tokens:,} tokens\nfingerprint {manifest.fingerprint}",
-        soft_wrap=True,
+        f"{manifest.num_tokens:,} tokens"
     )
+    console.print(f"fingerprint {manifest.fingerprint}")
 
 
 @app.command("python-docs")

@@ -8,7 +8,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.progress import track
 
 from electra_dist.config import Config
@@ -19,6 +18,7 @@ from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run
+from electra_dist.shown_text.console import Console
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson
@@ -95,7 +95,7 @@ def find(
     if as_json:
         print_json(json_tree(result))
     else:
-        print_result(result, open_console(markup=False))
+        print_result(result, open_console())
 
 
 def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:

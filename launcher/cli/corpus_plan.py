@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.config import Config, canonical_json
@@ -23,6 +22,7 @@ from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import cpu
 from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.user_cache import user_cache_folder
@@ -89,7 +89,7 @@ def plan(
     config = load_config(file, overrides or ())
     preparation = load_section(prepare, PrepareConfig) if prepare else None
     files = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True)
     measurement = _Measurement(config, files, vocab, text_field, preparation)
     rates = read_rates(rates_file) if rates_file else measurement.kept_or_new(console, again=measure)
     work = _workload(rates, files, tokens, kept, input_file_mb, machines, cores)
@@ -99,7 +99,7 @@ def plan(
     if as_json:
         print_json(_as_json(planned, rates, prices, hours, num_machines_needed))
         return
-    out = open_console(soft_wrap=False, markup=False)
+    out = open_console(soft_wrap=False)
     out.print(_table(planned, prices))
     for line in _remarks(planned, rates, work, hours, num_machines_needed):
         out.print(line, soft_wrap=True)
@@ -168,8 +168,8 @@ class _Measurement:
             try:
                 return read_rates(path)
             except UserError as error:
-                console.print(f"{error}; measured again", markup=False)
-        console.print(f"measuring the steps of a build for some seconds; the rates are kept in {path}", markup=False)
+                console.print(f"{error}; measured again")
+        console.print(f"measuring the steps of a build for some seconds; the rates are kept in {path}")
         rates = self._measure()
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as out:

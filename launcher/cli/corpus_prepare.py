@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.config_file import load_section
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, UserError
+from electra_dist.shown_text.console import Console
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help
@@ -58,7 +58,6 @@ def prepare(
     out.print(
         f"{config.output}: prepared; next: electra-dist corpus build --input {config.output.rstrip('/')}/documents",
         soft_wrap=True,
-        markup=False,
     )
 
 
@@ -78,7 +77,6 @@ def _run(preparation: Preparation, out: Console) -> None:
         out.print(
             f"{error}; if it ran out of memory, lower executor.workers; run the same command again to continue",
             soft_wrap=True,
-            markup=False,
         )
         raise typer.Exit(EXIT_CRASH) from None
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import track
 
+from electra_dist.shown_text.console import Console
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console
 
@@ -35,4 +35,4 @@ def stats(
 
     name = corpus.rstrip("/").rpartition("/")[2]
     path = write_stats_page(open_store(corpus, endpoint_url), name, output, progress)
-    open_console(markup=False).print(str(path))
+    open_console().print(str(path))

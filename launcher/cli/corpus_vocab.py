@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra_dist.config import Config, canonical_json
@@ -20,6 +19,7 @@ from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, deco
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
 from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.errors import UserError
+from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary

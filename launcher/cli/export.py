@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from electra_dist.checkpoint.checkpoint_stores import owner_of
 from electra_dist.errors import UserError
@@ -21,6 +21,7 @@ from electra_dist.run.folder import (
     open_run,
     read_identity,
 )
+from electra_dist.shown_text.console import Console, styled
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console
 from launcher.cli.finetune import progress_bar
@@ -73,7 +74,8 @@ def export(
     out = open_console()
     steps = ", ".join(f"{step:,}" for step in exported.steps)
     weights = f"at step {steps}" if num_averaged == 1 else f"mean of the steps {steps}"
-    out.print(f"\n[bold]{run}[/bold] {weights}")
+    out.print()
+    out.print(styled((str(run), "bold"), f" {weights}"))
     out.print(f"  report         {run / REPORT_FILE}")
     out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
     for model_name, folder in exported.folders.items():
@@ -84,7 +86,7 @@ def export(
     discriminator = exported.folders["discriminator"]
     load_model = f"from transformers import AutoModel; print(AutoModel.from_pretrained('{discriminator}'))"
     out.print(f'  python -c "{load_model}"')
-    out.print(f"  electra-dist finetune --model {discriminator} --task cola --data GLUE")
+    out.print(f"  electra-dist finetune --model {shlex.quote(str(discriminator))} --task cola --data GLUE")
 
 
 def _parse_checkpoint(text: str) -> Choice:
@@ -144,7 +146,8 @@ def report(
     """
     for run in runs:
         _check_local_checkpoints(run)
+    out = open_console()
     if len(runs) == 1:
-        print(write_report(runs[0], output))
+        out.print(str(write_report(runs[0], output)))
     else:
-        print(write_overlay(runs, output or Path(OVERLAY_FILE)))
+        out.print(str(write_overlay(runs, output or Path(OVERLAY_FILE))))

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from electra_dist.errors import UserError
+from electra_dist.shown_text.console import Console
+from electra_dist.shown_text.escapes import printable
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help
@@ -258,7 +259,7 @@ def progress_bar(out: Console) -> Iterator[Report]:
         restarts when the name changes.
     """
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -272,9 +273,9 @@ def progress_bar(out: Console) -> Iterator[Report]:
 
         def report(activity: str, done: int, total: int) -> None:
             """Show how many parts of an activity are done; restart the bar when the activity changes."""
-            shown_activity = bar.tasks[0].description
-            if shown_activity != activity:
-                bar.reset(bar_id, description=activity)
+            description = printable(activity)
+            if bar.tasks[0].description != description:
+                bar.reset(bar_id, description=description)
             bar.update(bar_id, completed=done, total=total)
 
         yield report

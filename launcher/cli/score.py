@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from electra_dist.errors import StoreMissing, UserError
 from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
+from electra_dist.shown_text.console import Console
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import readable
 from launcher.cli.finetune import Tower, TowerOption, progress_bar
 
@@ -98,6 +99,7 @@ def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: b
         as_json: whether to print JSON, which always has the values of the tokens.
         rank: rank of the text in its group; None if texts are not ranked.
     """
+    is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
     if as_json:
         record = {"line": line.line, "text": line.text, "score": text_score.score}
         if rank is not None:
@@ -107,11 +109,12 @@ def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: b
             "log_probs": text_score.log_probs,
             "replaced_probability": text_score.replaced_probability,
         }
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+        print(json.dumps(record, ensure_ascii=is_for_people), flush=True)
         return
-    print(f"{text_score.score:.4f}\t{line.text}", flush=True)
+    print(f"{text_score.score:.4f}\t{printable(line.text) if is_for_people else line.text}", flush=True)
     if tokens:
         values = text_score.replaced_probability
         if values is None:
             values = text_score.log_probs
-        print("\t" + " ".join(f"{token}:{value:.3f}" for token, value in zip(text_score.tokens, values, strict=True)))
+        tokens_text = " ".join(f"{token}:{value:.3f}" for token, value in zip(text_score.tokens, values, strict=True))
+        print("\t", printable(tokens_text) if is_for_people else tokens_text, sep="")

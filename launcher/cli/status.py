@@ -28,6 +28,6 @@ def status(
     if as_json:
         print_json(json_object(snapshot))
         return
-    out = open_console(markup=False)
+    out = open_console()
     for line in page_lines(snapshot):
         out.print(line)

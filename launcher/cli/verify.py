@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
@@ -27,6 +26,7 @@ from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
+from electra_dist.shown_text.console import Console
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson

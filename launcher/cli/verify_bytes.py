@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
@@ -33,6 +32,7 @@ from electra_dist.data.phases.run_corpora import open_run_corpora
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
 from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity, recorded_fingerprints
+from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -82,7 +82,7 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
         tree = {"path": path, "good": not bad, "counts": counts, "bytes": size_bytes, "bad": list(map(asdict, bad))}
         print_json(tree)
     else:
-        out = open_console(markup=False)
+        out = open_console()
         for part in bad:
             for fault in part.faults:
                 out.print(f"BAD: {part.url}: {fault}")

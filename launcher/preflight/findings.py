@@ -16,11 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from rich.console import Console
 from rich.table import Table
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.run.node_strikes import Strike
+from electra_dist.shown_text.console import Console, styled
+from electra_dist.shown_text.escapes import printable
 
 JOB = ""  # value of `Finding.node` for a finding that concerns no single node
 
@@ -98,14 +99,13 @@ def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
     """Print the findings: as a coloured table if `stream` is a terminal, otherwise one plain line for each."""
     if not stream.isatty():
         for finding in findings:
-            print(_plain(finding), file=stream, flush=True)
+            print(printable(_plain(finding)), file=stream, flush=True)
         return
     table = Table("", "node", "device", "what", "next step")
     for finding in findings:
-        colour = _COLOURS[finding.severity]
-        severity = f"[{colour}]{finding.severity}[/]"
+        severity = styled((finding.severity, _COLOURS[finding.severity]))
         table.add_row(severity, finding.node or "all", finding.device, finding.what, finding.next_step)
-    Console(file=stream, highlight=False).print(table)
+    Console(file=stream).print(table)
 
 
 def as_json(findings: Iterable[Finding], node: str) -> str:

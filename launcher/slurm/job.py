@@ -25,6 +25,7 @@ from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger, start_identity
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from launcher.slurm.job_verdict import JobEnd, decide
 
@@ -161,7 +162,7 @@ def end(args: argparse.Namespace) -> None:
         verdict=verdict.action,
         why=verdict.why,
     )
-    print(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}")
+    print(printable(f"{verdict.action}|{verdict.exit_code}|{','.join(excluded)}|{verdict.why}"))
 
 
 def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:

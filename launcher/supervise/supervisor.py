@@ -44,6 +44,7 @@ from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of
@@ -128,7 +129,7 @@ class Supervisor:
         return take_lease(
             self._run_dir,
             "supervisor",
-            say=lambda line: print(f"supervise: {line}", flush=True),
+            say=lambda line: print(printable(f"supervise: {line}"), flush=True),
             patience_s=_TAKE_OVER_S if session else 0.0,
             give_up=lambda: self._signals.number != 0,
         )

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.run.folder import supervise_log
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import writable
 
 
@@ -33,11 +34,13 @@ class Log:
         If the log file cannot be written (full disk), prints the reason to stdout and raises nothing.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        print(f"supervise: {text}", flush=True)
+        print(printable(f"supervise: {text}"), flush=True)
         try:
-            os.write(self._file, f"{now} {text}\n".encode())
+            os.write(self._file, f"{now} {printable(text)}\n".encode())
         except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
             print(
-                f"supervise: the log file cannot be written ({error.strerror}); free space in the run folder",
+                printable(
+                    f"supervise: the log file cannot be written ({error.strerror}); free space in the run folder"
+                ),
                 flush=True,
             )

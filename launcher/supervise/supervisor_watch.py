@@ -24,6 +24,7 @@ from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.run.process_identity import ProcessIdentity, is_running, this_process
+from electra_dist.shown_text.escapes import printable
 
 _GRACE_S = 120.0  # how long the rank may take to save and end
 _POLL_S = 1.0  # between two looks at the supervisor, on a kernel without pidfd_open (before Linux 5.3)
@@ -68,7 +69,7 @@ def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:
 def _end_with(supervisor: ProcessIdentity, rank: int) -> None:
     """Wait for the end of the supervisor, then stop this process. The body of the thread."""
     _wait_for_end(supervisor)
-    print(f"rank {rank}: its supervisor (pid {supervisor.pid}) has ended; saving and stopping", flush=True)
+    print(printable(f"rank {rank}: its supervisor (pid {supervisor.pid}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):
         os._exit(EXIT_STOPPED)  # The training has not begun.
     os.kill(os.getpid(), signal.SIGTERM)

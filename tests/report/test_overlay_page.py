@@ -7,7 +7,9 @@ folders of two runs.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from electra_dist.errors import UserError
 from electra_dist.report import html_parts
 from electra_dist.report.overlay_page import unique_names, write_overlay
 from electra_dist.report.panels import PANELS
+from electra_dist.report.report_page import write_report
 from electra_dist.run.step_records import EvalRecord, StepRecord
 from electra_dist.run.writers.metrics_writer import MetricsWriter
 from launcher.cli.main import app
@@ -101,3 +104,19 @@ def test_the_command_writes_one_page_for_one_run_and_one_for_several(
     assert "2 runs" in (tmp_path / "runs_report.html").read_text()
     assert elsewhere.output.split() == ["here.html"]
     assert (tmp_path / "here.html").exists()
+
+
+def test_folders_whose_names_are_no_utf8_or_hold_controls_are_shown_escaped(runs: list[Path], tmp_path: Path) -> None:
+    folders = [tmp_path / os.fsdecode(b"run-\xff"), tmp_path / "run-\x1b]0;x\x07\u202e$_{"]
+    for folder in folders:
+        shutil.copytree(runs[0], folder)
+
+    texts = [write_overlay(folders, tmp_path / "page.html").read_bytes().decode()]
+    texts += [write_report(folder).read_bytes().decode() for folder in folders]
+    result = CliRunner().invoke(app, ["report", str(folders[0])])
+    texts.append(result.output)
+
+    assert all(text.replace("\n", "").isprintable() for text in texts)
+    assert texts[0].count("run-\\udcff") >= 2 and "run-\\x1b]0;x\\x07\\u202e$_{" in texts[0]
+    assert "run-\\udcff" in texts[1] and "run-\\x1b]0;x" in texts[2]
+    assert result.exit_code == 0 and "run-\\udcff/report.html" in texts[3]

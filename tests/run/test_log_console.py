@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.errors import UserError
 from electra_dist.run.step_records import EvalRecord, StepRecord
@@ -19,6 +21,7 @@ from electra_dist.run.writers.log_console import (
     format_header,
     format_line,
 )
+from launcher.supervise.supervisor_log import Log
 
 GOLDEN_LINES = Path(__file__).parent / "golden" / "lines.txt"
 TOTAL_STEPS = 400_000
@@ -154,3 +157,20 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path: Path):
 
     with pytest.raises(UserError, match=r"log\.txt: cannot be written"):
         Console(tmp_path, total_steps=1, start_step=0, stream=io.StringIO())
+
+
+def test_a_line_with_text_of_others_is_one_line_without_controls_in_the_log_and_on_the_terminal(
+    tmp_path: Path,
+) -> None:
+    name = os.fsdecode(b"shard-\xff.tar")
+    stream = io.StringIO()
+    console = Console(tmp_path, TOTAL_STEPS, 0, stream)
+    console.note(f"{name}: {HOSTILE}")
+    console.close()
+    log = Log(tmp_path, 0)
+    log(f"{name}: {HOSTILE}")
+
+    assert stream.getvalue() == f"shard-\\udcff.tar: {SHOWN}\n"
+    for file in ("log.txt", "supervise-0.log"):
+        [line] = (tmp_path / file).read_text().splitlines()
+        assert line.endswith(f"shard-\\udcff.tar: {SHOWN}")

@@ -19,6 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from electra_dist.corpus.text_decoding import RawDocument, name_of_value
+from electra_dist.shown_text.escapes import printable
 
 _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
@@ -46,8 +47,7 @@ class NoTextColumn(Exception):
 
 def _short_name(column: str) -> str:
     """Return the name of a column, cut to 40 characters; other characters than printable ones appear as escapes."""
-    shown = column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "..."
-    return shown if shown.isprintable() else ascii(shown)
+    return printable(column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "...")
 
 
 def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[RawDocument]:

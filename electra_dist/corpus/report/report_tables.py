@@ -91,7 +91,7 @@ def remarks(report: BuildReport) -> list[str]:
         names = report.skipped_names.get(reason, [])
         if names:
             number = sum(report.inputs_skipped[reason].values())
-            shown = ", ".join(_printable(name) for name in names[:_NAMES_SHOWN])
+            shown = ", ".join(names[:_NAMES_SHOWN])
             more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
             lines.append(f"left out, {SKIP_REASONS[reason]}: {shown}{more}")
     undecodable = report.undecodable
@@ -112,8 +112,3 @@ def remarks(report: BuildReport) -> list[str]:
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: "1 file", "1,024 files"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _printable(name: str) -> str:
-    """Return the name of a file on one line; control characters and bytes that are not UTF-8 appear as escapes."""
-    return name if name.isprintable() else ascii(name)

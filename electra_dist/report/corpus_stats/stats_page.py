@@ -10,7 +10,6 @@ and documents. Without side files, it does not name the documents of the sample 
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.report.corpus_stats.bar_diagram import draw_bars
 from electra_dist.report.corpus_stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
-from electra_dist.report.html_parts import now, page, percent, table
+from electra_dist.report.html_parts import now, page, percent, table, write_page
 from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.report.run_tiles import Tile, tile_section
 from electra_dist.run.number_formats import format_count
-from electra_dist.store.atomic_files import replacing
+from electra_dist.shown_text.escapes import html_text
 from electra_dist.store.interface import Store
 
 _NOT_STATED = "not stated"
@@ -54,8 +53,7 @@ def write_stats_page(
     report = read_report(store)
     figures = read_row_figures(store, manifest, vocabulary, open_origins(store, manifest), progress)
     text = stats_page(name, manifest, report, figures)
-    with replacing(path) as file:
-        file.write(text.encode("utf-8", "replace"))
+    write_page(path, text)
     return path
 
 
@@ -68,7 +66,7 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
         report: content of the corpus's build.json; None if the corpus has no build.json.
         figures: counts over the rows of the corpus.
     """
-    title = html.escape(name)
+    title = html_text(name)
     short_names = _short_names(report)
     body = [
         f'<header><h1>Corpus {title}</h1><p style="overflow-wrap:anywhere">Fingerprint {manifest.fingerprint}. '
@@ -243,14 +241,14 @@ def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> st
     """
     paragraphs = ""
     for sample in samples:
-        paragraphs += f"<p><b>{html.escape(sample.shard)} row {sample.row}</b></p>\n"
+        paragraphs += f"<p><b>{html_text(sample.shard)} row {sample.row}</b></p>\n"
         for number, text in enumerate(sample.texts):
             origin = ""
             if number < len(sample.documents):
                 document = sample.documents[number]
                 source = short_names.get(document.source, document.source)
-                origin = f"<i>{html.escape(source)}: {html.escape(document.document)}</i><br>"
+                origin = f"<i>{html_text(source)}: {html_text(document.document)}</i><br>"
             shown = text if len(text) <= _SAMPLE_CHARACTERS else text[:_SAMPLE_CHARACTERS] + " ..."
-            paragraphs += f"<p>{origin}{html.escape(shown)}</p>\n"
+            paragraphs += f"<p>{origin}{html_text(shown)}</p>\n"
     note = "Evenly spaced rows of the corpus, with the text that is left after tokenization."
     return f'<h2>Samples</h2>\n<div class="card samples">\n{paragraphs}</div>\n<p class="note">{note}</p>\n'

@@ -22,13 +22,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from electra_dist.errors import UserError
 from electra_dist.run.folder import LOG_FILE
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.run.step_records import EvalRecord, StepRecord
+from electra_dist.shown_text.console import Console as Terminal
+from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import store_error
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 
@@ -112,12 +113,12 @@ class Console:
 
         A line that a full disk refuses is lost, in log.txt and where stdout is a file; the run goes on.
         """
-        self._write_to_log(text)
+        self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:
-                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._progress.console.print(text, soft_wrap=True)
             else:
-                print(text, file=self._stream, flush=True)
+                print(printable(text), file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
         """Write a line to log.txt, and above it how many lines its disk has refused before, if any."""

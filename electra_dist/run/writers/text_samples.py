@@ -23,6 +23,7 @@ from electra_dist.run.folder import SAMPLES_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.record_checks import samples_fault
 from electra_dist.run.record_stream import newest_record
+from electra_dist.shown_text.escapes import markdown_text
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 
@@ -91,15 +92,10 @@ def replaced_words_table(samples: Sequence[TextSample]) -> str:
         text = ""
         rows = ["| original | shown | probability of replaced |", "| --- | --- | --: |"]
         for original, shown, probability in zip(sample.original, sample.shown, sample.replaced_probability):
-            piece = _escaped(shown.removeprefix(CONTINUATION))
+            piece = markdown_text(shown.removeprefix(CONTINUATION))
             if shown != original:
                 piece = f"**{piece}**"
-                rows.append(f"| {_escaped(original)} | {_escaped(shown)} | {probability:.2f} |")
+                rows.append(f"| {markdown_text(original)} | {markdown_text(shown)} | {probability:.2f} |")
             text += piece if shown.startswith(CONTINUATION) else f" {piece}"
         parts.append("\n".join([text.strip(), "", *rows]))
     return "\n\n".join(parts)
-
-
-def _escaped(token: str) -> str:
-    """Return a token with backslashes before the characters that Markdown would take as its own."""
-    return "".join(f"\\{character}" if character in "\\`*_{}[]<>()#+-.!|~" else character for character in token)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import checkpoints as small
 from support import s3_server
+from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner, Result
 
 from electra_dist.checkpoint.checkpoint_manifest import MANIFEST, SET_ASIDE, committed, folder_name, set_aside
@@ -252,3 +253,9 @@ def test_a_run_folder_whose_checkpoints_another_run_has_written_is_refused(
             call(*arguments)
         assert "\n" not in str(refusal.value)
     assert store.list() == keys
+
+
+def test_the_reason_of_another_why_a_checkpoint_is_set_aside_is_shown_escaped(run: tuple[str, list[Store]]) -> None:
+    path, targets = run
+    set_aside(targets[0], folder_name(20, 1), HOSTILE)
+    assert_shown(call("list", path))

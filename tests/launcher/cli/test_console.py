@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
 from electra_dist.errors import EXIT_STOPPED, error_line
@@ -119,3 +120,21 @@ def test_every_form_of_a_time_limit_is_accepted(limit: str, tiny_config: MakeCon
     arguments = ["submit", "--config", str(tiny_config()), "--nodes", "1", "--gpus-per-node", "1", "--time", limit]
     accepted = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert accepted.exit_code == 0 and f"#SBATCH --time={limit}" in accepted.stdout
+
+
+def test_keys_and_values_of_a_config_of_others_are_shown_escaped(tiny_config: MakeConfig) -> None:
+    config = tiny_config(**{"cluster.notify": HOSTILE, "corpus.licences": {HOSTILE: HOSTILE}})
+    result = CliRunner().invoke(app, ["config", str(config)])
+    assert result.exit_code == 0, result.output
+    assert_shown(result.output, times=3)
+    assert CliRunner().invoke(app, ["resolve", str(config)]).output.replace("\n", "").isprintable()
+
+
+def test_an_unknown_key_that_holds_controls_is_quoted_escaped(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["electra-dist", "config", str(tiny_config(**{"model.[/]\x1b[2J\u202e": 1}))])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 78
+    assert "unknown key `model.[/]\\x1b[2J\\u202e`" in capsys.readouterr().err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import webdataset
 import yaml
+from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
@@ -172,3 +174,30 @@ def test_bad_input_gives_one_line_and_writes_nothing(
         run("build", *(part for option in options.items() for part in option))
     assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
+
+
+def test_names_and_licences_of_others_are_shown_escaped_by_build_info_and_find(
+    config: Path, prose: Callable[[int, int], list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    source = folder / f"{HOSTILE.replace('/', '')}"
+    source.mkdir(parents=True)
+    (source / "a.txt").write_text("\n\n".join(prose(60, 1)))
+    (source / "gone[bold]\x1b[2J.txt").symlink_to(tmp_path / "missing.txt")
+    (folder / os.fsdecode(b"b-\xff\x1b[2J.txt")).write_text("more text")
+    output = tmp_path / "corpus"
+
+    built = run("build", "--input", folder, "--output", output, "--config", config, "--workers", 1)
+    report = json.loads((output / "build.json").read_text())
+    report["sources"] = {HOSTILE: {**next(iter(report["sources"].values())), "licence": HOSTILE}}
+    report["files_read"][HOSTILE] = {"files": 1, "bytes": 1}
+    report["skipped_names"]["broken_link"].append(HOSTILE)
+    (output / "build.json").write_text(json.dumps(report))
+    shown = run("info", output)
+    sources = run("find", output, "--source", HOSTILE)
+
+    for text in (built, shown, sources):
+        assert text.replace("\n", "").isprintable(), ascii(text)
+    assert "gone[bold]\\x1b[2J.txt" in built
+    assert_shown(shown, times=4)
+    assert_shown(sources)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
 from electra_dist.config import ClusterConfig
@@ -354,3 +355,23 @@ def test_one_step_that_waited_for_storage_does_not_set_the_remaining_time(run: P
     pulse.beat("step", 12)
     assert "eta 16s" in next(line for line in shown(run) if line.startswith("  step"))
     assert json_object(take_snapshot(run))["eta_s"] == pytest.approx(16.0)
+
+
+def test_text_of_others_reaches_the_terminal_escaped_and_on_the_line_that_it_is_in(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasons of jobs and strikes, names of nodes, and what Slurm answers."""
+    queue(
+        monkeypatch,
+        dataclasses.replace(WAITING, reason=HOSTILE),
+        out=(NodeOut(node=HOSTILE, state="down", reason=HOSTILE),),
+    )
+    add_strike(run, Strike(time=NOW, node=HOSTILE, device="", reason=HOSTILE, by="preflight"))
+    (run / "slurm" / "submission-0001.sh").write_text(f"#!/bin/bash\n# submit {HOSTILE}\n")
+    end = event("end", job="7", restart=0, nodes=HOSTILE, ledger_events=9, verdict="stop", why=HOSTILE)
+    begin = event("begin", job=HOSTILE, restart=0, nodes=HOSTILE, ledger_events=0)
+    write(run / "slurm" / "jobs.jsonl", [begin, end])
+    ledger(run, event("crash", step=12, attempt=1, why=HOSTILE))
+    result = CliRunner().invoke(app, ["status", str(run)])
+    assert result.exit_code == 0, result.output
+    assert_shown(result.output, times=5)

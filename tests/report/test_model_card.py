@@ -1,0 +1,47 @@
+"""Text of others in a model card stays text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from support.checkpoints import state_at
+from support.hostile_text import HOSTILE, SHOWN
+
+from electra_dist.config_file import load_config
+from electra_dist.pretrained.export_run import Export
+from electra_dist.report.model_card import model_card
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def export(*changes: str, fingerprint: str = "c" * 64) -> Export:
+    config = load_config(CONFIGS / "demo_cpu.yaml", changes)
+    state = state_at(step=50, corpus_fingerprint=fingerprint)
+    return Export(config=config, state=state, steps=(50,), folders={"discriminator": Path("discriminator")})
+
+
+def test_text_of_others_is_plain_text_of_the_card() -> None:
+    """They are names and licences of build.json and environment.json, a fingerprint, and the name of the folder."""
+    phases = [{"from_step": 0, "fingerprint": HOSTILE, "rows": 100, "tokens": 1000}]
+    phases.append({**phases[0], "from_step": 20})
+    sources = {f"/data/<b>{HOSTILE}": {"tokens": 5, "licence": "[x](javascript:alert(1)) <script>`|\r\n"}}
+    sources |= {"a\n\n# b": {"tokens": 5, "licence": HOSTILE}}
+    versions = {HOSTILE: "2 | <img src=x onerror=y>", "torch": "[2](data:text/html,x)"}
+    card = model_card("discriminator", f"run {HOSTILE}", export(), [], versions, phases=phases, sources=sources)
+    alone = model_card("discriminator", HOSTILE, export(fingerprint=HOSTILE), records=[], versions={})
+
+    for page in (card, alone):
+        assert page.replace("\n", "").isprintable()
+        body = page.split("---\n", 2)[2]
+        tokens = MarkdownIt("commonmark").enable("table").parse(body)
+        inline = [child for token in tokens for child in token.children or []]
+        assert {child.type for child in inline} <= {"text", "text_special", "code_inline", "link_open", "link_close"}
+        links = [child.attrs["href"] for child in inline if child.type == "link_open"]
+        assert links == ["https://arxiv.org/abs/2003.10555"]
+        assert not [token for token in tokens if token.type == "html_block"]
+        headings = [token.tag for token in tokens if token.type == "heading_open"]
+        assert headings.count("h1") == 1
+    assert SHOWN in "".join(text.content for text in inline)
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert any("not stated" not in row and "&lt;script&gt;" in row for row in rows)
