@@ -22,6 +22,7 @@ import yaml
 
 from electra_dist.config import ModelConfig
 from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
+from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.errors import UserError
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
@@ -225,9 +226,10 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
     if tokens is not None:
         rows.append(("tokens", f"{format_count(tokens)}, padding not counted"))
     flops = run_flops(config, state.step)
+    _, peak = peak_learning_rate(config.train.num_steps, config.optimizer)
     rows += [
         ("training FLOPs", f"{flops:.3g}, matrix products only, forward and backward"),
-        ("learning rate", f"{config.optimizer.lr:g} at its peak, {config.optimizer.warmup_steps:,} steps of warm-up"),
+        ("learning rate", f"{peak:g} at its peak, {config.optimizer.warmup_steps:,} steps of warm-up"),
         ("precision", config.train.precision),
         ("seed", str(config.seed)),
     ]

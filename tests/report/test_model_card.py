@@ -1,9 +1,11 @@
-"""Text of others in a model card stays text."""
+"""The model card is made of the run's own figures, and text of others in it stays text."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pytest
 from markdown_it import MarkdownIt
 from support.checkpoints import state_at
 from support.hostile_text import HOSTILE, SHOWN
@@ -19,6 +21,28 @@ def export(*changes: str, fingerprint: str = "c" * 64) -> Export:
     config = load_config(CONFIGS / "demo_cpu.yaml", changes)
     state = state_at(step=50, corpus_fingerprint=fingerprint)
     return Export(config=config, state=state, steps=(50,), folders={"discriminator": Path("discriminator")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak"),
+    [
+        # The largest of lr * min(1, t / 100) * (1 - t / 1000) ** power over all t, computed one by one below.
+        (["optimizer.lr=0.001"], None),
+        (["optimizer.lr=0.001", "optimizer.warmup_steps=900"], None),
+        (["optimizer.lr=0.001", "optimizer.decay_power=0"], 0.001),
+        (["optimizer.lr=0.001", "optimizer.shape=trapezoid", "optimizer.decay_steps=100"], 0.001),
+    ],
+)
+def test_the_peak_of_the_learning_rate_is_the_largest_that_a_step_has(changes: list[str], peak: float | None) -> None:
+    given = export("train.num_steps=1000", "optimizer.warmup_steps=100", *changes)
+    optimizer = given.config.optimizer
+    if peak is None:
+        warmup, power = optimizer.warmup_steps, optimizer.decay_power
+        peak = max(0.001 * min(1, t / warmup) * (1 - t / 1000) ** power for t in range(1000))
+        assert peak < 0.001
+    card = model_card("discriminator", "run", given, records=[], versions={})
+    [shown] = [line.split("|")[2].split()[0] for line in card.splitlines() if line.startswith("| learning rate |")]
+    assert math.isclose(float(shown), peak, rel_tol=1e-5)
 
 
 def test_text_of_others_is_plain_text_of_the_card() -> None:
