@@ -158,7 +158,7 @@ def job_name(run_dir: Path) -> str:
     """
     # Only characters that need no quoting in a shell or in an option of Slurm are kept.
     readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()
     return f"{readable_name}-{digest[:8]}"
 
 

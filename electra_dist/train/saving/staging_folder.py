@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
         run_dir: the run folder; a relative path is made absolute first.
         node_folder: the folder of this node's cache, in which the staging folders are.
     """
-    digest = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:_NAME_CHARACTERS]
+    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:_NAME_CHARACTERS]
     return node_folder / STAGING_DIR / f"{node_name()}-{digest}"
 
 
