@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from electra_dist.config import Config, Section
 from electra_dist.config_layers import Tree, find_config_file, merge, read_layers, read_yaml
+from electra_dist.config_sections.secrets import without_secrets
 from electra_dist.errors import UserError
 from electra_dist.schedule import NUMBER_TAG, SCHEDULE_TAG
 
@@ -190,7 +191,7 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
     is_section = isinstance(first["input"], (dict, BaseModel))
     if is_section and first["type"] == _RAISED_BY_CHECK:
         return f"{key}{reason}"  # A check of a whole section; its message names the values and the next step.
-    value = "" if is_section else f", not {first['input']!r}"
+    value = "" if is_section else f", not {without_secrets(first['input'], '.'.join(location))!r}"
     return f"{key}{reason}{value}; correct the value{_meaning(root, location)}"
 
 

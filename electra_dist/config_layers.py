@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import UserError
 
 Tree = dict[str, Any]
@@ -251,14 +252,15 @@ def parse_override(text: str) -> Tree:
     """
     key, equals, value = text.partition("=")
     key = key.strip()
+    [shown] = without_secret_arguments([text])
     if not equals or not key:
-        raise UserError(f"--set {text}: expected key.path=value; write for example --set train.micro_batch=32")
+        raise UserError(f"--set {shown}: expected key.path=value; write for example --set train.micro_batch=32")
     try:
         tree: Any = parse_yaml(value)
     except _DuplicateKey as error:
-        raise UserError(f"--set {text}: {error.problem}; keep one of the two") from None
+        raise UserError(f"--set {shown}: {error.problem}; keep one of the two") from None
     except yaml.YAMLError:
-        raise UserError(f"--set {text}: the value is not valid YAML; put the value in quotes") from None
+        raise UserError(f"--set {shown}: the value is not valid YAML; put the value in quotes") from None
     # Wrap the value in mappings, from the innermost key outwards.
     for part in reversed(key.split(".")):
         tree = {part: tree}

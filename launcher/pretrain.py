@@ -17,6 +17,7 @@ from typing import NoReturn
 from electra_dist.config import ClusterConfig, Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
+from electra_dist.config_sections.secrets import whole_overrides, without_secret_arguments
 from electra_dist.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -49,11 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stopped on request or for lack of storage, or 78 for a user's error.
     """
     args = _parse(argv)
+    overrides = whole_overrides(args.set)
+    # Every record of the command line is made from sys.argv, also those of tracking services.
+    sys.argv[1:] = without_secret_arguments(sys.argv[1:])
     is_first_rank = int(os.environ.get("RANK", "0")) == 0
     try:
         # The config is read with the default limit, because the config's own limit is not known before.
         default_patience = Patience(ClusterConfig().storage_patience_s)
-        config = default_patience.call(lambda: load_config(args.config, args.set))
+        config = default_patience.call(lambda: load_config(args.config, overrides))
         patience = Patience(0.0 if args.dry_run else config.cluster.storage_patience_s)
         if not patience.call(lambda: is_run_folder(Path(config.run_dir))):
             check_new_run(config)

@@ -39,7 +39,7 @@ from electra_dist.compare.score_tables import Failure, score_failures
 from electra_dist.config_file import dump_yaml
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
 from electra_dist.train.input_checks import check_inputs
 
 Note = Callable[[str], None]  # called with one line of text for the user
@@ -95,7 +95,7 @@ class Comparison:
         manifest = inputs.corpus.manifest
         _replace_file(self.folder / manifest.tokenizer.vocab_file, inputs.vocabulary.text.encode())
         for cell in self.plan.cells:
-            _replace_file(cell.file, dump_yaml(cell.config).encode())
+            _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
         self._scores = Scores(self.folder / "scores", manifest.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # is missing or cannot be scored, as in "rtd-seed1 500".
@@ -314,7 +314,7 @@ def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
     return f"{entry}-seed{cell.seed} {step}"
 
 
-def _replace_file(path: Path, data: bytes) -> None:
+def _replace_file(path: Path, data: bytes, permissions: int = SHARED) -> None:
     """Write a whole file in place of an existing one; readers see either the old content or the new one."""
-    with replacing(path) as file:
+    with replacing(path, permissions=permissions) as file:
         file.write(data)

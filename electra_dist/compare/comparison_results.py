@@ -23,6 +23,7 @@ from electra_dist.compare.significance import (
     markdown_differences,
     paired_difference,
 )
+from electra_dist.config_sections.secrets import without_secrets
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.shown_text.escapes import markdown_code, markdown_text
 
@@ -99,7 +100,7 @@ class ComparisonResults:
         tree = {
             "command": self._command,
             "budget_flops": self._plan.budget_flops,
-            "config": self._compare.model_dump(mode="json"),
+            "config": without_secrets(self._compare.model_dump(mode="json")),
             "runs": [_describe_run(cell) for cell in self._plan.cells],
             "table": [dataclasses.asdict(row) for row in self.rows],
             "scores": [dataclasses.asdict(score) for score in self._scores],

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from electra_dist.config_sections.secrets import HIDDEN
 from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
 
 
@@ -229,8 +230,19 @@ class ClusterConfig(Section):
         description="Shell command that the supervisor runs when the run is done, needs a person (exit codes 69 and "
         "78) or makes no progress. It reads the environment variables ELECTRA_DIST_RUN_DIR, ELECTRA_DIST_EVENT (done, "
         "unhealthy, error or no_progress), ELECTRA_DIST_REASON and ELECTRA_DIST_EXIT_CODE. It is stopped after 30 s, "
-        "and its failure changes nothing. Unset: no command is run.",
+        "and its failure changes nothing. Unset: no command is run. Records of the run hide the command, because it "
+        "may hold a secret; RUN/config.yaml, which holds it, can be read by its owner alone. A command line is shown "
+        "to all users of a machine: write a secret into a file that the command reads, or set the key in the YAML "
+        "file.",
     )
+
+    @field_validator("notify")
+    @classmethod
+    def _is_a_command(cls, command: str | None) -> str | None:
+        """Return the command; raise ValueError for the text that takes its place in a recorded command line."""
+        if command == HIDDEN:
+            raise ValueError("a record has this text in place of the command; write the command itself")
+        return command
 
 
 class PlanConfig(Section):

@@ -21,6 +21,7 @@ from electra_dist.analysis.metric_columns import MetricColumns
 from electra_dist.analysis.wall_time.goodput import Goodput, goodput
 from electra_dist.config import Config
 from electra_dist.config_layers import read_yaml
+from electra_dist.config_sections.secrets import without_secrets
 from electra_dist.errors import UserError
 from electra_dist.model.parameter_counts import ParameterCounts, parameter_counts
 from electra_dist.report.curve_points import RunCurves, columns_of
@@ -31,7 +32,6 @@ from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
 from electra_dist.run.writers.text_samples import read_newest_samples
-from electra_dist.tracking.settings import without_secrets
 
 RECENT_RECORDS = 20  # newest training records that are kept whole; the report averages over them
 _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides those of the diagrams
@@ -193,7 +193,8 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
     file = run_dir / CONFIG_FILE
     if not file.exists():
         return {}
-    return without_secrets(read_yaml(file))
+    tree: dict[str, Any] = without_secrets(read_yaml(file))
+    return tree
 
 
 def _config(run_dir: Path) -> Config | None:

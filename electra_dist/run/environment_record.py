@@ -2,8 +2,9 @@
 
 Before that, refuse an environment in which the run would compute something else, or on a CPU in place of GPUs.
 
-Guarantee: the file holds no user name and no environment variable. It does name the hosts and the command line of rank
-0, so that a run can be traced; a report, which may be passed on, shows neither.
+Guarantee: the file holds no user name and no environment variable. It does name the hosts and, without its secrets,
+the command line of rank 0, so that a run can be traced; a report, which may be passed on, shows neither. Only the
+owner of the run may read the file.
 
 Cost: some 70 ms with torch already imported.
 
@@ -27,12 +28,13 @@ from typing import Any
 
 import psutil
 
+from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import NodeError, UserError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.run.record_checks import environment_fault
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import PRIVATE, replacing
 from electra_dist.store.json_file import read_json_object
 from electra_dist.version import DEEPSPEED, VERSION
 
@@ -231,7 +233,7 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
         "system": f"{platform.system()} {platform.machine()}",
         "world_size": world_size,
         "commit": commit(),
-        "command": sys.argv,
+        "command": without_secret_arguments(sys.argv),
         "hosts": dict(Counter(hosts)),
     }
     if corpus is not None:
@@ -255,7 +257,7 @@ def write_environment(
         StoreError: the run folder cannot be written.
     """
     path = Path(run_dir) / ENVIRONMENT_FILE
-    with replacing(path) as file:
+    with replacing(path, permissions=PRIVATE) as file:
         file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")
     return path
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
-from electra_dist.store.atomic_files import disk_problem, readable, replacing, writable
+from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, readable, replacing, writable
 from electra_dist.store.json_file import read_json_as, read_json_object
 from electra_dist.tokenizer import NamedDigest
 
@@ -294,7 +294,8 @@ def begin_run_folder(
 
     SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start.
 
-    Each file is replaced atomically, also at a restart. Call `check_run_folder` first, because this function does not
+    Only the owner may read config.yaml, because `cluster.notify` in it may hold a secret. Each file is replaced
+    atomically, also at a restart. Call `check_run_folder` first, because this function does not
     check whether the folder holds another run.
 
     Args:
@@ -319,7 +320,8 @@ def begin_run_folder(
     digests = [f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in (TOKENIZER_FILE, RUN_VOCAB_FILE)]
     contents[DIGESTS_FILE] = "".join(digests).encode()
     for name, content in contents.items():
-        with replacing(Path(config.run_dir) / name) as file:
+        permissions = PRIVATE if name == CONFIG_FILE else SHARED
+        with replacing(Path(config.run_dir) / name, permissions=permissions) as file:
             file.write(content)
 
 

@@ -20,6 +20,10 @@ from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failur
 
 _FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes remove again and again.
 
+# Permissions of a new file, from which the process's umask takes away: those of any file, of a file that may hold a
+# secret, and of a script that may hold one. Nothing else sets permissions.
+SHARED, PRIVATE, PRIVATE_PROGRAM = 0o666, 0o600, 0o700
+
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
 
 
@@ -32,7 +36,7 @@ def is_temporary(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) -> Iterator[IO[bytes]]:
     """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an exception.
 
     The file is synced to the disk before the rename, and its folder after it. If the block raises, the temporary file
@@ -41,6 +45,8 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
     Args:
         path: Final name of the file.
         only_new: Never replace an existing file; raise FileExistsError at the end of the block instead.
+        permissions: SHARED, or PRIVATE or PRIVATE_PROGRAM for a file that may hold a secret. Those of an existing file
+            do not count.
 
     Raises:
         StoreAway: The disk is full, read-only or does not respond.
@@ -50,7 +56,7 @@ def replacing(path: Path, *, only_new: bool = False) -> Iterator[IO[bytes]]:
     with writable(path):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         try:
-            with create_file(temporary, "xb") as out:
+            with create_file(temporary, "xb", permissions) as out:
                 yield out
                 # The bytes must be on the disk before the name: after a power failure, `path` is never half a file.
                 out.flush()
@@ -75,7 +81,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def create_file(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
+def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:
     """Create the missing folders of a file, and open the file for writing.
 
     Another process that deletes the last file of the folder removes the folder, too (`LocalStore.delete`), perhaps
@@ -84,16 +90,21 @@ def create_file(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
     Args:
         path: The file.
         mode: "wb" empties an existing file, "xb" refuses it with FileExistsError.
+        permissions: of the file if it is created; the umask takes away from them.
 
     Raises:
         OSError: The folder or the file cannot be created.
     """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, permissions)
+
     for _ in range(_FOLDER_TRIES - 1):
         with contextlib.suppress(FileNotFoundError):
             make_folder(path.parent)
-            return path.open(mode)
+            return open(path, mode, opener=opener)
     make_folder(path.parent)
-    return path.open(mode)
+    return open(path, mode, opener=opener)
 
 
 def make_folder(folder: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from electra_dist.config import Config
+from electra_dist.config_sections.secrets import without_secrets
 
 Settings = dict[str, str | float | bool]  # dotted keys of the config and their values
 
-_HIDDEN = "(hidden)"
 _DEFINING = ("seed", "model.", "objective.", "optimizer.", "data.", "train.")  # beginnings of keys
 
 
@@ -32,17 +32,6 @@ def hyperparameters(settings: Settings) -> Settings:
     Sections for logs, checkpoints and other operation of a run are left out.
     """
     return {key: value for key, value in settings.items() if key.startswith(_DEFINING)}
-
-
-def without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a config tree in which the command `cluster.notify` is hidden, because it may hold a secret address.
-
-    The tree is the whole config; the given one is not changed.
-    """
-    cluster = tree.get("cluster") or {}
-    if not cluster.get("notify"):
-        return tree
-    return {**tree, "cluster": {**cluster, "notify": _HIDDEN}}
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
+from electra_dist.config_sections.secrets import whole_overrides
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.node_strikes import add_strike, node_name
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     node = node_name()
     try:
-        config = load_config(args.config, args.set)
+        config = load_config(args.config, whole_overrides(args.set))
         patience = Patience(args.storage_patience)
         _record_waits(patience, Path(config.run_dir), args.first_rank)
         findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=world_size)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
 from launcher.slurm.sbatch import directive, run_sbatch, user_options
 
 
@@ -68,10 +68,9 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
         StoreError: the folder of the scripts cannot be written.
     """
     scripts = corpus_scripts(jobs)
-    with writable(jobs.folder):
-        jobs.folder.mkdir(parents=True, exist_ok=True)
-        for script in scripts:
-            (jobs.folder / f"{script.name}.sh").write_text(script.text, encoding="utf-8")
+    for script in scripts:
+        with replacing(jobs.folder / f"{script.name}.sh", permissions=PRIVATE_PROGRAM) as file:
+            file.write(script.text.encode())
     job_ids: list[str] = []
     for script in scripts:
         dependency = [f"--dependency=afterok:{job_ids[-1]}", "--kill-on-invalid-dep=yes"] if job_ids else []

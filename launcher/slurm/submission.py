@@ -25,11 +25,12 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import dump_yaml, load_config
+from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.environment_archive import archive_name, environment_files, write_archive
 from launcher.slurm.job import note
@@ -94,7 +95,7 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
         script_file=f"{stem}.sh",
         config_file=f"{stem}.yaml",
         work_dir=os.getcwd(),
-        command=shlex.join(command),
+        command=shlex.join(without_secret_arguments(command)),
         python="python" if submission.container else sys.executable,
         job_name=job_name(run_dir),
         storage_patience_s=round(config.cluster.storage_patience_s),
@@ -128,12 +129,10 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
     """
     script = Path(request.script_file)
     script_text = batch_script(request, excluded)
-    with writable(script):
-        script.parent.mkdir(parents=True, exist_ok=True)
-        with open(request.config_file, "x", encoding="utf-8") as file:  # "x": fails if the file exists
-            file.write(dump_yaml(config))
-        script.write_text(script_text, encoding="utf-8")
-        script.chmod(0o755)
+    with replacing(Path(request.config_file), only_new=True, permissions=PRIVATE) as file:
+        file.write(dump_yaml(config).encode())
+    with replacing(script, permissions=PRIVATE_PROGRAM) as file:
+        file.write(script_text.encode())
     if request.environment_archive:
         write_archive(Path(request.environment_archive), environment_files())
     num_jobs = request.chain or 2  # Without a chain, `chain` is 0: one job and its standby job.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
+from electra_dist.config_sections.secrets import hide_overrides
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     # Each rank, and preflight, loads the same config file with the same overrides.
     pretrain_arguments = ["--config", args.config]
-    for override in args.set:
+    for override in hide_overrides(args.set):
         pretrain_arguments += ["--set", override]
     try:
         # The config is read with the default limit, because the config's own limit is not known before.

@@ -31,7 +31,6 @@ from electra_dist.store.json_file import DamagedJson, parse_json_object
 BEST_DIR = "best"  # folder of the seed with the best score
 RECORD_FILE = "finetune.json"  # result, settings and identity, in the folder of a seed
 _WEIGHTS_FILE = "model.safetensors"
-_READABLE = 0o644
 
 
 def seed_dir(seed: int) -> str:
@@ -116,7 +115,6 @@ def _write_model(
         raise StoreError(
             f"{folder}: the weights cannot be written ({error}); free space there, or pass another --output"
         ) from None
-    (folder / _WEIGHTS_FILE).chmod(_READABLE)  # safetensors writes files that only their owner may read
 
 
 def read_identity(folder: Path) -> str | None:

@@ -310,15 +310,15 @@ RESULTS = (
     Mutant(
         name="report: the command of cluster.notify is shown with its secrets",
         file="electra_dist/report/run_record.py",
-        original="return without_secrets(read_yaml(file))",
-        mutated="return read_yaml(file)",
+        original="= without_secrets(read_yaml(file))",
+        mutated="= read_yaml(file)",
         test="tests/report/test_report_page.py::test_the_report_can_be_passed_on",
     ),
     Mutant(
         name="tracking: services receive the command of cluster.notify",
-        file="electra_dist/tracking/settings.py",
-        original='    if not cluster.get("notify"):\n        return tree\n',
-        mutated="    if cluster:\n        return tree\n",
+        file="electra_dist/config_sections/secrets.py",
+        original="return HIDDEN if tree else tree",
+        mutated="return tree",
         test="tests/report/test_report_page.py::test_the_report_can_be_passed_on",
     ),
     Mutant(

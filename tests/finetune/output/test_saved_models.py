@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from transformers import (
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
-from electra_dist.finetune.output.seed_folder import write_seed_folder
+from electra_dist.finetune.output.seed_folder import copy_best, write_seed_folder
 from electra_dist.finetune.seed_results import Result
 from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagging_task import TaggingTask
@@ -222,3 +224,20 @@ def test_hugging_faces_token_classification_gives_the_logits_and_the_tags_of_the
         sentences[0]
     )
     assert "PER" in {entity["entity_group"] for entity in grouped}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_files_of_a_saved_model_have_the_permissions_that_the_umask_leaves(
+    encoder: Pretrained, tmp_path: Path, umask: int
+) -> None:
+    task = text_task(tmp_path / "data", ["no", "yes"])
+    model = task.model(encoder, FAST, seed=0)
+    before = os.umask(umask)
+    try:
+        save(tmp_path / "out" / "seed-0", task, model, encoder, FAST)
+        copy_best(tmp_path / "out", [RESULT])
+    finally:
+        os.umask(before)
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert {file.name for file in files} >= {"model.safetensors", "config.json", "finetune.json"}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
