@@ -27,9 +27,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
+from electra_dist.slurm_submission import directive, unset_lines
 from launcher.slurm.environment_archive import staging_lines
 from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
-from launcher.slurm.sbatch import directive, user_options
+from launcher.slurm.sbatch import user_options
 
 SCRIPT_ENDS_WITHIN_S = 120  # how long the tasks of other nodes may still save once a task has ended (srun --wait)
 
@@ -97,30 +98,30 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
         UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold, or
             `sbatch_options` names an option that the script sets itself.
     """
-    directives = "".join(f"#SBATCH {line}\n" for line in _directives(request, excluded_nodes))
+    options = _options(request, excluded_nodes)
+    directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
+    unset = unset_lines([name for name, _ in options])
     head = (
         "#!/bin/bash\n"
         f"# {_one_line(request.command)}\n"
         "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.\n"
     )
-    return head + directives + _settings(request) + _node_part(request) + job_part(chain=request.chain > 0)
+    return head + directives + _settings(request) + _node_part(request) + job_part(request.chain > 0, unset)
 
 
-def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[str]:
-    """Return the sbatch options of the job, one `--name` or `--name=value` for each #SBATCH line.
+def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tuple[str, object]]:
+    """Return the sbatch options of the job as pairs of name and value; a flag has the value "".
 
     Args:
         request: what to run, where and how.
         excluded_nodes: names of nodes that Slurm must not use.
 
     Raises:
-        UserError: a value cannot be written into an #SBATCH line, or the user set an option that the script sets
-            itself.
+        UserError: the user set an option that the script sets itself.
     """
     further_options = user_options(request.sbatch_options, _RESERVED_OPTIONS)
     sets_memory = any(name in ("mem", "mem-per-cpu", "mem-per-gpu") for name, _ in further_options)
-    # Pairs of name and value. None leaves the option out; "" makes it a flag, an option without a value.
-    options: list[tuple[str, object]] = [
+    options: list[tuple[str, object]] = [  # None leaves an option out.
         ("job-name", request.job_name),
         ("nodes", request.num_nodes + request.spare_nodes),
         ("no-kill", "" if request.spare_nodes else None),  # Slurm keeps the job when one of its nodes dies.
@@ -138,13 +139,13 @@ def _directives(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list
         ("exclude", ",".join(excluded_nodes) or None),
         *further_options,
     ]
-    directives = []
-    for name, value in options:
-        if value is None:
-            continue
-        option = f"--{directive(name)}"
-        directives.append(option if value == "" else f"{option}={directive(value)}")
-    return directives
+    return [(name, value) for name, value in options if value is not None]
+
+
+def _option_text(name: str, value: object) -> str:
+    """Return an option of sbatch as `--name=value`, or `--name` for a flag, quoted for an #SBATCH line."""
+    option = f"--{directive(name)}"
+    return option if value == "" else f"{option}={directive(value)}"
 
 
 def _settings(request: SubmitRequest) -> str:
@@ -159,6 +160,7 @@ setup={shlex.quote(request.setup_file or "")}
 patience_s={request.storage_patience_s} retry_s={RETRY_S} least_job_s={LEAST_JOB_S}
 num_nodes={request.num_nodes} spare_nodes={request.spare_nodes}
 export PYTHONUNBUFFERED=1
+export PATH # Without an environment, bash has a default PATH that its programs do not see.
 """
 
 
@@ -202,7 +204,7 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
     srun_options = " " + shlex.join(pyxis_options)
     return _ContainerText(
         srun_options=srun_options,
-        ours_prefix=f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} ',
+        ours_prefix=f'srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{srun_options} ',
     )
 
 
@@ -250,7 +252,8 @@ if [ "${{1:-}}" = node ]; then # srun runs this block once on each node; the lin
 fi
 ours() {{ {container.ours_prefix}"$python" -m launcher.slurm.job "$@"; }}
 start_step() {{ # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
-    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
+    # --export: srun would obey the one of sbatch, which a site may have set to NONE.
+    srun --export=ALL --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes" \
         {srun_options} bash "$script" node &
 }}
 """

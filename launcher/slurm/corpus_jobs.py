@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from electra_dist.slurm_submission import directive
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
-from launcher.slurm.sbatch import directive, run_sbatch, user_options
+from launcher.slurm.sbatch import run_sbatch, user_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,7 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
 
 def _command(*arguments: str) -> str:
     """Return the shell command of a subcommand of `electra-dist corpus`, quoted."""
-    program = f"{sys.executable} -c 'from launcher.cli.main import main; main()'"
-    return f"{program} corpus {shlex.join(arguments)}"
+    return shlex.join([sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus", *arguments])
 
 
 def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
@@ -92,6 +92,7 @@ def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
         name: name of the script, and part of the job's name.
         command: the command, quoted for the shell.
     """
+    log_folder = str(jobs.folder).replace("%", "%%")  # Slurm replaces %x, %j and the like in the name of a log.
     own = {
         "job-name": f"corpus-{name}",
         "nodes": 1,
@@ -101,7 +102,7 @@ def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
         "partition": jobs.partition,
         "time": jobs.time_limit,
         "array": f"1-{jobs.num_parts}" if name == "parts" else None,
-        "output": f"{jobs.folder}/{'%x-%A_%a' if name == 'parts' else '%x-%j'}.log",
+        "output": f"{log_folder}/{'%x-%A_%a' if name == 'parts' else '%x-%j'}.log",
         "requeue": "",
         "open-mode": "append",
     }

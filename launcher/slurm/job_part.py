@@ -20,7 +20,7 @@ LEAST_JOB_S = 20  # shortest time between the start of a job that crashes or get
 LATER_S = 600  # how much later the run goes on after its storage stayed away, as in train/restart_pause.py
 
 
-def job_part(chain: bool) -> str:
+def job_part(chain: bool, unset: str) -> str:
     """Return the part of the batch script that runs once per job, as shell text.
 
     The commands with which the run goes on after this job depend on `chain`. In a chain (several jobs that are
@@ -31,14 +31,15 @@ def job_part(chain: bool) -> str:
 
     Args:
         chain: whether this job is one of a chain.
+        unset: lines that unset the variables that a job must not hand on, from `unset_lines`.
     """
     # Each placeholder in _JOB_PART is replaced by shell commands.
     if chain:
         pieces = {
             "@STANDBY@": ":  # The next job of the chain takes over.",
             "@NEXT@": ":",
-            "@AGAIN@": 'retry sbatch "$0" || echo "no replacement was submitted: the next link takes over"',
-            "@LATER@": f'retry sbatch --begin=now+{LATER_S} "$0" || echo "no replacement was submitted"',
+            "@AGAIN@": 'retry submit_again || echo "no replacement was submitted: the next link takes over"',
+            "@LATER@": f'retry submit_again --begin=now+{LATER_S} || echo "no replacement was submitted"',
             "@LEAVE@": ":",
             "@SELF@": "",
             "@DIED@": 'scancel "$SLURM_JOB_ID"',
@@ -59,11 +60,11 @@ def job_part(chain: bool) -> str:
     text = _JOB_PART
     for placeholder, commands in pieces.items():
         text = text.replace(placeholder, commands)
-    return text.replace("@LATER_S@", str(LATER_S))
+    return text.replace("@LATER_S@", str(LATER_S)).replace("@UNSET@", unset)
 
 
 _STANDBY = r"""if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is the standby job: it needs one itself.
-        sbatch "$0" || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
+        submit_again || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
     fi"""
 
 _JOB_PART = r"""
@@ -87,6 +88,10 @@ retry() { # Repeats a command of Slurm until it succeeds: as long as the control
         pause=$((pause < 30 ? 2 * pause : 30))
     done
 }
+submit_again() ( # A subshell, because this job still needs what its successor must not believe.
+    @UNSET@
+    sbatch "$@" "$0"
+)
 list_pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
 pending() { retry list_pending; }
 cancel_pending() { for job in $(pending); do retry scancel "$job"; done; }
@@ -106,7 +111,9 @@ choose_nodes() { # Sets nodes (the first $num_nodes) and watcher (the last) of t
 }
 run_job() { # Runs the ranks, again and on other nodes as long as a node fails and the job has a spare one.
     local before=
-    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+    # Not from the environment: Slurm before 23.02 sets no such variable, so it may be that of an earlier job.
+    SLURM_JOB_END_TIME=$(ask EndTime)
+    export SLURM_JOB_END_TIME
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_nodes" | paste -sd ,)
     watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
     while :; do
@@ -121,7 +128,7 @@ run_job() { # Runs the ranks, again and on other nodes as long as a node fails a
 }
 start_watch() { # On another node than this one, so that it outlives this script.
     [ -z "$watch" ] || kill "$watch" 2>/dev/null
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
+    srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
     watch=$!
 }
 run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets action, code, exclude and why.

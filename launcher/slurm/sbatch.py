@@ -1,13 +1,16 @@
-"""Check and quote the options in #SBATCH lines, and submit batch scripts with sbatch."""
+"""Check the options of a user for sbatch, and submit batch scripts with sbatch."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.slurm_submission import environment_of_submission
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
@@ -34,23 +37,6 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
     return options
 
 
-def directive(value: object) -> str:
-    """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
-
-    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
-    value with a backslash is therefore refused.
-
-    Raises:
-        UserError: the value has a backslash or a control character.
-    """
-    text = str(value)
-    if "\\" in text or not text.isprintable():
-        raise UserError(
-            f"{text!r}: an #SBATCH line can hold no backslash and no control character; choose a value without them"
-        )
-    return shlex.quote(text)
-
-
 def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
     """Submit a batch script to Slurm and return the job id.
 
@@ -61,9 +47,15 @@ def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
     Raises:
         UserError: sbatch is missing or refuses the script.
     """
+    script_options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", *options, str(script)], capture_output=True, text=True, check=False
+            ["sbatch", "--parsable", *options, str(script)],
+            env=environment_of_submission(os.environ, script_options),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
     except FileNotFoundError:
         raise UserError(

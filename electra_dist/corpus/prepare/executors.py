@@ -14,6 +14,7 @@ import fcntl
 import io
 import multiprocessing
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareC
 from electra_dist.corpus.prepare.stages import Stage
 from electra_dist.corpus.prepare.steps.child_processes import begin_worker
 from electra_dist.errors import UserError
+from electra_dist.slurm_submission import directive, environment_of_submission
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
@@ -83,7 +85,8 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
     assert executor is not None
     logger.remove()
     try:
-        executor.run()
+        with _environment_of_submission(executor):
+            executor.run()
     except subprocess.CalledProcessError as error:
         raise UserError(f"sbatch refused a job (exit code {error.returncode}); see its message above") from None
     jobs = {}
@@ -187,6 +190,38 @@ def _run_locally(config: PrepareConfig, stage: Stage) -> None:
         executor.run()
 
 
+class _QuotingSlurmExecutor(SlurmPipelineExecutor):
+    """Slurm executor of datatrove whose job scripts can hold any path and any option; datatrove quotes neither."""
+
+    def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
+        """Return the job script of a stage.
+
+        Raises:
+            UserError: a value cannot be written into an #SBATCH line.
+        """
+        folder = str(self.logging_dir.path)
+        options = {}
+        for name, value in sbatch_args.items():
+            # Slurm replaces %A and the like in the name of a log.
+            text = str(value).replace(folder, folder.replace("%", "%%"))
+            options[name] = directive(text) if text else ""
+        contents: str = super().get_launch_file_contents(options, run_script.replace(folder, shlex.quote(folder)))
+        return contents
+
+
+@contextlib.contextmanager
+def _environment_of_submission(executor: SlurmPipelineExecutor) -> Iterator[None]:
+    """Let datatrove see, and pass to sbatch, only the variables that jobs are to be given, while the block runs."""
+    given = dict(os.environ)
+    kept = environment_of_submission(given, executor.get_sbatch_args())
+    for name in given.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(given)
+
+
 def _slurm_executor(
     config: PrepareConfig, stage: Stage, depends: SlurmPipelineExecutor | None
 ) -> SlurmPipelineExecutor:
@@ -194,8 +229,8 @@ def _slurm_executor(
     settings = config.executor.slurm
     assert settings is not None
     # The tasks use this Python; launch_pickled_pipeline is a command beside it.
-    setup = [f'export PATH="{Path(sys.executable).parent}:$PATH"', *settings.setup.splitlines()]
-    return SlurmPipelineExecutor(
+    setup = [f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"', *settings.setup.splitlines()]
+    return _QuotingSlurmExecutor(
         stage.steps,
         tasks=stage.num_tasks,
         time=settings.time,
@@ -212,6 +247,7 @@ def _slurm_executor(
         depends=depends,
         logging_dir=str(run_folder(config, stage)),
         mail_user=None,
+        srun_args={"export": "ALL"},  # srun would obey the --export of sbatch
     )
 
 

@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,46 @@ def test_each_stage_is_an_array_job_that_waits_for_the_stage_before(
     ):
         assert line in script.splitlines(), script
     assert f"launch_pickled_pipeline {tmp_path}/tasks/03-minhash-buckets/run/executor.pik" in script
+
+
+def test_arrays_submitted_within_an_array_job_from_a_folder_with_blanks_and_quotes(
+    slurm_config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Bash and a fake srun are the independent truth: they say which words a job script passes on."""
+    from electra_dist.corpus.prepare.preparation import check, submit_to_slurm
+
+    work = tmp_path / "it's 50% $HOME"
+    programs = {
+        "sbatch": FAKE_SBATCH.replace("#!/bin/sh", '#!/bin/sh\nenv >> "$SBATCH_LOG.given"'),
+        "srun": '#!/bin/sh\nprintf "%s\\n" "$@" >"$SRUN_LOG"\n',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SBATCH_LOG", str(tmp_path / "sbatch.log"))
+    monkeypatch.setenv("SRUN_LOG", str(tmp_path / "srun.log"))
+    monkeypatch.setattr(sys, "executable", str(work / "bin/python"))
+    of_a_job = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_EXPORT_ENV": "NONE", "SBATCH_TIMELIMIT": "1"}
+    for name, value in of_a_job.items():
+        monkeypatch.setenv(name, value)
+
+    submit_to_slurm(check(slurm_config.model_copy(update={"work": str(work)})))
+
+    assert {name: os.environ[name] for name in of_a_job} == of_a_job  # as before
+    given = (tmp_path / "sbatch.log.given").read_text()
+    assert "SBATCH_LOG=" in given
+    assert [name for name in of_a_job if f"{name}=" in given] == []
+    script = (tmp_path / "sbatch.log.1").read_text()
+    log = f"{work}/01-filter/run/slurm_logs/".replace("50%", "50%%") + "%A_%a.out"
+    [output] = [line for line in script.splitlines() if line.startswith("#SBATCH --output=")]
+    assert shlex.split(output.removeprefix("#SBATCH ")) == [f"--output={log}"]
+    shown = subprocess.run(["bash", "-c", f"{script}\necho $PATH"], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1].startswith(f"{work}/bin:")
+    words = (tmp_path / "srun.log").read_text().splitlines()
+    assert words[0] == "--export=ALL"
+    assert words[-2:] == ["launch_pickled_pipeline", f"{work}/01-filter/run/executor.pik"]
 
 
 def test_without_slurm_the_command_says_where_to_run_it(slurm_config: PrepareConfig, monkeypatch: pytest.MonkeyPatch):

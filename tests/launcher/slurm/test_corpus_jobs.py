@@ -37,7 +37,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     calls = tmp_path / "calls"
     program = tmp_path / "bin/sbatch"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nwc -l < {calls}\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nenv > {tmp_path}/given\nwc -l < {calls}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     return calls
@@ -77,6 +77,37 @@ def test_a_part_runs_the_command_with_its_number_in_the_array(tmp_path: Path) ->
     assert "#SBATCH --array=1-16\n" in parts.text
     assert "#SBATCH --requeue\n" in parts.text
     assert "--array" not in merge.text
+
+
+def test_a_python_below_a_folder_with_blanks_and_quotes_is_one_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "it's $HOME" / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$4"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    for script in corpus_scripts(make_jobs(tmp_path, vocabulary=("--output", "/data/vocab.txt"))):
+        done = subprocess.run(["bash", "-c", script.text], capture_output=True, text=True)
+        assert done.stdout in ("vocab\n", "build\n", "merge\n"), done.stderr
+
+
+def test_a_percent_sign_of_the_folder_is_none_of_slurms_placeholders(tmp_path: Path) -> None:
+    for script in corpus_scripts(make_jobs(Path("/data/100%"))):
+        assert "#SBATCH --output=/data/100%%/jobs/%x-" in script.text
+
+
+def test_jobs_are_given_nothing_of_the_job_in_which_they_were_submitted(
+    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted_in = {"SLURM_JOB_END_TIME": "1", "SLURM_MEM_PER_NODE": "64", "SBATCH_TIMELIMIT": "1", "RANK": "3"}
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "cpu", "SBATCH_EXPORT": "NONE"}
+    for name, value in (submitted_in | kept).items():
+        monkeypatch.setenv(name, value)
+    submit_corpus(make_jobs(tmp_path))  # which sets the time limit and no partition
+    given = dict(line.split("=", 1) for line in (tmp_path / "given").read_text().splitlines() if "=" in line)
+    assert kept.items() <= given.items()
+    assert given.keys() & submitted_in.keys() == set()
 
 
 def test_options_of_the_user_are_added_and_those_of_the_script_refused(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from launcher.slurm.batch_script import SubmitRequest, batch_script
 
 JOB = "7"
 # Each fake command appends its name and arguments to $CALLS. The file $FAILS/NAME holds how often the command NAME
-# will still fail, or "always". The file $FAILS/nodes holds what sinfo prints.
+# will still fail, or "always". The file $FAILS/nodes holds what sinfo prints, and $FAILS/end when the job ends. A call of
+# sbatch writes its environment to $FAILS/given.
 FAKE = """#!/bin/bash
 name=$(basename "$0")
 echo "$name $*" >>"$CALLS"
+[ "$name" != sbatch ] || env -0 >"$FAILS/given"
 if [ "$1" = ping ]; then [ -e "$FAILS/controller" ] && { echo "is DOWN"; exit 1; }; echo "is UP"; exit 0; fi
 [ "$name" != srun ] || [ ! -e "$FAILS/slow" ] || sleep 5
 if [ -s "$FAILS/$name" ]; then
@@ -32,6 +34,7 @@ fi
 case "$name $*" in
 "scontrol show"*) tr , '\n' <<<"$3" ;;
 sinfo*) cat "$FAILS/nodes" ;;
+*EndTime*) cat "$FAILS/end" 2>/dev/null ;;
 *PENDING*)
     [ -e "$FAILS/no-standby" ] || echo 8
     [ ! -e "$FAILS/preempted" ] || echo 7 ;;
@@ -137,6 +140,11 @@ class FakeSlurm:
     def finish(self, verdict: str, chain: int = 0, **options: int) -> int:
         """Run the batch script of a job until it ends, and return its exit code; takes the arguments of `start`."""
         return self.start(verdict, chain, **options).wait(60)
+
+    def given(self) -> dict[str, str]:
+        """Return the environment variables that the newest call of sbatch was given."""
+        entries = (self.folder / "fails" / "given").read_text().split("\0")
+        return dict(entry.split("=", 1) for entry in entries if entry)
 
     def log(self) -> str:
         """Return the content of the job's log."""
@@ -343,3 +351,50 @@ def test_without_a_failed_node_or_a_healthy_spare_the_job_ends_as_without_spares
     slurm.finish(verdict, num_nodes=2, spares=spares)
     assert steps(slurm) == ["n1,n2"]
     assert len(slurm.calls(f"requeue {JOB}")) == 1
+
+
+OF_THIS_JOB = {
+    "SLURM_JOB_END_TIME": "1",
+    "SLURM_RESTART_COUNT": "2",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SBATCH_WAIT": "1",  # sbatch would wait for the end of the job that waits for this one
+    "SBATCH_ARRAY_INX": "1-9",
+    "SBATCH_SIGNAL": "USR2@5",
+    "RANK": "7",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "n9",
+    "CUDA_VISIBLE_DEVICES": "3",
+    "ELECTRA_DIST_SUPERVISED": "/runs/other#0",
+}
+OF_THE_USER = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "vision", "WANDB_API_KEY": "it's\na key"}
+
+
+@pytest.mark.parametrize(("verdict", "chain"), [(STOPPED, 0), (CRASHED, 3), (AWAY, 3)])
+def test_a_job_that_another_one_submits_is_given_nothing_that_describes_the_other(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, verdict: str, chain: int
+):
+    for name, value in (OF_THIS_JOB | OF_THE_USER).items():
+        monkeypatch.setenv(name, value)
+    slurm.fail("no-standby")
+    slurm.finish(verdict, chain)
+    given = slurm.given()
+    assert OF_THE_USER.items() <= given.items()
+    assert given.keys() & OF_THIS_JOB.keys() == set()
+    assert [name for name in given if name.startswith("SLURM") or name in ("state", "master_addr")] == ["SLURM_CONF"]
+
+
+def test_the_end_of_the_job_is_that_of_the_queue_and_not_that_of_an_earlier_job(slurm: FakeSlurm):
+    (slurm.folder / "fails" / "end").write_text("4102444800          \n")
+    slurm.finish(STOPPED)  # with SLURM_JOB_END_TIME=9999999999 in the environment
+    (end,) = slurm.calls("job end")
+    assert end.endswith("--end-time 4102444800")
+
+
+def test_every_step_has_the_environment_of_the_script_whatever_the_site_exports(slurm: FakeSlurm):
+    (slurm.folder / "fails" / "nodes").write_text("n1 allocated\nn2 allocated\n")
+    slurm.fail("slow")
+    slurm.finish(STOPPED, spares=1)
+    calls = slurm.calls("srun")
+    assert len(calls) == 2  # the ranks, and the watch of the first node
+    assert all(call.startswith("srun --export=ALL ") for call in calls)

@@ -22,6 +22,7 @@ setup=''
 patience_s=900 retry_s=120 least_job_s=20
 num_nodes=8 spare_nodes=0
 export PYTHONUNBUFFERED=1
+export PATH # Without an environment, bash has a default PATH that its programs do not see.
 
 if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines after it run once per job.
     # Where Slurm tracks processes by cgroup, it signals this shell and none of its children: pass the signals on.
@@ -51,7 +52,8 @@ if [ "${1:-}" = node ]; then # srun runs this block once on each node; the lines
 fi
 ours() { "$python" -m launcher.slurm.job "$@"; }
 start_step() { # One task on each of $nodes. They are fewer than the nodes of the job if it has spare ones.
-    srun --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes"         --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node &
+    # --export: srun would obey the one of sbatch, which a site may have set to NONE.
+    srun --export=ALL --nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$nodes"         --kill-on-bad-exit=0 --wait=120 --cpu-bind=none bash "$script" node &
 }
 
 if [ "${1:-}" = watch ]; then # Slurm keeps a job with spare nodes even if this script has died with its node, $2.
@@ -74,6 +76,28 @@ retry() { # Repeats a command of Slurm until it succeeds: as long as the control
         pause=$((pause < 30 ? 2 * pause : 30))
     done
 }
+submit_again() ( # A subshell, because this job still needs what its successor must not believe.
+    for name in $(compgen -e); do
+        case $name in
+        SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT) ;;
+        SLURM_* | SLURMD_* | SRUN_* | SALLOC_* | \
+            RANK | WORLD_SIZE | LOCAL_RANK | LOCAL_SIZE | \
+            LOCAL_WORLD_SIZE | NODE_RANK | CROSS_RANK | CROSS_SIZE | \
+            GROUP_RANK | GROUP_WORLD_SIZE | ROLE_* | TORCHELASTIC_* | \
+            MASTER_ADDR | MASTER_PORT | PMI_* | PMI2_* | \
+            PMIX_* | OMPI_COMM_WORLD_* | MV2_COMM_WORLD_* | CUDA_VISIBLE_DEVICES | \
+            NVIDIA_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ZE_AFFINITY_MASK | \
+            GPU_DEVICE_ORDINAL | ELECTRA_DIST_* | state | master_addr | \
+            master_port | SBATCH_ARRAY_INX | SBATCH_CPUS_PER_GPU | SBATCH_ERROR | \
+            SBATCH_EXCLUSIVE | SBATCH_GPUS | SBATCH_INPUT | SBATCH_GPUS_PER_* | \
+            SBATCH_JOB_NAME | SBATCH_MEM_PER_* | SBATCH_NO_KILL | SBATCH_NO_REQUEUE | \
+            SBATCH_OPEN_MODE | SBATCH_OUTPUT | SBATCH_REQUEUE | SBATCH_SIGNAL | \
+            SBATCH_TRES_PER_TASK | SBATCH_WAIT)
+            unset "$name" ;;
+        esac
+    done
+    sbatch "$@" "$0"
+)
 list_pending() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%A; }
 pending() { retry list_pending; }
 cancel_pending() { for job in $(pending); do retry scancel "$job"; done; }
@@ -93,7 +117,9 @@ choose_nodes() { # Sets nodes (the first $num_nodes) and watcher (the last) of t
 }
 run_job() { # Runs the ranks, again and on other nodes as long as a node fails and the job has a spare one.
     local before=
-    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(ask EndTime)}
+    # Not from the environment: Slurm before 23.02 sets no such variable, so it may be that of an earlier job.
+    SLURM_JOB_END_TIME=$(ask EndTime)
+    export SLURM_JOB_END_TIME
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$num_nodes" | paste -sd ,)
     watcher=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
     while :; do
@@ -108,7 +134,7 @@ run_job() { # Runs the ranks, again and on other nodes as long as a node fails a
 }
 start_watch() { # On another node than this one, so that it outlives this script.
     [ -z "$watch" ] || kill "$watch" 2>/dev/null
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
+    srun --export=ALL --overlap --nodes=1 --ntasks=1 --nodelist="$watcher" bash "$script" watch "$SLURMD_NODENAME" &
     watch=$!
 }
 run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets action, code, exclude and why.
@@ -134,7 +160,7 @@ run_ranks() { # Records a start of the ranks, runs them on $nodes, and sets acti
     78) action=stop why="the job was refused; fix what the line above names, then submit again" && return ;;
     esac
     if waiting=$(list_pending) && [ -z "$waiting" ]; then # This is the standby job: it needs one itself.
-        sbatch "$0" || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
+        submit_again || echo "no standby job was submitted: if this job cannot be requeued, submit the run again"
     fi
     if [ "$told" != TERM ]; then # An early USR1 may be dropped: the ranks know when the job ends and save in time.
         start_step

@@ -1,0 +1,106 @@
+"""What all submissions to Slurm have in common: the environment that a job is given, and values in #SBATCH lines.
+
+Guarantee: a job is given no variable that describes another job, a step or a rank, neither of the shell in which a
+person submits it nor of a job that submits it. Slurm sets its own variables for each job, but only those that its
+version has and that apply to the job. A job would believe in the others, such as the end time or the number of
+requeues of an earlier job.
+
+How: programs that call sbatch pass it `environment_of_submission`; a batch script that calls sbatch runs the lines of
+`unset_lines` first.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from electra_dist.errors import UserError
+
+# Shell patterns of the names of variables that describe a job, a step or a rank.
+_NOT_HANDED_ON = (
+    *("SLURM_*", "SLURMD_*", "SRUN_*", "SALLOC_*"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "CROSS_RANK", "CROSS_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_*", "TORCHELASTIC_*", "MASTER_ADDR", "MASTER_PORT"),
+    *("PMI_*", "PMI2_*", "PMIX_*", "OMPI_COMM_WORLD_*", "MV2_COMM_WORLD_*"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"),
+    # Those of this project: a supervisor's mark and token for its ranks, and what a batch script exports to its nodes.
+    *("ELECTRA_DIST_*", "state", "master_addr", "master_port"),
+    # Options of sbatch that a script sets or must not have. Such a variable overrules an #SBATCH line.
+    *("SBATCH_ARRAY_INX", "SBATCH_CPUS_PER_GPU", "SBATCH_ERROR", "SBATCH_EXCLUSIVE", "SBATCH_GPUS", "SBATCH_INPUT"),
+    *("SBATCH_GPUS_PER_*", "SBATCH_JOB_NAME", "SBATCH_MEM_PER_*", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE"),
+    *("SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_REQUEUE", "SBATCH_SIGNAL", "SBATCH_TRES_PER_TASK", "SBATCH_WAIT"),
+)
+# Exceptions: how the commands of Slurm reach their cluster.
+_HANDED_ON = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+# Options of sbatch for which the variable of a user holds if the script does not set them.
+_VARIABLE_OF_OPTION = {
+    "account": "SBATCH_ACCOUNT",
+    "clusters": "SBATCH_CLUSTERS",
+    "constraint": "SBATCH_CONSTRAINT",
+    "partition": "SBATCH_PARTITION",
+    "qos": "SBATCH_QOS",
+    "reservation": "SBATCH_RESERVATION",
+    "time": "SBATCH_TIMELIMIT",
+    "wckey": "SBATCH_WCKEY",
+}
+
+
+def environment_of_submission(environment: Mapping[str, str], script_options: Collection[str]) -> dict[str, str]:
+    """Return the variables to run sbatch with, which are also those that the job is given.
+
+    Args:
+        environment: the variables of this process.
+        script_options: names of the options that the batch script sets, such as "time".
+    """
+    left_out = _left_out(script_options)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _HANDED_ON or not any(fnmatchcase(name, pattern) for pattern in left_out)
+    }
+
+
+def unset_lines(script_options: Collection[str]) -> str:
+    """Return lines of bash that unset what `environment_of_submission` leaves out, for a shell that runs sbatch next.
+
+    Args:
+        script_options: names of the options that the batch script sets, such as "time".
+    """
+    return f"""for name in $(compgen -e); do
+        case $name in
+        {" | ".join(_HANDED_ON)}) ;;
+        {_lines_of(_left_out(script_options))})
+            unset "$name" ;;
+        esac
+    done"""
+
+
+def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
+    """Return the patterns of the variables that a job with these options in its script must not be given."""
+    overruling = [name for option, name in _VARIABLE_OF_OPTION.items() if option in script_options]
+    return (*_NOT_HANDED_ON, *overruling)
+
+
+def _lines_of(patterns: Sequence[str]) -> str:
+    """Return the patterns of a branch of `case`, several in a line."""
+    lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
+    return " | \\\n            ".join(lines)
+
+
+def directive(value: object) -> str:
+    """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
+
+    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
+    value with a backslash is therefore refused.
+
+    Raises:
+        UserError: the value has a backslash or a control character.
+    """
+    text = str(value)
+    if "\\" in text or not text.isprintable():
+        raise UserError(
+            f"{text!r}: an #SBATCH line can hold no backslash and no control character; choose a value without them"
+        )
+    return shlex.quote(text)
