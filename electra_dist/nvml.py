@@ -7,13 +7,15 @@ others. A GPU that has fallen off the bus is reported as lost; the other GPUs ar
 Cost: opening takes about 20 ms, a sample of eight GPUs a few milliseconds, and their health some tens of milliseconds.
 NVML does not disturb running kernels. This module does not import torch.
 
-Limits: NVML reports every GPU that the operating system shows to this process, including those that
-CUDA_VISIBLE_DEVICES hides; match GPUs by `uuid`. This module only reads; `launcher/preflight/gpu_checks.py` decides
-which readings make a node unhealthy.
+Limits: NVML reports every GPU that the operating system shows to this process; those that CUDA_VISIBLE_DEVICES hides,
+which may be another job's, are left out. NVML numbers GPUs by their PCI address, as CUDA numbers GPUs of one model.
+This module only reads; `launcher/preflight/gpu_checks.py` decides which readings make a node unhealthy.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,18 +107,20 @@ class GpuProbe:
     def __init__(self) -> None:
         """Get a handle of every GPU; call `GpuProbe.open` instead, which initialises NVML first.
 
-        A GPU for which this process has no permission, because it belongs to another job of the node, is left out. A
-        GPU whose handle the driver refuses for another reason, such as a lost GPU, is kept with the driver's error.
+        A GPU is left out if this process has no permission for it or if CUDA_VISIBLE_DEVICES hides it, because it may
+        belong to another job of the node. A GPU whose handle the driver refuses for another reason, such as a lost
+        GPU, is kept with the driver's error.
         """
-        self._devices: list[_Device] = []
+        devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                self._devices.append(_Device(index, handle, error=""))
+                devices.append(_Device(index, handle, error=""))
             except pynvml.NVMLError as error:
                 belongs_to_another_job = error.value == pynvml.NVML_ERROR_NO_PERMISSION
                 if not belongs_to_another_job:
-                    self._devices.append(_Device(index, handle=None, error=str(error)))
+                    devices.append(_Device(index, handle=None, error=str(error)))
+        self._devices = _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @staticmethod
     def open() -> GpuProbe | None:
@@ -155,6 +159,41 @@ class GpuProbe:
     def close(self) -> None:
         """Close the connection to the driver; the probe cannot be used afterwards."""
         pynvml.nvmlShutdown()
+
+
+def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
+    """Return the GPUs that CUDA shows to a program, in the driver's order.
+
+    Args:
+        devices: all GPUs for which this process has permission.
+        names: value of CUDA_VISIBLE_DEVICES: numbers of GPUs, UUIDs of GPUs or their beginnings, or UUIDs of MIG
+            parts, separated by commas; None: the variable is not set, and CUDA shows all.
+    """
+    if names is None:
+        return list(devices)
+    uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
+    shown: set[int] = set()
+    has_unknown = False
+    for name in (part.strip() for part in names.split(",")):
+        if name.isdigit():
+            shown.add(int(name))
+        elif name.startswith(("GPU-", "MIG-")):
+            gpu = _gpu_of_part(name) if name.startswith("MIG-") else name
+            found = {number for number, uuid in enumerate(uuids) if gpu and uuid.startswith(gpu)}
+            shown |= found
+            has_unknown = has_unknown or not found
+        else:
+            break  # CUDA ends the list at a name that it does not know.
+    # A GPU that has fallen off the bus tells no UUID. It is this process's if a named one is missing.
+    return [device for number, device in enumerate(devices) if number in shown or (has_unknown and not uuids[number])]
+
+
+def _gpu_of_part(name: str) -> str:
+    """Return the UUID of the GPU of a MIG part "MIG-UUID" or, before R470, "MIG-GPU-UUID/1/0"; "" if unknown."""
+    if name.startswith("MIG-GPU-"):
+        return name.removeprefix("MIG-").partition("/")[0]
+    part = _query("nvmlDeviceGetHandleByUUID", name)
+    return _text(_query("nvmlDeviceGetUUID", _query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part))) or ""
 
 
 def _sample(handle: Any) -> GpuSample:
@@ -295,7 +334,7 @@ def _query(function: str, *args: Any) -> Any:
         return None
     try:
         return nvml_function(*args)
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, UnicodeDecodeError):  # pynvml decodes names, which may hold any byte
         return None
 
 
@@ -306,4 +345,4 @@ def _flag(value: int | None) -> bool | None:
 
 def _text(value: str | bytes | None) -> str | None:
     """Return a string of NVML as str; some versions of pynvml give bytes. None (an unknown value) stays None."""
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -88,6 +88,53 @@ def test_a_lost_gpu_is_reported_beside_those_that_answer_and_another_jobs_is_pas
     assert found[1].now.temperature_c is found[2].now.temperature_c is None
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (None, [0, 1, 2]),
+        ("1", [1]),
+        ("2,0", [0, 2]),
+        ("GPU-2", [2]),
+        ("GPU-1,GPU-0", [0, 1]),
+        ("GPU-gone,GPU-0", [0]),
+        ("1,-1,2", [1]),  # CUDA ends the list at a name that it does not know
+        ("MIG-GPU-2/1/0", [2]),
+        ("MIG-of-1", [1]),
+        ("NoDevFiles", []),  # Slurm's value for a job without GPUs
+        ("", []),
+    ],
+)
+def test_gpus_that_cuda_hides_are_another_jobs_and_are_left_out(
+    probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch, names: str | None, shown: list[int]
+):
+    probe({}, {}, {}).close()
+    if names is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    opened = GpuProbe.open()
+    assert [health.index for health in opened.health()] == shown if opened else shown == []
+
+
+@pytest.mark.parametrize(("names", "shown"), [("GPU-0", [0]), ("GPU-0,GPU-1", [0, 1]), ("1", [1])])
+def test_a_lost_gpu_is_this_jobs_if_one_of_its_gpus_is_missing(
+    probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch, names: str, shown: list[int]
+):
+    probe({}, {"handle_error": fake.NVML_ERROR_GPU_IS_LOST}).close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    opened = GpuProbe.open()
+    assert opened is not None
+    assert [health.index for health in opened.health()] == shown
+
+
+def test_a_name_that_is_no_utf8_is_unknown(probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch):
+    opened = probe({})
+    monkeypatch.setattr(fake, "nvmlDeviceGetName", lambda device: b"\xff".decode())
+    assert opened.sample()[0].name == "unknown GPU"
+    monkeypatch.setattr(fake, "nvmlDeviceGetName", lambda device: b"H\xff")
+    assert opened.sample()[0].name == "H\N{REPLACEMENT CHARACTER}"
+
+
 def test_an_older_driver_and_library_are_asked_by_the_older_name(
     probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch
 ):

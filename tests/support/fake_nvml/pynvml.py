@@ -107,6 +107,16 @@ def nvmlDeviceGetHandleByIndex(index: int) -> dict[str, Any]:
     return _devices[index]
 
 
+def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
+    return uuid
+
+
+def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part: str) -> dict[str, Any]:
+    """The part "MIG-of-1" belongs to the GPU number 1."""
+    assert _devices is not None
+    return _devices[int(part.rpartition("-")[2])]
+
+
 def nvmlDeviceGetUUID(device: dict[str, Any]) -> str:
     return _query(device, "uuid")
 

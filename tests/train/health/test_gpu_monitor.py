@@ -66,6 +66,16 @@ def test_a_reading_of_gpus_that_answer_no_query_is_none_rather_than_zero(probe: 
     )
 
 
+def test_errors_of_a_gpu_of_another_job_on_the_node_are_not_read(
+    probe: Callable[..., GpuProbe], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    probe({}, {}).close()
+    first = GpuSampler().read()
+    probe({}, {"ecc_volatile": 9}).close()
+    assert gone_bad(first, GpuSampler().read()) == ""
+
+
 def test_only_new_memory_errors_make_a_node_unhealthy_during_a_run(probe: Callable[..., GpuProbe]):
     def reading(**device: Any) -> GpuReading | None:
         """Return the reading of one GPU with these differences from a healthy one."""
