@@ -163,6 +163,6 @@ def _parse_cores(text: str) -> set[int]:
 def _read(path: Path) -> str:
     """Return the content of a small file of the kernel without white space at its ends; "" if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

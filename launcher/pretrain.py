@@ -33,6 +33,7 @@ from electra_dist.run.folder import is_run_folder
 from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
+from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,5 +183,6 @@ def _end_process(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    start_in_utf8_mode()
     outlive_the_reader()
     _end_process(main())

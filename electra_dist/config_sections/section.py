@@ -14,12 +14,14 @@ def _without_tilde(folder: str) -> str:
     """Return the path of a folder, in which a leading `~` or `~USER` is replaced by that user's home folder.
 
     Raises:
-        ValueError: there is no such user.
+        ValueError: there is no such user, or this user has no home folder.
     """
     try:
         return str(Path(folder).expanduser()) if folder.startswith("~") else folder
     except RuntimeError:
-        raise ValueError(f"{folder}: there is no such user; write the whole path") from None
+        raise ValueError(
+            f"{folder}: there is no such user, or this user has no home folder; write the whole path, or set HOME"
+        ) from None
 
 
 Positive = Annotated[int, Field(gt=0)]

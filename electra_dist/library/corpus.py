@@ -28,7 +28,7 @@ from electra_dist.errors import ManifestMismatch
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import user_cache_folder
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.train.token_counts import count_tokens
@@ -251,7 +251,7 @@ def open_corpus(
         corpora=corpora,
         seed=_SEED if seed is None else seed,
         shuffle_window_shards=shuffle_window_shards or _WINDOW_SHARDS,
-        cache_dir=Path(cache_dir).expanduser() if cache_dir else user_cache_folder(),
+        cache_dir=without_tilde(cache_dir) if cache_dir else user_cache_folder(),
     )
 
 

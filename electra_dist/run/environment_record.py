@@ -210,7 +210,12 @@ def _git(folder: Path, *arguments: str) -> str:
     """Return what a git command prints, without white space at the ends; "" if it fails or takes more than 5 s."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=False
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

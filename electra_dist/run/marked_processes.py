@@ -55,7 +55,8 @@ def status_field(pid: int, name: str) -> str:
         name: name of the field without its colon, for example "State", whose value is then "S (sleeping)".
     """
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return line.partition(":")[2].strip()
+        # The name of a process may hold any byte; the kernel escapes line feeds in it, and no other line break.
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            if line.startswith(f"{name}:".encode()):
+                return line.partition(b":")[2].strip().decode(errors="replace")
     return ""

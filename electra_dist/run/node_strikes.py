@@ -62,7 +62,8 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
     Args:
         environ: environment variables, of which SLURMD_NODENAME is read; Slurm sets it for the tasks of a job.
     """
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.fsencode(name).decode(errors="replace")  # The kernel accepts host names of any bytes.
 
 
 def add_strike(run_dir: Path, strike: Strike) -> None:

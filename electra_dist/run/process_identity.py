@@ -56,7 +56,7 @@ def is_of_this_machine(process: ProcessIdentity) -> bool:
 def _start_of(pid: int) -> int:
     """Return the clock ticks from the boot to the start of a process; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")  # A name may hold any byte.
         return int(fields.split()[_START_FIELD])
     return 0
 
@@ -71,5 +71,5 @@ def _pid_namespace() -> str:
 def _boot_id() -> str:
     """Return the kernel's random id of this boot, which all containers of a machine share; "" if there is none."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

@@ -25,7 +25,8 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
         retry: Limits on retries of S3 requests; None for the defaults of RetryPolicy.
 
     Raises:
-        UserError: The URL is malformed or has another scheme, or it is an s3:// URL and boto3 is not installed.
+        UserError: The URL is malformed or has another scheme, or it is an s3:// URL and boto3 is not installed,
+            or there is no home folder for its ~.
     """
     if url.startswith("s3://"):
         from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
@@ -40,4 +41,18 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
         raise UserError(f"{scheme}://...: unknown kind of storage; give a local path or s3://bucket/prefix")
     if not path:
         raise UserError(f"empty storage path {url!r}; give a local path or s3://bucket/prefix")
-    return LocalStore(Path(path).expanduser())
+    return LocalStore(without_tilde(path))
+
+
+def without_tilde(path: str | Path) -> Path:
+    """Return a local path in which a leading ~ or ~USER is replaced by that user's home folder.
+
+    Raises:
+        UserError: There is no such user, or this user has no home folder, as in some containers.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{path}: there is no such user, or this user has no home folder; write the whole path, or set HOME"
+        ) from None

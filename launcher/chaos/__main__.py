@@ -36,6 +36,7 @@ from launcher.chaos.fault_plot import write_fault_plot
 from launcher.chaos.faults import FAULTS
 from launcher.chaos.file_faults import SmallDisk
 from launcher.lasting_output import outlive_the_reader
+from launcher.utf8_mode import start_in_utf8_mode
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 _S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
@@ -346,5 +347,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    start_in_utf8_mode()
     outlive_the_reader()
     sys.exit(main())

@@ -409,7 +409,7 @@ class Drill:
         A line of its log is an ISO 8601 time, a space and the text.
         """
         entries = []
-        for line in supervise_log(self._run_dir, 0).read_text().splitlines():
+        for line in supervise_log(self._run_dir, 0).read_text("utf-8").splitlines():
             time_text, _, text = line.partition(" ")
             logged_at = datetime.fromisoformat(time_text).timestamp()
             if logged_at > begin:

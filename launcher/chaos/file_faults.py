@@ -200,7 +200,7 @@ class SmallDisk:
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "chaos", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             raise UserError(
                 f"fault `disk` cannot mount its file system at {folder} ({done.stderr.strip()}); run as root, or "

@@ -10,7 +10,7 @@ import typer
 
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.tokenizer import VOCAB_FILE
 from launcher.cli.console import open_console
 from launcher.slurm.corpus_jobs import CorpusJobs, corpus_scripts, submit_corpus
@@ -48,7 +48,7 @@ def submit(
     is_remote = output.startswith("s3://")
     if is_remote and jobs_folder is None:
         raise UserError("--jobs: give a shared folder for scripts and logs, because the output is on S3")
-    where = output if is_remote else str(Path(output).absolute())
+    where = output if is_remote else str(without_tilde(output).absolute())
     build = [
         *(option for path in inputs for option in ("--input", _absolute(path))),
         *("--config", str(config.absolute())),
@@ -92,4 +92,4 @@ def submit(
 
 def _absolute(path: str) -> str:
     """Return an input with an absolute path, because a job may start in another folder; a URL stays as it is."""
-    return path if "://" in path else str(Path(path).absolute())
+    return path if "://" in path else str(without_tilde(path).absolute())

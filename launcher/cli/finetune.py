@@ -309,4 +309,4 @@ def _write_summary(
 def _write_json(path: Path, tree: dict[str, object]) -> None:
     """Write `tree` as indented JSON to the file `path`; missing folders are created, an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(tree, indent=2) + "\n")
+    path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")

@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, error_line
 from electra_dist.version import VERSION
 from launcher.lasting_output import outlive_the_reader
+from launcher.utf8_mode import start_in_utf8_mode
 
 COMMANDS = {  # command -> (module, function or Typer application), in the order of `--help`
     "corpus": ("launcher.cli.corpus", "app"),
@@ -147,6 +148,7 @@ def main() -> None:
 
     A UserError is an error that the user can correct. Any other exception is a bug and shows its traceback.
     """
+    start_in_utf8_mode()
     outlive_the_reader()
     try:
         app()

@@ -32,6 +32,7 @@ from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from launcher.preflight.node_check import check_node
+from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,5 +165,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    start_in_utf8_mode()
     outlive_the_reader()
     sys.exit(main())

@@ -24,6 +24,7 @@ from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.shard_cache.cache_folder import choose_cache_folder
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
+from electra_dist.store.open_store import without_tilde
 from launcher.preflight.findings import Finding
 
 BYTES_PER_PARAMETER = 12  # of a checkpoint: fp32 master weights and both Adam moments
@@ -143,7 +144,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
     if keep.keep_every_steps:
         num_permanent += config.train.num_steps // keep.keep_every_steps
     return Need(
-        folder=Path(url.removeprefix("file://")).expanduser(),
+        folder=without_tilde(url.removeprefix("file://")),
         what=f"{num_kept} checkpoints",
         now_bytes=num_kept * checkpoint_bytes,
         whole_bytes=(num_kept + num_permanent) * checkpoint_bytes,

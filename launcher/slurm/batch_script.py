@@ -27,7 +27,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from electra_dist.slurm_submission import directive, unset_lines
+from electra_dist.corpus.prepare.slurm_submission import directive, unset_lines
 from launcher.slurm.environment_archive import staging_lines
 from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
 from launcher.slurm.sbatch import user_options

@@ -10,13 +10,14 @@ first job trains the vocabulary. Imports no torch.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.slurm_submission import directive
+from electra_dist.corpus.prepare.slurm_submission import directive
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
 from launcher.slurm.sbatch import run_sbatch, user_options
 
@@ -71,7 +72,7 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
     scripts = corpus_scripts(jobs)
     for script in scripts:
         with replacing(jobs.folder / f"{script.name}.sh", permissions=PRIVATE_PROGRAM) as file:
-            file.write(script.text.encode())
+            file.write(os.fsencode(script.text))
     job_ids: list[str] = []
     for script in scripts:
         dependency = [f"--dependency=afterok:{job_ids[-1]}", "--kill-on-invalid-dep=yes"] if job_ids else []

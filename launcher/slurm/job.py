@@ -28,6 +28,7 @@ from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from launcher.slurm.job_verdict import JobEnd, decide
+from launcher.utf8_mode import start_in_utf8_mode
 
 _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the time limit is a cancellation.
 
@@ -278,4 +279,5 @@ def _iso(seconds: str) -> str | None:
 
 
 if __name__ == "__main__":
+    start_in_utf8_mode()
     sys.exit(main())

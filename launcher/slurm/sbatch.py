@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
+from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
 from electra_dist.errors import UserError
-from electra_dist.slurm_submission import environment_of_submission
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
@@ -47,7 +47,7 @@ def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
     Raises:
         UserError: sbatch is missing or refuses the script.
     """
-    script_options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    script_options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text("utf-8", errors="replace"), re.MULTILINE)
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", *options, str(script)],

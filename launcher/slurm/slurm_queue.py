@@ -99,7 +99,9 @@ def parse_nodes(lines: list[str]) -> tuple[NodeOut, ...]:
 def _lines(*command: str) -> list[str] | None:
     """Run a command and return its output as lines; None if it is missing, fails, or takes longer than 20 s."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_TIMEOUT_S
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     if done.returncode != 0:

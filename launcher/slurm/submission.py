@@ -31,6 +31,7 @@ from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
+from electra_dist.store.open_store import without_tilde
 from launcher.slurm.batch_script import JobOptions, SubmitRequest, batch_script
 from launcher.slurm.environment_archive import archive_name, environment_files, write_archive
 from launcher.slurm.job import note
@@ -132,7 +133,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
     with replacing(Path(request.config_file), only_new=True, permissions=PRIVATE) as file:
         file.write(dump_yaml(config).encode())
     with replacing(script, permissions=PRIVATE_PROGRAM) as file:
-        file.write(script_text.encode())
+        file.write(os.fsencode(script_text))
     if request.environment_archive:
         write_archive(Path(request.environment_archive), environment_files())
     num_jobs = request.chain or 2  # Without a chain, `chain` is 0: one job and its standby job.
@@ -186,7 +187,7 @@ def _absolute(path: str | None) -> str | None:
     """Return a local path as an absolute path with "~" expanded; return a URL, None or an empty string unchanged."""
     if not path or "://" in path:
         return path
-    return str(Path(path).expanduser().absolute())
+    return str(without_tilde(path).absolute())
 
 
 def _readable_file(name: str) -> Path:
@@ -195,7 +196,7 @@ def _readable_file(name: str) -> Path:
     Raises:
         UserError: there is no such file, or this user may not read it.
     """
-    path = Path(name).expanduser().absolute()
+    path = without_tilde(name).absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")
     return path

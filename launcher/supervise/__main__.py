@@ -25,6 +25,7 @@ from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.supervise.rank_placement import Placement
 from launcher.supervise.supervisor import Supervisor
+from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,5 +128,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    start_in_utf8_mode()
     outlive_the_reader()
     sys.exit(main())

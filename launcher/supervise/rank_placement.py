@@ -128,7 +128,7 @@ class Placement:
             # With --no_ssh DeepSpeed connects to no host: it needs one line per node, but not the real host names.
             lines = [f"node-{node} slots={num_ranks}\n" for node, num_ranks in enumerate(self.slots)]
             hostfile = state / "hostfile"
-            hostfile.write_text("".join(lines))
+            hostfile.write_text("".join(lines), "ascii")
             command += ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(self.node)]
             command += ["--master_addr", self.address]
         else:

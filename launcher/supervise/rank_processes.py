@@ -220,7 +220,7 @@ class RankProcesses:
         numbers = {}
         for file in self.state.glob(f"{name}-*"):
             rank = int(file.name.rpartition("-")[2])
-            numbers[rank] = int(file.read_text())
+            numbers[rank] = int(file.read_text(encoding="ascii"))
         return numbers
 
 
@@ -307,7 +307,8 @@ def _kernel_view(pid: int) -> str:
     parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
         with contextlib.suppress(OSError):
-            frames = Path(f"/proc/{pid}/{name}").read_text().replace("[<0>] ", "").split("\n")
+            kernel_text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+            frames = kernel_text.replace("[<0>] ", "").split("\n")
             text = " < ".join(frames).strip(" <")
             is_waiting = text.strip("0") != ""  # wchan is "0" for a process that runs
             if is_waiting:

@@ -39,21 +39,22 @@ def write_owner(state: Path, mark: str) -> None:
         state: the folder.
         mark: the result of `electra_dist.run.marked_processes.mark_of`.
     """
-    (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())))
-    (state / _MARK_FILE).write_text(mark)  # A folder without this file is never deleted as one of this run.
+    (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())), "ascii")
+    # A folder without this file is never deleted as one of this run.
+    (state / _MARK_FILE).write_bytes(os.fsencode(mark))
 
 
 def is_state_folder_of(state: Path, mark: str) -> bool:
     """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
     try:
-        return (state / _MARK_FILE).read_text() == mark
-    except (OSError, UnicodeDecodeError):
+        return (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
+    except OSError:
         return False
 
 
 def read_supervisor(state: Path) -> ProcessIdentity:
     """Return the supervisor that made a state folder."""
-    return ProcessIdentity(**json.loads((state / _SUPERVISOR_FILE).read_text()))
+    return ProcessIdentity(**json.loads((state / _SUPERVISOR_FILE).read_text("ascii")))
 
 
 def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pwd
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.real_runs import tiny_tree
 
+from electra_dist.config import Config
+from electra_dist.errors import UserError
+from electra_dist.store.open_store import open_store, without_tilde
 from electra_dist.store.user_cache import user_cache_folder
+from launcher.preflight.disk_space_checks import needs
+from launcher.slurm.submission import with_absolute_paths
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +27,45 @@ def test_the_folder_is_in_the_users_home(tmp_path: Path, monkeypatch: pytest.Mon
     assert user_cache_folder() == tmp_path / ".cache" / "electra-dist"
 
 
-def test_a_user_without_a_home_gets_one_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user with neither HOME nor an entry in the password database."""
+
     def no_entry(user: int) -> None:
         raise KeyError(user)
 
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_gets_one_private_folder() -> None:
     folder = user_cache_folder()
     assert folder == user_cache_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+def config_with_target(path: str) -> Config:
+    """Return a config of a run whose corpus and checkpoints are at `path`."""
+    return Config.model_validate(tiny_tree(Path("/run"), path, **{"checkpoint.targets": [path]}))
+
+
+def places(path: str) -> list[Callable[[], object]]:
+    """Return calls of everything that is given a path by a user, or by a config, and replaces its tilde."""
+    config = config_with_target(path)
+    return [
+        lambda: open_store(path),
+        lambda: open_store(f"file://{path}"),
+        lambda: without_tilde(path),
+        lambda: with_absolute_paths(config),
+        lambda: needs(config, {}),
+    ]
+
+
+@pytest.mark.usefixtures("no_home")
+@pytest.mark.parametrize("path", ["~/corpus", "~nobody-of-this-name/corpus"])
+def test_a_tilde_that_stands_for_no_folder_is_refused_in_one_line(path: str) -> None:
+    for place in places(path):
+        with pytest.raises(UserError, match="or this user has no home folder; write the whole path, or set HOME"):
+            place()

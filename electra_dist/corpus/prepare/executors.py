@@ -13,11 +13,13 @@ import contextlib
 import fcntl
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -31,15 +33,17 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 
 from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareConfig
+from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
 from electra_dist.corpus.prepare.stages import Stage
 from electra_dist.corpus.prepare.steps.child_processes import begin_worker
 from electra_dist.errors import UserError
-from electra_dist.slurm_submission import directive, environment_of_submission
 
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
 _PROGRESS_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 2.0
+_SOCKET_PATH_BYTES = 107  # the longest path of a socket on Linux
+_SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # what multiprocessing appends to TMPDIR
 
 Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, all tasks
 
@@ -132,6 +136,7 @@ class _WatchedExecutor(LocalPipelineExecutor):
         """
         self.save_executor_as_json()
         # The workers are forks of one process that has imported everything, and has no threads.
+        _shorten_socket_paths()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["electra_dist.corpus.prepare.stages"])
         pool = ProcessPoolExecutor(self.workers, context, initializer=begin_worker)
@@ -152,6 +157,17 @@ class _WatchedExecutor(LocalPipelineExecutor):
             raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _shorten_socket_paths() -> None:
+    """Let multiprocessing put its sockets into /tmp if TMPDIR is too long for the path of a socket (107 bytes)."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
+        tempfile.tempdir = "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # makes a private folder, which this process keeps to
+        finally:
+            tempfile.tempdir = folder
 
 
 def _workers(pool: ProcessPoolExecutor) -> list[Any]:
@@ -285,7 +301,7 @@ def _only_process(work: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it.
     """
-    with (work / _LOCK_FILE).open("a") as stream:
+    with (work / _LOCK_FILE).open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

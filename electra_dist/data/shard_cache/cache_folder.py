@@ -113,7 +113,7 @@ def _read_mounts() -> list[tuple[Path, str]]:
     The result is [] on a machine without /proc/self/mounts.
     """
     try:
-        lines = _MOUNTS.read_text(errors="replace").splitlines()
+        lines = _MOUNTS.read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return []
     fields = [line.split() for line in lines]

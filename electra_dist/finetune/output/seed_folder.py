@@ -77,7 +77,7 @@ def write_seed_folder(
             path = temporary / file.name
             path.parent.mkdir(exist_ok=True)
             path.write_text(file.text, "utf-8")
-        (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        (temporary / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
         _replace(folder, temporary)
 
 

@@ -86,6 +86,6 @@ def seconds_since_process_start() -> float:
     Called at the beginning of a run, this is the time that the interpreter and the imports have taken.
     """
     # The text before the last ")" is the name of the program. The 22nd field is the start in ticks since the boot.
-    fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields_after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     started_s = int(fields_after_name[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -41,9 +41,19 @@ def library_path() -> Path:
     """Return the path of the CUDA library for the present source file, whether or not it is built.
 
     The name contains the digest of the source, so a changed source has another path and must be built again.
+
+    Raises:
+        BackendUnavailable: This user has no home folder.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    return Path.home() / ".cache" / "electra-dist" / f"discriminator_tail-{digest}.so"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise BackendUnavailable(
+            "kernels.backend is cuda, but this user has no home folder for its library: set HOME, or set "
+            "kernels.backend to auto"
+        ) from None
+    return home / ".cache" / "electra-dist" / f"discriminator_tail-{digest}.so"
 
 
 def build(path: Path) -> str:
@@ -63,7 +73,7 @@ def build(path: Path) -> str:
     options = ["-O3", "-std=c++17", *report_resources, *shared_library, *targets]
     command = ["nvcc", *options, "-o", str(unfinished), str(SOURCE)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True)
     except FileNotFoundError:
         raise BackendUnavailable(
             "nvcc is not on PATH: install the CUDA toolkit, or set kernels.backend to auto, which does not need it"
@@ -88,7 +98,8 @@ def library(path: Path | None = None) -> ctypes.CDLL:
         path: File of the library; None stands for `library_path()`, the library of the present source file.
 
     Raises:
-        BackendUnavailable: The file does not exist; the text names the command that builds it.
+        BackendUnavailable: The file does not exist; the text names the command that builds it. Or `path` is None, and
+            this user has no home folder.
     """
     if path is None:
         path = library_path()

@@ -416,7 +416,8 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
     def dump(flag: str, path: str) -> str:
         """Return what cuobjdump prints about the file at `path`; `flag` selects resource usage or machine code."""
-        return subprocess.run([str(tool), flag, path], capture_output=True, text=True, check=True).stdout
+        command = [str(tool), flag, path]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -476,7 +477,7 @@ def main() -> None:
     rows = [try_to_compile(case, arch) for arch in arguments.arch for case in cases(arguments.all_dtypes)]
     print(table(rows))
     if arguments.json:
-        arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))
+        arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1), "utf-8")
     if any(isinstance(row, Refused) for row in rows):
         sys.exit(1)
 

@@ -256,7 +256,7 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 def _submit_command(script: Path) -> str:
     """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
-    lines_of_script = script.read_text(errors="replace").splitlines()
+    lines_of_script = script.read_text("utf-8", errors="replace").splitlines()
     return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
 
 

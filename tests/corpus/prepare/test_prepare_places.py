@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing.connection
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_sources import english, lines
+from prepare_processes import finish, start_prepare
 from support.s3_server import S3Server
 
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
@@ -202,3 +206,31 @@ def test_the_tasks_that_slurm_loads_write_what_local_ones_write(
     files = sorted((work / stage.name / DOCUMENTS_DIR).iterdir())
     documents = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
     assert [document["text"] for document in documents] == [english(1)]
+
+
+def test_a_long_tmpdir_leaves_room_for_the_sockets_of_worker_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from electra_dist.corpus.prepare.executors import _shorten_socket_paths
+
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    _shorten_socket_paths()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(multiprocessing.connection.arbitrary_address("AF_UNIX"))
+    assert tempfile.gettempdir() == str(folder)  # other files go where the user wants them
+
+
+@pytest.mark.sample
+def test_text_is_prepared_with_a_tmpdir_of_80_characters(
+    slurm_config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    tree = slurm_config.model_dump(mode="json", exclude_defaults=True) | {"executor": {"tasks": 2}}
+    done = finish(start_prepare(tree, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "prepare.json").exists()

@@ -58,7 +58,7 @@ LAUNCHING = (
     ),
     Mutant(
         name="slurm: a value with a backslash is written into an #SBATCH line",
-        file="electra_dist/slurm_submission.py",
+        file="electra_dist/corpus/prepare/slurm_submission.py",
         original=r'if "\\" in text or not text.isprintable():',
         mutated="if not text.isprintable():",
         test="tests/launcher/slurm/test_batch_script.py::test_a_value_that_an_sbatch_line_cannot_carry_is_refused",

@@ -17,8 +17,8 @@ from launcher.slurm.batch_script import SubmitRequest, batch_script
 
 JOB = "7"
 # Each fake command appends its name and arguments to $CALLS. The file $FAILS/NAME holds how often the command NAME
-# will still fail, or "always". The file $FAILS/nodes holds what sinfo prints, and $FAILS/end when the job ends. A call of
-# sbatch writes its environment to $FAILS/given.
+# will still fail, or "always". The file $FAILS/nodes holds what sinfo prints, and $FAILS/end when the job ends. sbatch
+# writes its environment to $FAILS/given.
 FAKE = """#!/bin/bash
 name=$(basename "$0")
 echo "$name $*" >>"$CALLS"

@@ -7,7 +7,7 @@ import subprocess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.slurm_submission import environment_of_submission, unset_lines
+from electra_dist.corpus.prepare.slurm_submission import environment_of_submission, unset_lines
 
 KEPT = (
     *("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_EXPORT", "SBATCH_QOS", "SBATCH_GRES"),
