@@ -1,8 +1,8 @@
 """A run that does nothing, as the Slurm tests need it by the dozen: the ledger of a run, its signals, its exit codes.
 
-Node 0 writes the ledger: a checkpoint every third of a second, `done` at the last step. USR1 and TERM stop all nodes
-as real ranks stop. What else happens is said by files in RUN: `exit-NODE` holds a code that a node ends with, once,
-at step 2 of a start; `crash-always` ends every start before its first checkpoint.
+Node 0 writes the ledger: a checkpoint every third of a second, `done` at the last step. USR1, TERM and the end of the
+job, 10 s ahead, stop all nodes as real ranks stop. What else happens is said by files in RUN: `exit-NODE` holds a code
+that a node ends with, once, at step 2 of a start; `crash-always` ends every start before its first checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 import yaml
 
 from electra_dist.run.ledger import Ledger, read_ledger
+from electra_dist.train.health.stop_request import JobEndTime
 
 STEP_S = 1 / 3
+MARGIN_S = 10
 
 
 def main() -> int:
@@ -27,6 +29,7 @@ def main() -> int:
     received: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, frame: received.append(number))
+    job_end = JobEndTime().monotonic
     events = read_ledger(run)
     step = max((e["step"] for e in events if e["event"] == "checkpoint"), default=0)
     ledger = Ledger(run) if first else None
@@ -44,9 +47,11 @@ def main() -> int:
         step += 1
         if ledger:
             ledger.append("checkpoint", step)
-        if received:
+        left_s = float("inf") if job_end is None else job_end - time.monotonic()
+        if received or left_s < MARGIN_S:
             if ledger:
-                ledger.append("stop", step, why=signal.Signals(received[0]).name)
+                why = signal.Signals(received[0]).name if received else f"the job ends in {left_s:.0f} s"
+                ledger.append("stop", step, why=why)
             return 75
     if ledger:
         ledger.append("done", step)

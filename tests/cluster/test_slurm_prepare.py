@@ -41,7 +41,9 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_arrays_of_a_cluster_write_the_bytes_of_one_machine(cluster: Callable[..., SlurmCluster], shared_folder: Path):
+def test_arrays_of_a_cluster_write_the_bytes_of_one_machine(
+    cluster: Callable[..., SlurmCluster], shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("datatrove", reason="datatrove is not installed: pip install -e '.[corpus]'")
     texts = shared_folder / "texts"
     texts.mkdir()
@@ -52,6 +54,9 @@ def test_arrays_of_a_cluster_write_the_bytes_of_one_machine(cluster: Callable[..
     prepare(shared_folder / "alone", {}, texts)
 
     slurm = cluster(2)
+    # As in the shell of an array job, at a site that exports nothing.
+    for name, value in (("SBATCH_EXPORT", "NONE"), ("SLURM_EXPORT_ENV", "NONE"), ("SLURM_ARRAY_TASK_ID", "1")):
+        monkeypatch.setenv(name, value)
     settings = {"partition": "batch", "mem_per_cpu_gb": 1, "time": "30"}
     executor = {"kind": "slurm", "slurm": settings}
     printed = prepare(shared_folder / "array", executor, texts)
