@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from electra_dist.corpus.prepare.slurm_submission import directive, unset_lines
+from electra_dist.errors import UserError
 from launcher.slurm.environment_archive import staging_lines
 from launcher.slurm.job_part import LEAST_JOB_S, RETRY_S, job_part
 from launcher.slurm.sbatch import user_options
@@ -95,8 +96,8 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
         excluded_nodes: nodes that Slurm must not use, because a fault of them was recorded recently (a strike).
 
     Raises:
-        UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold, or
-            `sbatch_options` names an option that the script sets itself.
+        UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold,
+            `sbatch_options` names an option that the script sets itself, or a container cannot mount a folder.
     """
     options = _options(request, excluded_nodes)
     directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
@@ -188,10 +189,19 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
     With pyxis, options of srun start it. `launcher.supervise` is started by srun in any case, so the options are added
     to that srun. The script runs `launcher.slurm.job` directly, so a separate srun for one task on the first node is
     put in front of it. The run folder and the working folder are always mounted.
+
+    Raises:
+        UserError: the path of one of these two folders cannot stand in a list of mounts.
     """
     container = request.container
     if container is None:
         return _ContainerText()
+    for folder in (request.run_dir, request.work_dir):
+        if "," in folder or ":" in folder:  # They separate folders, and source and target, in a list of mounts.
+            raise UserError(
+                f"{folder}: no container can mount a folder whose path has a comma or a colon; rename it, or leave "
+                f"out --container"
+            )
     mounts = ",".join((request.run_dir, request.work_dir, *container.mounts))
     if container.runtime == "apptainer":
         prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, container.image]) + " "

@@ -134,6 +134,14 @@ def test_an_sbatch_option_that_the_script_sets_itself_is_refused(option: str):
         batch_script(dataclasses.replace(REQUEUED, sbatch_options=(option,)))
 
 
+@pytest.mark.parametrize("request_", [CHAIN, APPTAINER])
+@pytest.mark.parametrize("folder", ["/shared/lr=1,2", "/shared/12:30"])
+def test_a_folder_that_a_list_of_mounts_cannot_hold_is_refused(request_: SubmitRequest, folder: str):
+    with pytest.raises(UserError, match="no container can mount"):
+        batch_script(dataclasses.replace(request_, run_dir=folder))
+    batch_script(dataclasses.replace(request_, run_dir=folder, container=None))
+
+
 def test_the_setup_file_is_read_on_every_node_before_the_supervisor_starts(tmp_path: Path):
     python = tmp_path / "supervisor"
     python.write_text('#!/bin/bash\necho "NCCL_SOCKET_IFNAME is $NCCL_SOCKET_IFNAME in $PWD"\n')
