@@ -7,11 +7,12 @@ CONFIG ?= configs/demo_cpu.yaml
 RANKS ?= 2
 CLUSTER_TESTS ?= tests/cluster
 MINUTES ?= 100
+SEED ?= 1
 WORKERS ?= 4
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults bench docs lint typecheck clean help docs/config.md
+.PHONY: pretrain check test pytest test-long cluster-test drills fuzz kill-matrix chaos faults campaign bench docs lint typecheck clean help docs/config.md
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
@@ -24,6 +25,7 @@ help:
 	@echo "make kill-matrix    kill a short run at every change of a file or an object in turn (docs/drills.md)"
 	@echo "make chaos          compare a run with 60 random faults with an uninterrupted one (about 20 minutes)"
 	@echo "make faults         hit one run with 2,000 random faults (hours; STATE=DIR keeps it, and the next call goes on)"
+	@echo "make campaign       interrupt runs with random configs, and compare each with its twin (SECONDS=600 SEED=1)"
 	@echo "make bench          run all CPU benchmarks and rewrite the table in docs/results.md (under 15 minutes)"
 	@echo "make docs           build the documentation as a web site in site/"
 	@echo "make clean          remove build products (keeps runs/ and corpora/)"
@@ -96,6 +98,10 @@ chaos: $(VENV)/ready-test
 faults: $(VENV)/ready-test
 	$(BIN)/python tests/drills/faults $(if $(STATE),--state $(STATE)) --minutes $(MINUTES) \
 		--results benchmarks/results/faults.json
+
+# A fault is printed with the command that repeats its case.
+campaign: $(VENV)/ready-test
+	$(BIN)/python tests/drills/campaign --seconds $(or $(SECONDS),600) --seed $(SEED)
 
 # The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin

@@ -24,7 +24,7 @@ from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.checkpoint.file_reader import verify
 
 # Of a machine or a moment, or of the requests to a store that were repeated after a kill.
-_NOT_COMPARED = {
+NOT_COMPARED = {
     "tokens_per_s", "mfu", "data_wait", "memory_gb", "eta_s", "step_s", "store_retries", "store_wait_s", "refetches",
     "gpu_temperature_c", "gpu_power_w", "gpu_sm_clock_mhz", "gpu_throttle", "slow_ranks",
 }  # fmt: skip
@@ -92,7 +92,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def _without_times(record: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that an equal run repeats."""
-    return {name: value for name, value in record.items() if name not in _NOT_COMPARED}
+    return {name: value for name, value in record.items() if name not in NOT_COMPARED}
 
 
 def _digests_of_last_checkpoint(trial: Trial, s3: Any) -> dict[str, set[tuple[str, str]]]:

@@ -1,0 +1,160 @@
+"""Draws the cases of the campaign: a config, how its run is interrupted, and what changes at its restarts.
+
+Case k of a seed is a function of the two numbers alone. A drawn config is used only if the config check accepts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+import yaml
+from drills.campaign.draws import DRAWS, draw_changes, tree_of
+from pydantic import ValidationError
+
+from electra_dist.config import Config
+from electra_dist.config_checks import check_new_run
+from electra_dist.errors import UserError
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_MOST_RANKS = 3
+_MOST_INTERRUPTIONS = 3
+_MOST_CHANGES = 60  # A kill comes at one of so many changes of files after its step has begun.
+_MOST_DELAY_S = 0.4
+# Keys that may change at a restart and then change the last bits, except ZeRO stage 1 to 2 and back.
+EXCHANGED_KEYS = (
+    "engine.zero_stage",
+    "train.micro_batch",
+    "engine.activation_checkpointing",
+    "engine.early_generator",
+    "engine.overlap_communication",
+    "engine.offload_optimizer",
+)
+
+
+class Interruption(NamedTuple):
+    """What ends a start of the run."""
+
+    kind: (
+        str  # "kill at a change", "kill at a time", "stop file", "save file" (which ends nothing), or a signal's name
+    )
+    rank: int  # the rank that it hits
+    step: int  # comes at the first step from this one on; -1: counted from the begin of the process
+    delay_s: float = 0.0  # of a kill at a time
+    change: int = 0  # of a kill at a change of a file: which one, from 1
+    moment: str = ""  # of a kill at a change of a file: "before", "torn" or "after"
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} from step {self.step}" if self.step >= 0 else f"rank {self.rank} during the set-up"
+        details = f" + {self.delay_s:.3f} s" if self.kind == "kill at a time" else ""
+        details = f", {self.moment} change {self.change}" if self.kind == "kill at a change" else details
+        return f"{self.kind}: {where}{details}"
+
+
+class Leg(NamedTuple):
+    """One start of the run."""
+
+    ranks: int
+    settings: dict[str, Any]  # dotted key -> value that differs from the case's config
+    interruption: Interruption | None  # None: it runs to the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run and its interruptions."""
+
+    seed: int
+    number: int
+    changes: dict[str, Any]  # dotted key -> drawn value
+    legs: tuple[Leg, ...]  # the starts in their order; the last one is not interrupted
+    spikes: tuple[int, ...]  # steps that the guard takes for spikes
+    num_refused: int  # configs that the config check has refused before it accepted this one
+
+    def config(self) -> str:
+        """Return the drawn keys as one line of YAML."""
+        return yaml.safe_dump(self.changes, default_flow_style=True, width=10**6, sort_keys=False).strip()
+
+    def interruptions(self) -> list[str]:
+        """Return one line for each start of the run, and one for the spikes."""
+        lines = []
+        for leg in self.legs:
+            settings = "".join(f", {key}: {value}" for key, value in leg.settings.items())
+            lines.append(f"{leg.ranks} ranks{settings}; {leg.interruption or 'to the end'}")
+        if self.spikes:
+            lines.append(f"spikes at steps {list(self.spikes)}")
+        return lines
+
+
+def check(changes: dict[str, Any]) -> Config | None:
+    """Return the config of a draw; None if the config check refuses it."""
+    try:
+        config = Config.model_validate(tree_of(changes))
+        check_new_run(config)
+    except (ValidationError, UserError):
+        return None
+    return config
+
+
+def draw_case(seed: int, number: int) -> Case:
+    """Draw a case."""
+    random = Random(f"campaign {seed} {number}")
+    num_refused = 0
+    while (config := check(changes := draw_changes(random))) is None:
+        num_refused += 1
+    spikes = _draw_spikes(random, config)
+    return Case(
+        seed=seed,
+        number=number,
+        changes=changes,
+        legs=_draw_legs(random, changes, config),
+        spikes=spikes,
+        num_refused=num_refused,
+    )
+
+
+def _draw_spikes(random: Random, config: Config) -> tuple[int, ...]:
+    """Draw steps that the guard takes for spikes: none, a few alone, or so many in a row that the run goes back."""
+    num_steps = config.train.num_steps
+    way = random.choice(["none", "none", "alone", "in a row"])
+    if way == "none":
+        return ()
+    if way == "alone":
+        return tuple(sorted(random.sample(range(num_steps), random.randint(1, 2))))
+    first = random.randrange(num_steps)
+    return tuple(step for step in range(first, first + config.guard.max_in_a_row) if step < num_steps)
+
+
+def _draw_legs(random: Random, changes: dict[str, Any], config: Config) -> tuple[Leg, ...]:
+    """Draw the starts of the run; ranks and settings change at about every third restart."""
+    possible_ranks = [n for n in range(1, _MOST_RANKS + 1) if config.train.global_batch % n == 0]
+    ranks = random.choice(possible_ranks)
+    settings: dict[str, Any] = {}
+    num_interruptions = random.randint(1, _MOST_INTERRUPTIONS)
+    steps = sorted(random.randint(-1, config.train.num_steps - 1) for _ in range(num_interruptions))
+    legs = []
+    for step in steps:
+        legs.append(Leg(ranks, settings, _draw_interruption(random, ranks, step)))
+        if random.random() < 0.3:
+            ranks = random.choice(possible_ranks)
+        if random.random() < 0.3:
+            key = random.choice(EXCHANGED_KEYS)
+            exchanged = {**settings, key: DRAWS[key](random, config.train.num_steps)}
+            if check({**changes, **exchanged}) is not None:
+                settings = exchanged
+    return (*legs, Leg(ranks, settings, None))
+
+
+def _draw_interruption(random: Random, ranks: int, step: int) -> Interruption:
+    """Draw what ends a start of the run."""
+    victim = random.randrange(ranks)
+    kinds = ["kill at a change"] * 4 + ["kill at a time"] * 2
+    if step >= 0:  # a signal that comes before the run has set its handlers ends the process as any other
+        kinds += [random.choice(SIGNALS)] * 3 + ["stop file", "save file"]
+    kind = random.choice(kinds)
+    if kind == "kill at a time":
+        return Interruption(kind, victim, step, delay_s=random.uniform(0.0, _MOST_DELAY_S if step >= 0 else 2.0))
+    if kind == "kill at a change":
+        moment = random.choice(["before", "torn", "after"])
+        return Interruption(kind, victim, step, change=random.randint(1, _MOST_CHANGES), moment=moment)
+    return Interruption(kind, victim, step)

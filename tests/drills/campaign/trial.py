@@ -1,0 +1,362 @@
+"""Makes one case: runs it with its interruptions, runs its twin without any, and compares what both have left.
+
+Which twin equals the interrupted run bit for bit follows from docs/exactness.md. A restart with other ranks, another
+micro-batch or another ZeRO stage may change the last bits, so the twin makes the same change at the same step; ZeRO 1
+to 2 and back changes nothing, so the twin does not. Steps that the guard has stopped or discarded count as if they
+had been in `train.skip_steps`, so the twin of a run with spikes has them there and meets no spike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from drills.campaign.cases import Case, Leg, check
+from drills.campaign.draws import GENERATOR_SOURCE, INITIAL_SOURCE, placed, tree_of
+from drills.campaign.forked_starts import read_lines, run_command, start
+from drills.kill_matrix.comparison import NOT_COMPARED
+from drills.kill_matrix.short_run import DONE, STOPPED
+from support.real_runs import write_corpus
+
+from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
+from electra_dist.errors import EXIT_USER_ERROR
+from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SAMPLES_FILE, SKIPPED_STEPS_FILE
+from electra_dist.store.local_store import LocalStore
+
+_TRACEBACK = "Traceback (most recent call last)"
+_KILLED = -9
+_MOST_RESTARTS = 3  # after the planned starts
+_COMPARED_STATE = (
+    "step", "rows_seen", "rows_digest", "skipped", "recent_losses", "overflowed", "loss_scale", "eval_rtd_loss",
+    "eval_context_auc", "eval_loss",
+)  # fmt: skip
+
+
+class Fault(Exception):
+    """What is wrong with a case, in one or more lines."""
+
+
+class Segment(NamedTuple):
+    """Steps of a run from one step on, up to the next segment, with one setting."""
+
+    from_step: int
+    ranks: int
+    settings: tuple[tuple[str, Any], ...]
+
+
+@dataclass
+class Side:
+    """One of the two runs of a case: the interrupted one or its twin."""
+
+    folder: Path
+    case: Case
+    data: Path
+    changes: Mapping[str, Any] = field(default_factory=dict)  # further changes of the case's config
+    num_starts: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def checkpoint_folders(self) -> list[Path]:
+        """Return the folders of the checkpoint targets."""
+        targets = self.case.changes.get("checkpoint.targets") or ["SIDE/run/checkpoints"]
+        return [self.folder / target.removeprefix("SIDE/") for target in targets]
+
+    def start(self, leg: Leg, spikes: Sequence[int] = ()) -> tuple[list[int], str]:
+        """Start the run; return the exit codes of its ranks and what they have printed."""
+        self.num_starts += 1
+        changes = {**self.case.changes, **self.changes, **leg.settings}
+        places = {"DATA": self.data, "CASE": self.folder.parent, "SIDE": self.folder}
+        config = self.folder / f"start-{self.num_starts}.yaml"
+        config.write_text(yaml.safe_dump(placed(tree_of(changes), places)))
+        output = config.with_suffix(".txt")
+        codes = start(config, self.folder, leg.ranks, output, leg.interruption, spikes)
+        text = output.read_text(errors="replace") if output.exists() else ""
+        if _TRACEBACK in text and _KILLED not in codes:
+            raise Fault(f"traceback: {_last_line(text)}; {output}")
+        return codes, text
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Return the events of the ledger."""
+        return read_lines(self.run_dir / LEDGER_FILE)
+
+    def skipped(self) -> list[int]:
+        """Return the steps that the guard has stopped or discarded."""
+        file = self.run_dir / SKIPPED_STEPS_FILE
+        return json.loads(file.read_text())["steps"] if file.exists() else []
+
+    def newest_checkpoint(self) -> tuple[int, Path] | None:
+        """Return step and folder of the newest checkpoint of the first target; None if there is none."""
+        folder = self.checkpoint_folders()[0]
+        if not folder.exists():
+            return None
+        found = max(committed(LocalStore(folder)), default=None)
+        return (found[0], folder / found[2]) if found else None
+
+    def go_back(self, step: int) -> None:
+        """Delete all checkpoints after a step."""
+        for target in self.checkpoint_folders():
+            for checkpoint, _, folder in committed(LocalStore(target)):
+                if checkpoint > step:
+                    shutil.rmtree(target / folder)
+
+
+@dataclass
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    fault: str = ""  # empty: the case is good
+    met: list[str] = field(default_factory=list)  # kinds of the interruptions that came
+    ended: str = "done"  # or "diverged": both runs ended with the guard's error
+    seconds: float = 0.0
+
+
+def write_data(folder: Path) -> None:
+    """Write the corpora of the campaign."""
+    write_corpus(str(folder / "corpus"), [7, 3, 12, 1, 9])
+    write_corpus(str(folder / "corpus" / "heldout"), [24], seed=9)
+    write_corpus(str(folder / "second"), [5, 4], seed=4)
+    write_corpus(str(folder / "third"), [31], seed=5)
+
+
+def run_case(case: Case, folder: Path, data: Path) -> Outcome:
+    """Make a case in an empty folder."""
+    begin = time.monotonic()
+    outcome = Outcome(case)
+    try:
+        _make_sources(case, folder, data)
+        interrupted = _side(folder / "interrupted", case, data)
+        segments = _run_interrupted(interrupted, outcome)
+        if outcome.ended == "done":
+            twin = _run_twin(folder / "twin", case, data, segments, interrupted.skipped())
+            _compare(interrupted, twin)
+    except Fault as fault:
+        outcome.fault = str(fault)
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def _side(folder: Path, case: Case, data: Path, **changes: Any) -> Side:
+    folder.mkdir(parents=True)
+    return Side(folder, case, data, changes)
+
+
+def _make_sources(case: Case, folder: Path, data: Path) -> None:
+    """Train the runs whose weights the case begins with."""
+    few_steps = {
+        "train.num_steps": 2, "checkpoint.targets": [], "train.init_from": None, "train.init_generator_from": None,
+        "train.skip_steps": [], "data.phases": [], "optimizer.warmup_steps": 0, "optimizer.decay_steps": None,
+        "optimizer.shape": "polynomial", "checkpoint.keep_steps": [], "train.precision": "fp32",
+    }  # fmt: skip
+    generator = case.changes.get("model.generator", tree_of({})["model"]["generator"])
+    of_generator = {
+        "objective.name": "mlm", "objective.generator": "trained", "model.discriminator": generator,
+        "model.sharing": "embeddings", "objective.generator_only_steps": 0, "objective.discriminator_mlm_weight": 0.0,
+        "objective.disallow_correct": False, "objective.random_share": 0.0, "engine.early_generator": False,
+    }  # fmt: skip
+    of_both = {"objective.generator": "trained"}
+    sources = {
+        GENERATOR_SOURCE: ("train.init_generator_from", {**few_steps, **of_generator}),
+        INITIAL_SOURCE: ("train.init_from", {**few_steps, **of_both}),
+    }
+    for place, (key, changes) in sources.items():
+        if case.changes.get(key) is None:
+            continue
+        source = {key: value for key, value in case.changes.items() if not key.startswith("optimizer.generator.")}
+        if check({**source, **changes}) is None:
+            raise Fault(f"the campaign has no weights for {key}")
+        side = _side(folder / "sources" / place.removeprefix("CASE/"), case, data, **changes)
+        object.__setattr__(side, "case", _with_changes(case, source))
+        codes, text = side.start(Leg(1, {}, None))
+        if codes != [DONE]:
+            raise Fault(f"the run for {key} ended with {codes}: {_last_line(text)}")
+        os.symlink(side.run_dir, folder / place.removeprefix("CASE/"))
+
+
+def _with_changes(case: Case, changes: dict[str, Any]) -> Case:
+    return Case(
+        seed=case.seed, number=case.number, changes=changes, legs=case.legs, spikes=(), num_refused=case.num_refused
+    )
+
+
+def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
+    """Run all starts of a case; return the segments in which the steps of the result were computed."""
+    case = outcome.case
+    segments: list[Segment] = []
+    legs = [*case.legs, *[case.legs[-1]] * _MOST_RESTARTS]
+    for number, leg in enumerate(legs):
+        num_events = len(side.ledger())
+        codes, text = side.start(leg, case.spikes)
+        for event in side.ledger()[num_events:]:
+            if event["event"] in ("start", "resume"):
+                segments = [segment for segment in segments if segment.from_step < event["step"]]
+                segments.append(Segment(event["step"], leg.ranks, tuple(sorted(leg.settings.items()))))
+            if event["event"] == "set_aside":
+                raise Fault(f"set aside: {event}")
+        interruption = leg.interruption
+        if _KILLED in codes:
+            if interruption is None or not interruption.kind.startswith("kill"):
+                raise Fault(f"start {number + 1} was killed: {codes}")
+            outcome.met.append(interruption.kind)
+            continue
+        if set(codes) == {STOPPED} and interruption is not None and interruption.kind != "save file":
+            outcome.met.append(interruption.kind)
+            continue
+        if set(codes) == {EXIT_USER_ERROR} and "diverges: step" in text:
+            _must_diverge(case, side)
+            outcome.ended = "diverged"
+            return segments
+        if set(codes) != {DONE}:
+            raise Fault(f"start {number + 1} ended with {codes}: {_last_line(text)}; {side.folder}")
+        break
+    else:
+        raise Fault(f"not finished after {len(legs)} starts; {side.folder}")
+    if any(event["event"] == "rollback" for event in side.ledger()):
+        outcome.met.append("rollback")
+    code = run_command(["verify", str(side.run_dir)], output := side.folder / "verify.txt")
+    if code != DONE or _TRACEBACK in (text := output.read_text(errors="replace")):
+        raise Fault(f"verify ended with {code}: {_last_line(output.read_text(errors='replace'))}")
+    return segments
+
+
+def _must_diverge(case: Case, side: Side) -> None:
+    """Check that the run diverges without interruptions, too."""
+    twin = _side(side.folder.parent / "twin", case, side.data)
+    codes, text = twin.start(case.legs[0]._replace(interruption=None), case.spikes)
+    if set(codes) != {EXIT_USER_ERROR} or "diverges: step" not in text:
+        raise Fault(f"the interrupted run diverged, its twin ended with {codes}: {_last_line(text)}")
+
+
+def _run_twin(folder: Path, case: Case, data: Path, segments: list[Segment], skipped: Sequence[int]) -> Side:
+    """Run the twin of an interrupted run: with its changes of ranks and settings at the same steps, and nothing else."""
+    changes: dict[str, Any] = {}
+    if case.spikes:
+        changes["train.skip_steps"] = sorted({*case.changes.get("train.skip_steps", []), *skipped})
+    pieces = _without_equal_neighbours(segments)
+    ends = [piece.from_step for piece in pieces[1:]]
+    changes["checkpoint.keep_steps"] = sorted({*case.changes.get("checkpoint.keep_steps", []), *ends})
+    twin = _side(folder, case, data, **changes)
+    for piece, end in zip(pieces, [*ends, None], strict=True):
+        leg = Leg(piece.ranks, dict(piece.settings), None)
+        if end is None:
+            codes, text = twin.start(leg)
+            if set(codes) != {DONE}:
+                raise Fault(f"the twin ended with {codes}: {_last_line(text)}; {twin.folder}")
+        else:
+            _train_up_to(twin, leg, end)
+    return twin
+
+
+def _train_up_to(twin: Side, leg: Leg, end: int) -> None:
+    """Train the twin until a step has a checkpoint, and let it continue from there at its next start."""
+    from drills.campaign.cases import Interruption
+
+    codes, text = twin.start(leg._replace(interruption=Interruption("SIGTERM", 0, end)))
+    if set(codes) not in ({DONE}, {STOPPED}):
+        raise Fault(f"the twin ended with {codes}: {_last_line(text)}; {twin.folder}")
+    twin.go_back(end)
+    newest = twin.newest_checkpoint()
+    if newest is None or newest[0] != end:
+        raise Fault(f"the twin has no checkpoint of step {end}, but {newest}; {twin.folder}")
+
+
+def _without_equal_neighbours(segments: Sequence[Segment]) -> list[Segment]:
+    """Join neighbouring segments that differ in nothing that may change the last bits."""
+    pieces: list[Segment] = []
+    for segment in segments:
+        if not pieces or _bits_of(pieces[-1]) != _bits_of(segment):
+            pieces.append(segment)
+    return pieces
+
+
+def _bits_of(segment: Segment) -> tuple[Any, ...]:
+    """Return what of a segment may change the last bits; ZeRO 1 and 2 do not differ."""
+    settings = {key: 2 if (key, value) == ("engine.zero_stage", 1) else value for key, value in segment.settings}
+    return segment.ranks, settings
+
+
+def _compare(interrupted: Side, twin: Side) -> None:
+    """Raise Fault unless both runs have left the same."""
+    num_steps = interrupted.case.changes["train.num_steps"]
+    for file in (METRICS_FILE, SAMPLES_FILE):
+        found, expected = (
+            [_exact(record) for record in read_lines(side.run_dir / file)] for side in (interrupted, twin)
+        )
+        if found != expected:
+            raise Fault(f"{file}: {_first_difference(found, expected)}; {interrupted.folder}")
+    if not interrupted.case.spikes and interrupted.skipped() != twin.skipped():
+        raise Fault(f"skipped steps {interrupted.skipped()} instead of {twin.skipped()}")
+    identities = [(side.run_dir / IDENTITY_FILE).read_bytes() for side in (interrupted, twin)]
+    if identities[0] != identities[1]:
+        raise Fault(f"{IDENTITY_FILE} differs; {interrupted.folder}")
+    _compare_checkpoints(interrupted, twin, num_steps)
+    _check_ledger(interrupted, num_steps)
+
+
+def _compare_checkpoints(interrupted: Side, twin: Side, num_steps: int) -> None:
+    """Raise Fault unless the last checkpoints hold the same bytes and the same state, in all targets."""
+    newest = twin.newest_checkpoint()
+    assert newest is not None and newest[0] == num_steps, newest
+    expected = _digests(newest[1])
+    state = read_manifest(LocalStore(newest[1].parent), newest[1].name).state
+    for target in interrupted.checkpoint_folders():
+        last = max(committed(LocalStore(target)), default=None)
+        if last is None or last[0] != num_steps:
+            raise Fault(f"{target}: the newest checkpoint is {last}")
+        digests = _digests(target / last[2])
+        found_state = read_manifest(LocalStore(target), last[2]).state
+        for name in _COMPARED_STATE:
+            found, wanted = getattr(found_state, name), getattr(state, name)
+            if found != wanted:
+                raise Fault(f"checkpoint: {name} {found} instead of {wanted}; {interrupted.folder}")
+        if found_state.zero_stage == state.zero_stage and digests != expected:
+            different = sorted(name for name in {*digests, *expected} if digests.get(name) != expected.get(name))
+            raise Fault(f"checkpoint: other bytes in {different}; {target / last[2]}")
+
+
+def _check_ledger(side: Side, num_steps: int) -> None:
+    """Raise Fault if the ledger has a stopped step or a rollback twice, or does not end with `done`."""
+    events = side.ledger()
+    once = [(event["event"], event["step"]) for event in events if event["event"] in ("stopped_step", "rollback")]
+    if len(once) != len(set(once)):
+        raise Fault(f"{LEDGER_FILE}: an event twice: {once}")
+    if (events[-1]["event"], events[-1]["step"]) != ("done", num_steps):
+        raise Fault(f"{LEDGER_FILE}: ends with {events[-1]}")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the tensor files of a checkpoint by their names."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+
+
+def _exact(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that an equal run repeats; NaN as text, because it is not equal to itself."""
+    return {name: repr(value) for name, value in record.items() if name not in NOT_COMPARED}
+
+
+def _first_difference(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first difference of two lists of records."""
+    for number, (one, other) in enumerate(zip(found, expected, strict=False), start=1):
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        if names:
+            values = ", ".join(f"{name} {one.get(name)} instead of {other.get(name)}" for name in names)
+            return f"record {number} (step {other.get('step')}): {values}"
+    return f"{len(found)} records instead of {len(expected)}"
+
+
+def _last_line(text: str) -> str:
+    """Return the line of a text that says what went wrong: its last error line or, if there is none, its last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |(\w+\.)*\w*(Error|Exception|Interrupt)\b", line)]
+    return (errors or lines or ["nothing"])[-1][:600]
