@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.model import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config_sections.model import ModelConfig, ObjectiveConfig, TowerConfig, check_sharing
 from electra_dist.config_sections.operation import (
     CheckpointConfig,
     ClusterConfig,
@@ -139,8 +139,10 @@ class Config(Section):
                 "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "
                 "train.precision: bf16 or engine.attention: auto"
             )
-        trains_generator = self.objective.name != "mlm" and self.objective.generator == "trained"
-        if self.optimizer.generator is not None and (not trains_generator or self.model.sharing == "all"):
+        check_sharing(self.model, self.objective)
+        check_optimizer(self.optimizer, self.engine.zero_stage)
+        has_own_layers = self.objective.trains_generator and self.model.sharing != "all"
+        if self.optimizer.generator is not None and not has_own_layers:
             raise ValueError(
                 "optimizer.generator needs a generator that is trained and has layers of its own; remove "
                 "optimizer.generator, or set objective.generator: trained, another objective.name than mlm, and "
@@ -155,6 +157,11 @@ class Config(Section):
             raise ValueError(
                 f"engine.early_generator: true works only if the generator learns from its own loss alone, unlike "
                 f"with objective.name: {self.objective.name}; set engine.early_generator: false"
+            )
+        if self.checkpoint.keep_best and not self.data.heldout:
+            raise ValueError(
+                f"checkpoint.keep_best is {self.checkpoint.keep_best}, but without data.heldout no checkpoint is "
+                f"evaluated and none is the best; set data.heldout to a held-out corpus, or checkpoint.keep_best: 0"
             )
         return self
 
@@ -293,6 +300,40 @@ class Config(Section):
     def older_identities(self) -> dict[int, str]:
         """Return the digests of this config's identity at all lower numerics versions: numerics version -> digest."""
         return {numerics: self.identity_sha256(numerics) for numerics in range(FIRST_NUMERICS, self.numerics)}
+
+
+def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
+    """Raise ValueError for LAMB or Muon at a ZeRO stage where it cannot work, or with another's implementation.
+
+    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters. Muon gathers its matrices
+    at stages 1 and 2, but not at stage 3. Every setting of AdamW is accepted.
+
+    Args:
+        config: gives the optimizer and its implementation.
+        zero_stage: 0 to 3.
+    """
+    if config.name == "lamb":
+        if zero_stage > 0:
+            raise ValueError(
+                f"optimizer.name lamb needs whole parameters for its norms, but engine.zero_stage is {zero_stage}; "
+                f"set engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+            )
+        if config.implementation == "deepspeed":
+            raise ValueError(
+                "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
+                "implementations apex and foreach; set optimizer.implementation: auto"
+            )
+    if config.name == "muon":
+        if zero_stage > 2:
+            raise ValueError(
+                f"optimizer.name muon works at engine.zero_stage 0, 1 and 2, but engine.zero_stage is {zero_stage}; "
+                f"set engine.zero_stage: 2 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
+            )
+        if config.implementation not in ("auto", "foreach"):
+            raise ValueError(
+                f"optimizer.implementation {config.implementation} is not available for optimizer.name muon, which "
+                f"has the implementation foreach; set optimizer.implementation: auto"
+            )
 
 
 # Keys of section `objective` that were added after runs had begun without them. A key with the value given here

@@ -159,3 +159,35 @@ def test_a_place_that_is_named_twice_or_used_otherwise_is_no_checkpoint_target(
 def test_every_folder_of_a_run_is_known_to_the_check_of_targets() -> None:
     names = {value for key, value in vars(folder).items() if key.endswith("_DIR")}
     assert set(RUN_FOLDERS) == names | {CACHE_DIR}
+
+
+_SAME_TOWERS = "model.generator={hidden_size: 128, num_layers: 4, num_heads: 4, intermediate_size: 512}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective.generator_only_steps=5", "model.sharing=none"], "they must be of one size"),
+        (["objective.generator_only_steps=5", _SAME_TOWERS], "model.sharing is embeddings"),
+        (["objective.name=mlm", "model.sharing=none"], "has one tower only"),
+        (["objective.generator=uniform", "objective.temperature=1", "model.sharing=gdes"], "has one tower only"),
+        (["objective.name=electric", "model.sharing=all", _SAME_TOWERS], "two causal towers"),
+        (
+            ["objective.generator=frozen", "train.init_generator_from=x", "model.sharing=gdes"],
+            "has tables and layers of its own",
+        ),
+        (["optimizer.name=lamb", "engine.zero_stage=1"], "set engine.zero_stage: 0"),
+        (["optimizer.name=lamb", "engine.zero_stage=0", "optimizer.implementation=deepspeed"], "apex and foreach"),
+        (["optimizer.name=muon", "engine.zero_stage=3"], "set engine.zero_stage: 2"),
+        (["optimizer.name=muon", "optimizer.implementation=apex"], "has the implementation foreach"),
+        (["checkpoint.keep_best=1", "data.heldout=null"], "without data.heldout no checkpoint"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused_when_the_config_is_read(
+    overrides: list[str], message: str
+) -> None:
+    """So that a dry run and a submission refuse them, too, and not only the ranks of the queued job."""
+    with pytest.raises(UserError, match=message) as error:
+        load_config(DEMO, overrides)
+
+    assert "\n" not in str(error.value)

@@ -361,6 +361,65 @@ class ObjectiveConfig(Section):
         return self
 
     @property
+    def trains_generator(self) -> bool:
+        """Return whether the objective trains a generator network.
+
+        The objective `mlm` does not, because it replaces no tokens. Every other objective does, unless `generator` is
+        "uniform" or "unigram", which draw replacements from fixed probabilities, or "frozen", which has a network that
+        is not trained.
+        """
+        return self.name != "mlm" and self.generator == "trained"
+
+    @property
     def draws_at_random(self) -> bool:
         """Return whether random_share is above 0 at some step, so that some replacements are drawn at random."""
         return largest_value(self.random_share) > 0
+
+
+def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    """Raise ValueError if the towers or what they share contradict the objective.
+
+    The contradictions are two-stage training (`generator_only_steps` above 0) with towers of different sizes or with
+    shared parameters; a frozen generator with `sharing` gdes or all; an objective with only one tower and a `sharing`
+    other than the default; and `electric` with `sharing: all`.
+    """
+    if objective.generator_only_steps:
+        _check_two_stage(model)
+    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
+        raise ValueError(
+            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
+            f"model.sharing, or set it to none"
+        )
+    has_one_tower = not objective.trains_generator and objective.generator != "frozen"
+    if has_one_tower and model.sharing != "embeddings":
+        raise ValueError(
+            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
+            f"{objective.generator} has one tower only; remove model.sharing from the config"
+        )
+    if objective.name == "electric" and model.sharing == "all":
+        raise ValueError(
+            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
+            "the discriminator; set model.sharing: embeddings"
+        )
+
+
+def _check_two_stage(model: ModelConfig) -> None:
+    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
+
+    Two-stage training trains the generator alone for `objective.generator_only_steps` steps. Then the discriminator
+    starts as a copy of the generator, which needs equal sizes, and the generator is frozen, which shared parameters
+    cannot be.
+    """
+    same_layers = model.generator == model.discriminator
+    same_embedding_width = model.generator_embedding_width == model.embedding_size
+    if not same_layers or not same_embedding_width:
+        raise ValueError(
+            "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
+            "of one size; set model.generator to the sizes of model.discriminator and remove "
+            "model.generator_embedding_size"
+        )
+    if model.sharing != "none":
+        raise ValueError(
+            f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
+            f"but model.sharing is {model.sharing}; set model.sharing: none"
+        )

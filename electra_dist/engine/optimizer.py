@@ -110,54 +110,6 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
     return 3 if name.endswith("attention.qkv.weight") else 1
 
 
-def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
-    """Refuse LAMB or Muon at a ZeRO stage where it cannot work, or with an implementation that does not have it.
-
-    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters. Muon gathers its matrices
-    at stages 1 and 2, but not at stage 3. Every setting of AdamW is accepted.
-
-    Args:
-        config: gives the optimizer and its implementation.
-        zero_stage: 0 to 3.
-
-    Raises:
-        UserError: names the keys that do not fit together and the value to set.
-    """
-    if config.name == "adamw":
-        return
-    if config.name == "muon":
-        _check_muon(config, zero_stage)
-        return
-    if zero_stage > 0:
-        raise UserError(
-            f"optimizer.name lamb needs whole parameters for its norms, but engine.zero_stage is {zero_stage}; set "
-            f"engine.zero_stage: 0 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
-        )
-    if config.implementation == "deepspeed":
-        raise UserError(
-            "optimizer.implementation deepspeed is not available for optimizer.name lamb, which has the "
-            "implementations apex and foreach; set optimizer.implementation: auto"
-        )
-
-
-def _check_muon(config: OptimizerConfig, zero_stage: int) -> None:
-    """Raise unless Muon can run, which is so at the ZeRO stages 0 to 2 with this project's implementation.
-
-    Raises:
-        UserError: names the key that does not fit and the value to set.
-    """
-    if zero_stage > 2:
-        raise UserError(
-            f"optimizer.name muon works at engine.zero_stage 0, 1 and 2, but engine.zero_stage is {zero_stage}; set "
-            f"engine.zero_stage: 2 (at ELECTRA-Large's size all state takes 5.7 GB per GPU)"
-        )
-    if config.implementation not in ("auto", "foreach"):
-        raise UserError(
-            f"optimizer.implementation {config.implementation} is not available for optimizer.name muon, which has "
-            f"the implementation foreach; set optimizer.implementation: auto"
-        )
-
-
 class Implementation(NamedTuple):
     """Choice of an implementation of the optimizer's update.
 

@@ -37,16 +37,6 @@ from electra_dist.model.row_layout import RowLayout
 PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose large tower predicts tokens
 
 
-def has_generator(objective: ObjectiveConfig) -> bool:
-    """Return whether the objective trains a generator network.
-
-    The objective `mlm` does not, because it replaces no tokens. Every other objective does, unless
-    `objective.generator` is "uniform" or "unigram", which draw replacements from fixed probabilities, or "frozen",
-    which has a network that is not trained.
-    """
-    return objective.name != "mlm" and objective.generator == "trained"
-
-
 def detects_replacements(objective: ObjectiveConfig) -> bool:
     """Return whether the objective's large tower is a discriminator, which classifies tokens as replaced or not."""
     return objective.name not in PREDICTS_TOKENS
@@ -58,7 +48,7 @@ def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
     With `model.sharing: none` these are whole tables. With `gdes` they are differences that are added to the
     generator's tables. With any other value, and without a generator network, there is one set of tables.
     """
-    return model.sharing in ("none", "gdes") and has_generator(objective)
+    return model.sharing in ("none", "gdes") and objective.trains_generator
 
 
 class ElectraTowers(nn.Module):
@@ -97,10 +87,10 @@ class ElectraTowers(nn.Module):
         self.embeddings = new_embeddings(model, generator_width)
         if separate_embeddings:
             self.discriminator_embeddings = new_embeddings(model, model.embedding_size)
-        if has_generator(objective):
+        if objective.trains_generator:
             self._add_generator(objective, generator_width)
         self._add_discriminator(objective)
-        if has_generator(objective) and model.sharing == "all":
+        if objective.trains_generator and model.sharing == "all":
             # nn.Module would register the discriminator under a second name. Writing to __dict__ avoids that, so each
             # shared parameter has one name only.
             self.__dict__["generator"] = self.discriminator

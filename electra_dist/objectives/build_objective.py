@@ -1,17 +1,12 @@
-"""Builds the objective that a config names, and checks the config's sections `model` and `objective` together.
-
-`check_objective` needs only the config and runs before a run writes anything. `build_objective` runs on every rank.
-"""
+"""Builds the objective that a config names; every rank does so."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.errors import UserError
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
-from electra_dist.model.towers import has_generator
 from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.all_tokens_mlm import AllTokensMlm
 from electra_dist.objectives.base import Objective
@@ -42,63 +37,6 @@ _CORRUPTING: dict[str, type[CorruptingObjective]] = {
 }
 
 
-def check_objective(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Raise if the config's sections `model` and `objective` contradict each other.
-
-    Each section by itself was checked when the config was read. This needs no GPU and no corpus, so it runs before a
-    run writes anything.
-
-    Raises:
-        UserError: one of these contradictions: two-stage training (`objective.generator_only_steps` above 0) with
-            towers of different sizes or with shared parameters; a frozen generator with `model.sharing` gdes or all;
-            an objective with only one tower and a `model.sharing` other than the default; `electric` with
-            `model.sharing: all`.
-    """
-    if objective.generator_only_steps:
-        _check_two_stage(model)
-    if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
-        raise UserError(
-            f"model.sharing is {model.sharing}, but a frozen generator has tables and layers of its own; remove "
-            f"model.sharing, or set it to none"
-        )
-    has_one_tower = not has_generator(objective) and objective.generator != "frozen"
-    if has_one_tower and model.sharing != "embeddings":
-        raise UserError(
-            f"model.sharing is {model.sharing}, but objective.name {objective.name} with objective.generator "
-            f"{objective.generator} has one tower only; remove model.sharing from the config"
-        )
-    if objective.name == "electric" and model.sharing == "all":
-        raise UserError(
-            "model.sharing is all, but the generator of objective.name electric is two causal towers, which cannot be "
-            "the discriminator; set model.sharing: embeddings"
-        )
-
-
-def _check_two_stage(model: ModelConfig) -> None:
-    """Raise unless generator and discriminator have the same sizes and share no parameters.
-
-    Two-stage training trains the generator alone for `objective.generator_only_steps` steps. Then the discriminator
-    starts as a copy of the generator, which needs equal sizes, and the generator is frozen, which shared parameters
-    cannot be.
-
-    Raises:
-        UserError: the sizes differ, or `model.sharing` is not none.
-    """
-    same_layers = model.generator == model.discriminator
-    same_embedding_width = model.generator_embedding_width == model.embedding_size
-    if not same_layers or not same_embedding_width:
-        raise UserError(
-            "objective.generator_only_steps: the discriminator starts as a copy of the generator, so they must be "
-            "of one size; set model.generator to the sizes of model.discriminator and remove "
-            "model.generator_embedding_size"
-        )
-    if model.sharing != "none":
-        raise UserError(
-            f"objective.generator_only_steps: a frozen generator cannot share parameters with the discriminator, "
-            f"but model.sharing is {model.sharing}; set model.sharing: none"
-        )
-
-
 def build_objective(
     model: ModelConfig,
     objective: ObjectiveConfig,
@@ -119,11 +57,7 @@ def build_objective(
         seed: the run's seed, which keys the initialisation.
         backend: `kernels.backend` of the config.
         count_V: how often each token occurs in the corpus; needed if `needs_token_counts` is True for the objective.
-
-    Raises:
-        UserError: the sections contradict each other; see `check_objective`.
     """
-    check_objective(model, objective)
     towers = build_towers(model, seed, objective)
     if objective.name == "mlm":
         return MaskedLanguageModel(towers, objective, special, backend)

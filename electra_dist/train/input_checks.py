@@ -21,9 +21,8 @@ from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
-from electra_dist.engine.optimizer import check_optimizer, choose_implementation
+from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.objectives.build_objective import check_objective
 from electra_dist.pretrained.frozen_generator import check_generator_vocabulary
 from electra_dist.pretrained.starting_weights import check_source, needs_source
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
@@ -91,10 +90,7 @@ def check_inputs(
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
     check_precision(config.train.precision)
-    check_objective(config.model, config.objective)
-    check_optimizer(config.optimizer, config.engine.zero_stage)
     _check_apex(config)
-    _check_keep_best(config)
     check_targets_are_separate(config)
     _check_kernels(config.kernels.backend)
     corpora = open_training_corpora(config)
@@ -163,19 +159,6 @@ def _check_apex(config: Config) -> None:
     if config.optimizer.implementation == "apex":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
-
-
-def _check_keep_best(config: Config) -> None:
-    """Refuse to keep the best checkpoints of a run that does not evaluate any.
-
-    Raises:
-        UserError: `checkpoint.keep_best` is set and `data.heldout` is not.
-    """
-    if config.checkpoint.keep_best and not config.data.heldout:
-        raise UserError(
-            f"checkpoint.keep_best is {config.checkpoint.keep_best}, but without data.heldout no checkpoint is "
-            f"evaluated and none is the best; set data.heldout to a held-out corpus, or checkpoint.keep_best: 0"
-        )
 
 
 def _check_kernels(backend: str) -> None:

@@ -10,14 +10,13 @@ import torch
 from support.real_runs import tiny_tree
 from torch import nn
 
-from electra_dist.config import Config, OptimizerConfig
+from electra_dist.config import Config, OptimizerConfig, check_optimizer
 from electra_dist.config_file import load_config
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.optimizer import build_optimizer, check_optimizer
+from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.engine.optimizers.lamb import ForeachLamb
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import held_fragments
-from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
@@ -101,9 +100,9 @@ def test_lamb_with_partitioned_state_or_deepspeeds_implementation_is_refused() -
     lamb = OptimizerConfig(name="lamb")
     check_optimizer(lamb, 0)
     check_optimizer(OptimizerConfig(), 3)
-    with pytest.raises(UserError, match=r"engine.zero_stage is 1; set engine.zero_stage: 0"):
+    with pytest.raises(ValueError, match=r"engine.zero_stage is 1; set engine.zero_stage: 0"):
         check_optimizer(lamb, 1)
-    with pytest.raises(UserError, match="apex and foreach"):
+    with pytest.raises(ValueError, match="apex and foreach"):
         check_optimizer(OptimizerConfig(name="lamb", implementation="deepspeed"), 0)
 
 

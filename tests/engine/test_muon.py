@@ -8,14 +8,13 @@ import torch
 from support.real_runs import synthetic_rows, tiny_tree
 from torch import nn
 
-from electra_dist.config import Config, OptimizerConfig
+from electra_dist.config import Config, OptimizerConfig, check_optimizer
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.optimizer import build_optimizer, check_optimizer, parameter_groups
+from electra_dist.engine.optimizer import build_optimizer, parameter_groups
 from electra_dist.engine.optimizers import muon
 from electra_dist.engine.optimizers.adamw import ForeachAdamW
 from electra_dist.engine.optimizers.muon import ForeachMuon, check_update
 from electra_dist.engine.state_fragments import held_fragments, publish
-from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput, loss_counts
 from electra_dist.objectives.build_objective import build_objective
@@ -150,7 +149,7 @@ def test_an_optimizer_whose_update_is_not_orthogonal_is_refused_at_the_start(mon
 def test_muon_at_stage_3_or_with_another_implementation_is_refused() -> None:
     for stage in (0, 1, 2):
         check_optimizer(OptimizerConfig(name="muon"), stage)
-    with pytest.raises(UserError, match=r"engine.zero_stage is 3; set engine.zero_stage: 2"):
+    with pytest.raises(ValueError, match=r"engine.zero_stage is 3; set engine.zero_stage: 2"):
         check_optimizer(OptimizerConfig(name="muon"), 3)
-    with pytest.raises(UserError, match="has the implementation foreach"):
+    with pytest.raises(ValueError, match="has the implementation foreach"):
         check_optimizer(OptimizerConfig(name="muon", implementation="apex"), 0)

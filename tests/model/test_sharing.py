@@ -26,7 +26,7 @@ SHARING = [
 ]
 VOCABULARY = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(295))]) + "\n"
 OBJECTIVES = ["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"]
-BUILDABLE = [  # check_objective refuses the others
+BUILDABLE = [  # `check_sharing` refuses the others
     pytest.param(name, *sharing.values, id=f"{name}-{sharing.id}")
     for name in OBJECTIVES
     for sharing in SHARING

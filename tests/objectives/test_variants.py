@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.errors import UserError
+from electra_dist.config_sections.model import check_sharing
 from electra_dist.model.row_layout import SpecialIds, derive
 from electra_dist.model.token_log_probs import CHUNK_ROWS, token_log_probs
 from electra_dist.objectives.base import StepInput, Sums
-from electra_dist.objectives.build_objective import build_objective, check_objective
+from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.frequency_generator import FixedGenerator, uniform_weights, unigram_weights
 from electra_dist.objectives.masking import Masking, mask_rows
 
@@ -433,8 +433,8 @@ def test_token_log_probs_and_their_gradients_equal_a_full_softmax_in_float64(row
 def test_model_and_objective_that_do_not_fit_are_refused_with_a_message_of_one_line(
     model_fields: Any, objective_fields: Any, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        check_objective(small_model_config(**model_fields), ObjectiveConfig(**objective_fields))
+    with pytest.raises(ValueError, match=message) as error:
+        check_sharing(small_model_config(**model_fields), ObjectiveConfig(**objective_fields))
 
     assert "\n" not in str(error.value)
 

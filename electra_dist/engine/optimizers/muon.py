@@ -22,7 +22,7 @@ Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on 
 At stage 0 every rank computes all of them, at stages 1 and 2 those of the matrices of which it keeps an element. The
 state is that of AdamW, whose second moment stays zero for these matrices, so that checkpoints have one layout.
 
-Limits: not at ZeRO stage 3 (`optimizer.check_optimizer`). Tested with DeepSpeed 0.19.8, whose partitions this file
+Limits: not at ZeRO stage 3 (`config.check_optimizer`). Tested with DeepSpeed 0.19.8, whose partitions this file
 reads.
 """
 
