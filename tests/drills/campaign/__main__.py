@@ -3,10 +3,11 @@
     python tests/drills/campaign --seconds 600 --seed 1     # make campaign SECONDS=600 SEED=1
     python tests/drills/campaign --seed 1 --case 17         # case 17 again; its folder is kept
 
-`draws.py` has the keys and their values, `cases.py` the interruptions, `trial.py` what must be equal. A config that the
-config check refuses is counted and drawn again. One that it accepts must train to its end: a later refusal, a crash, a
-traceback and a difference are faults. Case k of a seed is always the same; when exactly a kill at a time comes depends
-on the machine, too. The campaign goes on after a fault, and ends with a table, and exit code 1 if there was one.
+`draws.py` has the keys and their values, `cases.py` the interruptions, `trial.py` what must be equal. A config that
+the config check refuses is counted and drawn again. One that it accepts must train to its end: a later refusal, a
+crash, a traceback and a difference are faults. Case k of a seed is always the same; when exactly a kill at a time
+comes depends on the machine, too. The campaign goes on after a fault, and ends with a table, and exit code 1 if there
+was one.
 """
 
 from __future__ import annotations
@@ -136,11 +137,12 @@ def print_summary(outcomes: list[Outcome], seconds: float) -> None:
         ]
         print(f"FAULT {count} x {sort} (cases {', '.join(map(str, numbers[:10]))})")
     refused = sum(case.num_refused for case in cases)
+    drawn = refused + len(cases)
     times = os.times()
     cpu_s = times.user + times.system + times.children_user + times.children_system
     print(
-        f"\n{len(cases)} cases, {sum(faults.values())} faults of {len(faults)} sorts; {refused} of {refused + len(cases)} "
-        f"drawn configs refused by the config check ({refused / max(1, refused + len(cases)):.0%}); {seconds:.0f} s, "
+        f"\n{len(cases)} cases, {sum(faults.values())} faults of {len(faults)} sorts; {refused} of {drawn} "
+        f"drawn configs refused by the config check ({refused / max(1, drawn):.0%}); {seconds:.0f} s, "
         f"{seconds / max(1, len(cases)):.1f} s a case, {cpu_s:.0f} s of processor time"
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from drills.campaign.cases import Case, Leg, check
+from drills.campaign.cases import Case, Interruption, Leg, check
 from drills.campaign.draws import GENERATOR_SOURCE, INITIAL_SOURCE, placed, tree_of
 from drills.campaign.forked_starts import read_lines, run_command, start
 from drills.kill_matrix.comparison import NOT_COMPARED
@@ -33,6 +33,7 @@ from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SA
 from electra_dist.store.local_store import LocalStore
 
 _TRACEBACK = "Traceback (most recent call last)"
+_OTHER_SKIPS = "this run skips other steps now"  # why checkpoints after the first skipped step are set aside
 _KILLED = -9
 _MOST_RESTARTS = 3  # after the planned starts
 _COMPARED_STATE = (
@@ -194,6 +195,7 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
     """Run all starts of a case; return the segments in which the steps of the result were computed."""
     case = outcome.case
     segments: list[Segment] = []
+    has_rollback = False
     legs = [*case.legs, *[case.legs[-1]] * _MOST_RESTARTS]
     for number, leg in enumerate(legs):
         num_events = len(side.ledger())
@@ -202,8 +204,9 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
             if event["event"] in ("start", "resume"):
                 segments = [segment for segment in segments if segment.from_step < event["step"]]
                 segments.append(Segment(event["step"], leg.ranks, tuple(sorted(leg.settings.items()))))
-            if event["event"] == "set_aside":
+            if event["event"] == "set_aside" and not (has_rollback and _OTHER_SKIPS in event["reason"]):
                 raise Fault(f"set aside: {event}")
+            has_rollback |= event["event"] == "rollback"
         interruption = leg.interruption
         if _KILLED in codes:
             if interruption is None or not interruption.kind.startswith("kill"):
@@ -239,7 +242,7 @@ def _must_diverge(case: Case, side: Side) -> None:
 
 
 def _run_twin(folder: Path, case: Case, data: Path, segments: list[Segment], skipped: Sequence[int]) -> Side:
-    """Run the twin of an interrupted run: with its changes of ranks and settings at the same steps, and nothing else."""
+    """Run the twin of an interrupted run, which only changes ranks and settings, at the same steps."""
     changes: dict[str, Any] = {}
     if case.spikes:
         changes["train.skip_steps"] = sorted({*case.changes.get("train.skip_steps", []), *skipped})
@@ -260,8 +263,6 @@ def _run_twin(folder: Path, case: Case, data: Path, segments: list[Segment], ski
 
 def _train_up_to(twin: Side, leg: Leg, end: int) -> None:
     """Train the twin until a step has a checkpoint, and let it continue from there at its next start."""
-    from drills.campaign.cases import Interruption
-
     codes, text = twin.start(leg._replace(interruption=Interruption("SIGTERM", 0, end)))
     if set(codes) not in ({DONE}, {STOPPED}):
         raise Fault(f"the twin ended with {codes}: {_last_line(text)}; {twin.folder}")
