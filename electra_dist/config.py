@@ -134,6 +134,11 @@ class Config(Section):
             )
         if self.model.architecture == "modern":
             self._check_modern()
+        elif self.model.type_vocab_size < 2:
+            raise ValueError(
+                f"model.type_vocab_size is {self.model.type_vocab_size}, but the rows of a corpus have examples of "
+                f"two segments, whose tokens are of two types; set model.type_vocab_size: 2"
+            )
         if self.engine.attention == "flash" and self.train.precision == "fp32":
             raise ValueError(
                 "engine.attention: flash computes in bf16 or fp16 only, but train.precision is fp32; set "

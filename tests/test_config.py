@@ -181,6 +181,7 @@ _SAME_TOWERS = "model.generator={hidden_size: 128, num_layers: 4, num_heads: 4, 
         (["optimizer.name=muon", "engine.zero_stage=3"], "set engine.zero_stage: 2"),
         (["optimizer.name=muon", "optimizer.implementation=apex"], "has the implementation foreach"),
         (["checkpoint.keep_best=1", "data.heldout=null"], "without data.heldout no checkpoint"),
+        (["model.type_vocab_size=1"], "two segments"),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused_when_the_config_is_read(
