@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from support.real_runs import SEQ_LEN, tiny_tree
@@ -260,7 +260,8 @@ def placed(value: Any, places: dict[str, Path]) -> Any:
 def config_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a section of the config, with those of the sections within it."""
     for name, field in section.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        parts = () if get_origin(field.annotation) is tuple else get_args(field.annotation)  # of `Section | None`
+        kinds = [kind for kind in (field.annotation, *parts) if isinstance(kind, type)]
         inner = next((kind for kind in kinds if issubclass(kind, Section)), None)
         if inner is None:
             yield f"{prefix}{name}"

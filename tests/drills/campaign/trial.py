@@ -33,7 +33,6 @@ from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SA
 from electra_dist.store.local_store import LocalStore
 
 _TRACEBACK = "Traceback (most recent call last)"
-_OTHER_SKIPS = "this run skips other steps now"  # why checkpoints after the first skipped step are set aside
 _KILLED = -9
 _MOST_RESTARTS = 3  # after the planned starts
 _COMPARED_STATE = (
@@ -195,7 +194,7 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
     """Run all starts of a case; return the segments in which the steps of the result were computed."""
     case = outcome.case
     segments: list[Segment] = []
-    has_rollback = False
+    first_discarded = case.changes["train.num_steps"]  # a rollback sets the checkpoints after this step aside
     legs = [*case.legs, *[case.legs[-1]] * _MOST_RESTARTS]
     for number, leg in enumerate(legs):
         num_events = len(side.ledger())
@@ -204,9 +203,10 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
             if event["event"] in ("start", "resume"):
                 segments = [segment for segment in segments if segment.from_step < event["step"]]
                 segments.append(Segment(event["step"], leg.ranks, tuple(sorted(leg.settings.items()))))
-            if event["event"] == "set_aside" and not (has_rollback and _OTHER_SKIPS in event["reason"]):
+            if event["event"] == "rollback":
+                first_discarded = min(first_discarded, event["skip_from"])
+            if event["event"] == "set_aside" and _checkpoint_step(event["reason"]) <= first_discarded:
                 raise Fault(f"set aside: {event}")
-            has_rollback |= event["event"] == "rollback"
         interruption = leg.interruption
         if _KILLED in codes:
             if interruption is None or not interruption.kind.startswith("kill"):
@@ -233,6 +233,12 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
     return segments
 
 
+def _checkpoint_step(reason: str) -> int:
+    """Return the step of the checkpoint that the ledger names in the reason of an event."""
+    found = re.search(r"step-(\d{8})-a\d{4}", reason)
+    return int(found[1]) if found else 0
+
+
 def _must_diverge(case: Case, side: Side) -> None:
     """Check that the run diverges without interruptions, too."""
     twin = _side(side.folder.parent / "twin", case, side.data)
@@ -246,7 +252,7 @@ def _run_twin(folder: Path, case: Case, data: Path, segments: list[Segment], ski
     changes: dict[str, Any] = {}
     if case.spikes:
         changes["train.skip_steps"] = sorted({*case.changes.get("train.skip_steps", []), *skipped})
-    pieces = _without_equal_neighbours(segments)
+    pieces = without_equal_neighbours(segments)
     ends = [piece.from_step for piece in pieces[1:]]
     changes["checkpoint.keep_steps"] = sorted({*case.changes.get("checkpoint.keep_steps", []), *ends})
     twin = _side(folder, case, data, **changes)
@@ -272,7 +278,7 @@ def _train_up_to(twin: Side, leg: Leg, end: int) -> None:
         raise Fault(f"the twin has no checkpoint of step {end}, but {newest}; {twin.folder}")
 
 
-def _without_equal_neighbours(segments: Sequence[Segment]) -> list[Segment]:
+def without_equal_neighbours(segments: Sequence[Segment]) -> list[Segment]:
     """Join neighbouring segments that differ in nothing that may change the last bits."""
     pieces: list[Segment] = []
     for segment in segments:
