@@ -17,7 +17,7 @@ from support.real_runs import REPOSITORY
 
 from electra_dist.config_file import load_config
 
-NUM_CASES = 60
+NUM_CASES = 40
 
 
 def test_every_key_of_the_config_is_drawn_or_left_alone_for_a_stated_reason() -> None:
