@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from drills.campaign.cases import EXCHANGED_KEYS, check, draw_case
 from drills.campaign.draws import DRAWS, NOT_DRAWN, config_keys, draw_changes, is_left_alone, placed, tree_of
-from drills.campaign.trial import Segment, without_equal_neighbours
+from drills.campaign.trial import Fault, Segment, Side, compare, without_equal_neighbours
 from support.real_runs import REPOSITORY
 
 from electra_dist.config_file import load_config
@@ -84,6 +85,18 @@ def test_the_twin_changes_with_the_run_except_between_zero_1_and_2() -> None:
     first, second = segment(0, 2, engine__zero_stage=1), segment(3, 2, engine__zero_stage=2)
     third, fourth = segment(6, 2, engine__zero_stage=3), segment(9, 1, engine__zero_stage=3)
     assert without_equal_neighbours([first, second, third, fourth]) == [first, third, fourth]
+
+
+def test_one_changed_bit_of_a_record_is_a_fault(tmp_path: Path) -> None:
+    sides = [Side(tmp_path / name, draw_case(1, 0), tmp_path) for name in ("interrupted", "twin")]
+    for side, losses in zip(
+        sides, ([0.1 + 0.2, float("nan"), 0.3], [0.1 + 0.2, float("nan"), 0.1 + 0.2]), strict=True
+    ):
+        side.run_dir.mkdir(parents=True)
+        records = [{"step": step, "loss": loss, "step_s": id(side)} for step, loss in enumerate(losses, start=1)]
+        (side.run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(Fault, match=r"record 3 \(step 3\): loss 0.3 instead of 0.30000000000000004;"):
+        compare(*sides)
 
 
 @pytest.mark.sample

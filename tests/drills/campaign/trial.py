@@ -140,7 +140,7 @@ def run_case(case: Case, folder: Path, data: Path) -> Outcome:
         segments = _run_interrupted(interrupted, outcome)
         if outcome.ended == "done":
             twin = _run_twin(folder / "twin", case, data, segments, interrupted.skipped())
-            _compare(interrupted, twin)
+            compare(interrupted, twin)
     except Fault as fault:
         outcome.fault = str(fault)
     outcome.seconds = time.monotonic() - begin
@@ -293,7 +293,7 @@ def _bits_of(segment: Segment) -> tuple[Any, ...]:
     return segment.ranks, settings
 
 
-def _compare(interrupted: Side, twin: Side) -> None:
+def compare(interrupted: Side, twin: Side) -> None:
     """Raise Fault unless both runs have left the same."""
     num_steps = interrupted.case.changes["train.num_steps"]
     for file in (METRICS_FILE, SAMPLES_FILE):
