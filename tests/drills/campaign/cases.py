@@ -22,7 +22,16 @@ _MOST_RANKS = 3
 _MOST_INTERRUPTIONS = 3
 _MOST_CHANGES = 60  # A kill comes at one of so many changes of files after its step has begun.
 _MOST_DELAY_S = 0.4
-# Keys that may change at a restart and then change the last bits, except ZeRO stage 1 to 2 and back.
+# Commands for the finished run; RUN is its folder and CONFIG its config file.
+COMMANDS = (
+    ("verify", "--bytes", "RUN"),
+    ("checkpoint", "verify", "RUN"),
+    ("status", "RUN"),
+    ("report", "RUN"),
+    ("export", "RUN"),
+    ("plan", "CONFIG"),
+)
+# Keys that may change at a restart.
 EXCHANGED_KEYS = (
     "engine.zero_stage",
     "train.micro_batch",
@@ -30,6 +39,17 @@ EXCHANGED_KEYS = (
     "engine.early_generator",
     "engine.overlap_communication",
     "engine.offload_optimizer",
+    "engine.deterministic",
+    "kernels.backend",
+    "checkpoint.every_steps",
+    "checkpoint.keep_last",
+    "checkpoint.keep_best",
+    "log.every_steps",
+    "log.eval_every_steps",
+    "log.eval_rows",
+    "log.text_samples",
+    "log.tensorboard",
+    "data.fetch_threads",
 )
 
 
@@ -69,6 +89,7 @@ class Case:
     changes: dict[str, Any]  # dotted key -> drawn value
     legs: tuple[Leg, ...]  # the starts in their order; the last one is not interrupted
     spikes: tuple[int, ...]  # steps that the guard takes for spikes
+    command: tuple[str, ...]  # of `COMMANDS`
     num_refused: int  # configs that the config check has refused before it accepted this one
 
     def config(self) -> str:
@@ -109,6 +130,7 @@ def draw_case(seed: int, number: int) -> Case:
         changes=changes,
         legs=_draw_legs(random, changes, config),
         spikes=spikes,
+        command=random.choice(COMMANDS),
         num_refused=num_refused,
     )
 
@@ -126,7 +148,7 @@ def _draw_spikes(random: Random, config: Config) -> tuple[int, ...]:
 
 
 def _draw_legs(random: Random, changes: dict[str, Any], config: Config) -> tuple[Leg, ...]:
-    """Draw the starts of the run; ranks and settings change at about every third restart."""
+    """Draw the starts of the run; ranks and settings change at about every second restart."""
     possible_ranks = [n for n in range(1, _MOST_RANKS + 1) if config.train.global_batch % n == 0]
     ranks = random.choice(possible_ranks)
     settings: dict[str, Any] = {}
@@ -137,7 +159,7 @@ def _draw_legs(random: Random, changes: dict[str, Any], config: Config) -> tuple
         legs.append(Leg(ranks, settings, _draw_interruption(random, ranks, step)))
         if random.random() < 0.3:
             ranks = random.choice(possible_ranks)
-        if random.random() < 0.3:
+        if random.random() < 0.4:
             key = random.choice(EXCHANGED_KEYS)
             exchanged = {**settings, key: DRAWS[key](random, config.train.num_steps)}
             if check({**changes, **exchanged}) is not None:

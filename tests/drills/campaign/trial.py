@@ -8,6 +8,7 @@ had been in `train.skip_steps`, so the twin of a run with spikes has them there 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -139,7 +140,8 @@ def run_case(case: Case, folder: Path, data: Path) -> Outcome:
         interrupted = _side(folder / "interrupted", case, data)
         segments = _run_interrupted(interrupted, outcome)
         if outcome.ended == "done":
-            twin = _run_twin(folder / "twin", case, data, segments, interrupted.skipped())
+            skipped = interrupted.skipped() if case.spikes or "rollback" in outcome.met else []
+            twin = _run_twin(folder / "twin", case, data, segments, skipped)
             compare(interrupted, twin)
     except Fault as fault:
         outcome.fault = str(fault)
@@ -176,8 +178,7 @@ def _make_sources(case: Case, folder: Path, data: Path) -> None:
         source = {key: value for key, value in case.changes.items() if not key.startswith("optimizer.generator.")}
         if check({**source, **changes}) is None:
             raise Fault(f"the campaign has no weights for {key}")
-        side = _side(folder / "sources" / place.removeprefix("CASE/"), case, data, **changes)
-        object.__setattr__(side, "case", _with_changes(case, source))
+        side = _side(folder / "sources" / place.removeprefix("CASE/"), _with_changes(case, source), data, **changes)
         codes, text = side.start(Leg(1, {}, None))
         if codes != [DONE]:
             raise Fault(f"the run for {key} ended with {codes}: {_last_line(text)}")
@@ -185,9 +186,7 @@ def _make_sources(case: Case, folder: Path, data: Path) -> None:
 
 
 def _with_changes(case: Case, changes: dict[str, Any]) -> Case:
-    return Case(
-        seed=case.seed, number=case.number, changes=changes, legs=case.legs, spikes=(), num_refused=case.num_refused
-    )
+    return dataclasses.replace(case, changes=changes, spikes=())
 
 
 def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
@@ -227,10 +226,19 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
         raise Fault(f"not finished after {len(legs)} starts; {side.folder}")
     if any(event["event"] == "rollback" for event in side.ledger()):
         outcome.met.append("rollback")
-    code = run_command(["verify", str(side.run_dir)], output := side.folder / "verify.txt")
-    if code != DONE or _TRACEBACK in (text := output.read_text(errors="replace")):
-        raise Fault(f"verify ended with {code}: {_last_line(output.read_text(errors='replace'))}")
+    for command in (("verify", "RUN"), case.command):
+        _run_command(side, command)
     return segments
+
+
+def _run_command(side: Side, command: Sequence[str]) -> None:
+    """Run a command on the finished run; raise Fault unless it ends well."""
+    places = {"RUN": str(side.run_dir), "CONFIG": str(side.folder / f"start-{side.num_starts}.yaml")}
+    output = side.folder / f"{'-'.join(command)}.txt"
+    code = run_command([places.get(word, word) for word in command], output)
+    text = output.read_text(errors="replace")
+    if code != DONE or _TRACEBACK in text:
+        raise Fault(f"{' '.join(command)} ended with {code}: {_last_line(text)}; {side.folder}")
 
 
 def _checkpoint_step(reason: str) -> int:
@@ -250,7 +258,7 @@ def _must_diverge(case: Case, side: Side) -> None:
 def _run_twin(folder: Path, case: Case, data: Path, segments: list[Segment], skipped: Sequence[int]) -> Side:
     """Run the twin of an interrupted run, which only changes ranks and settings, at the same steps."""
     changes: dict[str, Any] = {}
-    if case.spikes:
+    if skipped:
         changes["train.skip_steps"] = sorted({*case.changes.get("train.skip_steps", []), *skipped})
     pieces = without_equal_neighbours(segments)
     ends = [piece.from_step for piece in pieces[1:]]
@@ -302,8 +310,10 @@ def compare(interrupted: Side, twin: Side) -> None:
         )
         if found != expected:
             raise Fault(f"{file}: {_first_difference(found, expected)}; {interrupted.folder}")
-    if not interrupted.case.spikes and interrupted.skipped() != twin.skipped():
-        raise Fault(f"skipped steps {interrupted.skipped()} instead of {twin.skipped()}")
+    # The twin of a run with spikes or rollbacks has these steps in its config, and must stop no others.
+    expected_skips = [] if "train.skip_steps" in twin.changes else interrupted.skipped()
+    if twin.skipped() != expected_skips:
+        raise Fault(f"the twin skips {twin.skipped()} instead of {expected_skips}; {interrupted.folder}")
     identities = [(side.run_dir / IDENTITY_FILE).read_bytes() for side in (interrupted, twin)]
     if identities[0] != identities[1]:
         raise Fault(f"{IDENTITY_FILE} differs; {interrupted.folder}")
