@@ -5,6 +5,7 @@ Case k of a seed is a function of the two numbers alone. A drawn config is used 
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ _MOST_RANKS = 3
 _MOST_INTERRUPTIONS = 3
 _MOST_CHANGES = 60  # A kill comes at one of so many changes of files after its step has begun.
 _MOST_DELAY_S = 0.4
+_MOST_SET_UP_S = 2.0
 # Commands for the finished run; RUN is its folder and CONFIG its config file.
 COMMANDS = (
     ("verify", "--bytes", "RUN"),
@@ -61,13 +63,18 @@ class Interruption(NamedTuple):
     )
     rank: int  # the rank that it hits
     step: int  # comes at the first step from this one on; -1: counted from the begin of the process
-    delay_s: float = 0.0  # of a kill at a time
+    delay_s: float = 0.0  # of a kill at a time or a signal: how much later it comes
     change: int = 0  # of a kill at a change of a file: which one, from 1
     moment: str = ""  # of a kill at a change of a file: "before", "torn" or "after"
 
+    @property
+    def signal(self) -> signal.Signals:
+        """Signal that the rank gets."""
+        return signal.Signals[self.kind] if self.kind in SIGNALS else signal.SIGKILL
+
     def __str__(self) -> str:
         where = f"rank {self.rank} from step {self.step}" if self.step >= 0 else f"rank {self.rank} during the set-up"
-        details = f" + {self.delay_s:.3f} s" if self.kind == "kill at a time" else ""
+        details = f" + {self.delay_s:.3f} s" if self.delay_s else ""
         details = f", {self.moment} change {self.change}" if self.kind == "kill at a change" else details
         return f"{self.kind}: {where}{details}"
 
@@ -171,12 +178,15 @@ def _draw_interruption(random: Random, ranks: int, step: int) -> Interruption:
     """Draw what ends a start of the run."""
     victim = random.randrange(ranks)
     kinds = ["kill at a change"] * 4 + ["kill at a time"] * 2
-    if step >= 0:  # a signal that comes before the run has set its handlers ends the process as any other
-        kinds += [random.choice(SIGNALS)] * 3 + ["stop file", "save file"]
+    if step >= 0 or ranks == 1:  # a rank that a signal ends during the set-up would leave others waiting for it
+        kinds += [random.choice(SIGNALS)] * 3
+    if step >= 0:
+        kinds += ["stop file", "save file"]
     kind = random.choice(kinds)
-    if kind == "kill at a time":
-        return Interruption(kind, victim, step, delay_s=random.uniform(0.0, _MOST_DELAY_S if step >= 0 else 2.0))
     if kind == "kill at a change":
         moment = random.choice(["before", "torn", "after"])
         return Interruption(kind, victim, step, change=random.randint(1, _MOST_CHANGES), moment=moment)
-    return Interruption(kind, victim, step)
+    delay_s = random.uniform(0.0, _MOST_DELAY_S if step >= 0 else _MOST_SET_UP_S)
+    if kind.endswith("file") or (kind in SIGNALS and step >= 0 and random.random() < 0.5):
+        delay_s = 0.0
+    return Interruption(kind, victim, step, delay_s)

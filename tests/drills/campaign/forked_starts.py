@@ -113,14 +113,14 @@ def _prepare_process(hit: Interruption | None, watched: Path, rank: int, spikes:
         interruption = pending.pop()
         if changes is not None:
             changes.arm(interruption)
-        elif interruption.kind == "kill at a time":
-            threading.Thread(target=_kill_later, args=(interruption.delay_s,), daemon=True).start()
+        elif interruption.delay_s:
+            threading.Thread(target=_send_later, args=(interruption,), daemon=True).start()
         elif interruption.kind in ("stop file", "save file"):
             assert trainer is not None
             name = STOP_FILE if interruption.kind == "stop file" else SAVE_FILE
             (Path(trainer.config.run_dir) / name).touch()
         else:
-            signal.raise_signal(signal.Signals[interruption.kind])
+            signal.raise_signal(interruption.signal)
 
     def run_step_and_meet(trainer: Trainer, step: int, *arguments: Any) -> Any:
         nonlocal present_step
@@ -138,10 +138,10 @@ def _prepare_process(hit: Interruption | None, watched: Path, rank: int, spikes:
         meet(None)
 
 
-def _kill_later(delay_s: float) -> None:
-    """Kill this process after a delay."""
-    time.sleep(delay_s)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _send_later(interruption: Interruption) -> None:
+    """Send the signal of an interruption to this process after its delay."""
+    time.sleep(interruption.delay_s)
+    os.kill(os.getpid(), interruption.signal)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

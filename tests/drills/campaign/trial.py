@@ -212,6 +212,9 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
                 raise Fault(f"start {number + 1} was killed: {codes}")
             outcome.met.append(interruption.kind)
             continue
+        if interruption is not None and interruption.step < 0 and codes == [-interruption.signal]:
+            outcome.met.append(interruption.kind)  # before the run has set its handlers
+            continue
         if set(codes) == {STOPPED} and interruption is not None and interruption.kind != "save file":
             outcome.met.append(interruption.kind)
             continue
