@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,17 @@ def can_mount() -> bool:
         return False
     probe = "d=$(mktemp -d); mount -t tmpfs tmpfs $d && umount $d; e=$?; rmdir $d; exit $e"
     return subprocess.run(probe, shell=True, capture_output=True).returncode == 0
+
+
+def folder_in_memory() -> Path | None:
+    """Return a folder in memory with 2 GB of room, or None, which is the default folder for temporary files.
+
+    SIGKILL loses nothing that the kernel holds, so the kind of the disk changes no result; writing to it takes time.
+    """
+    folder = Path("/dev/shm")
+    if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2e9:
+        return folder
+    return None
 
 
 @contextlib.contextmanager

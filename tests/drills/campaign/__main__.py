@@ -34,6 +34,7 @@ from drills.campaign.trial import Outcome, run_case, write_data
 from drills.kill_matrix.short_run import fork, wait_for
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from support.fork_server import import_everything
+from support.small_disks import folder_in_memory
 
 
 def parse() -> argparse.Namespace:
@@ -45,14 +46,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="make only the case of this number, and keep its folder")
     parser.add_argument("--keep", type=Path, help="an empty folder to work in, which is kept (default: temporary)")
     return parser.parse_args()
-
-
-def folder_in_memory() -> Path | None:
-    """Return a folder in memory with 2 GB of room, or None, which is the default folder for temporary files."""
-    folder = Path("/dev/shm")
-    if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2e9:
-        return folder
-    return None
 
 
 def describe(outcome: Outcome) -> str:

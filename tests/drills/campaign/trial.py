@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +119,6 @@ class Outcome:
     fault: str = ""  # empty: the case is good
     met: list[str] = field(default_factory=list)  # kinds of the interruptions that came
     ended: str = "done"  # or "diverged": both runs ended with the guard's error
-    seconds: float = 0.0
 
 
 def write_data(folder: Path) -> None:
@@ -133,7 +131,6 @@ def write_data(folder: Path) -> None:
 
 def run_case(case: Case, folder: Path, data: Path) -> Outcome:
     """Make a case in an empty folder."""
-    begin = time.monotonic()
     outcome = Outcome(case)
     try:
         _make_sources(case, folder, data)
@@ -145,7 +142,6 @@ def run_case(case: Case, folder: Path, data: Path) -> Outcome:
             compare(interrupted, twin)
     except Fault as fault:
         outcome.fault = str(fault)
-    outcome.seconds = time.monotonic() - begin
     return outcome
 
 

@@ -17,7 +17,6 @@ import argparse
 import fnmatch
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from drills.kill_matrix.matrix import KillResult, Matrix, run_kills
 from rich.progress import Progress
 from support import s3_server
 from support.fork_server import import_everything
+from support.small_disks import folder_in_memory
 
 # Kind of operation, file, which of those in the uninterrupted run, and moment.
 SAMPLE = (
@@ -138,17 +138,6 @@ def print_summary(matrix: Matrix, results: Sequence[KillResult], seconds: float)
         f"{len(matrix.missed)} changes not intercepted; {mean_s:.1f} s for a kill, {seconds:.0f} s in all, and "
         f"{cpu_s:.0f} s of processor time without the S3 server"
     )
-
-
-def folder_in_memory() -> Path | None:
-    """Return a folder in memory with 2 GB of room, or None, which is the default folder for temporary files.
-
-    SIGKILL loses nothing that the kernel holds, so the kind of the disk changes no result; writing to it takes time.
-    """
-    folder = Path("/dev/shm")
-    if folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2e9:
-        return folder
-    return None
 
 
 def main() -> int:
