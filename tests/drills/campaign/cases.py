@@ -151,7 +151,7 @@ def _draw_spikes(random: Random, config: Config) -> tuple[int, ...]:
     if way == "alone":
         return tuple(sorted(random.sample(range(num_steps), random.randint(1, 2))))
     first = random.randrange(num_steps)
-    return tuple(step for step in range(first, first + config.guard.max_in_a_row) if step < num_steps)
+    return tuple(range(first, min(first + config.guard.max_in_a_row, num_steps)))
 
 
 def _draw_legs(random: Random, changes: dict[str, Any], config: Config) -> tuple[Leg, ...]:

@@ -10,7 +10,7 @@ of one of its two runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin
@@ -25,17 +25,23 @@ Draw = Callable[[Random, int], Any]  # the second argument is train.num_steps
 FIRST_STEPS, LAST_STEPS = 8, 20  # limits of train.num_steps
 GENERATOR_SOURCE = "CASE/generator"  # run folders that are made before the case begins, if its config names them
 INITIAL_SOURCE = "CASE/source"
+_RARE_PROBABILITY = 0.08  # of a value that is far off what anybody sets
 _CHANGE_PROBABILITY = 0.2  # of each key, for a value that may differ from the base config's
 
 
-def one_of(*values: Any) -> Draw:
-    """Draw one of some values, each equally often."""
-    return lambda random, num_steps: random.choice(values)
+def one_of(*values: Any, rarely: Sequence[Any] = ()) -> Draw:
+    """Draw one of some values, each equally often, or with a low probability one of those of `rarely`."""
+    return lambda random, num_steps: _choose(random, values, rarely)
 
 
-def up_to(first: int, last: int) -> Draw:
-    """Draw an integer from `first` to `last`."""
-    return lambda random, num_steps: random.randint(first, last)
+def up_to(first: int, last: int, rarely: Sequence[int] = ()) -> Draw:
+    """Draw an integer from `first` to `last`, or with a low probability one of those of `rarely`."""
+    return one_of(*range(first, last + 1), rarely=rarely)
+
+
+def _choose(random: Random, values: Sequence[Any], rarely: Sequence[Any]) -> Any:
+    """Draw one of some values or, with a low probability, one of those of `rarely`."""
+    return random.choice(rarely if rarely and random.random() < _RARE_PROBABILITY else values)
 
 
 def up_to_the_end(first: int) -> Draw:
@@ -48,15 +54,15 @@ def maybe(draw: Draw) -> Draw:
     return lambda random, num_steps: None if random.random() < 1 / 3 else draw(random, num_steps)
 
 
-def number_or_schedule(*values: float) -> Draw:
-    """Draw one of some numbers, or a schedule of any shape between two of them."""
+def number_or_schedule(*values: float, rarely: Sequence[float] = ()) -> Draw:
+    """Draw one of some numbers, or a schedule of any shape between two of them; those of `rarely` seldom."""
 
     def draw(random: Random, num_steps: int) -> Any:
         if random.random() < 0.4:
-            return random.choice(values)
+            return _choose(random, values, rarely)
         shape = random.choice(["exponential", "linear", "cosine", "step"])
         length = "tau" if shape == "exponential" else "over"
-        ends = {"from": random.choice(values), "to": random.choice(values)}
+        ends = {end: _choose(random, values, rarely) for end in ("from", "to")}
         return {**ends, "shape": shape, length: random.choice([0.1, 0.4, 0.7, 1.0])}
 
     return draw
@@ -91,41 +97,41 @@ TOWER_KEYS = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 DRAWS: dict[str, Draw] = {
     "seed": one_of(0, 1, 42, 2**31, 2**63 - 1),
     "model.architecture": one_of("bert", "modern"),
-    "model.global_every": up_to(1, 4),
-    "model.local_window": one_of(2, 3, 8, 128),
-    "model.global_rope_theta": one_of(1.5, 10000.0, 160000.0),
-    "model.local_rope_theta": one_of(1.5, 10000.0, 160000.0),
+    "model.global_every": up_to(1, 4, rarely=[2**31, 2**63]),
+    "model.local_window": one_of(2, 3, 8, 128, rarely=[2**31, 2**63]),
+    "model.global_rope_theta": one_of(1.5, 10000.0, 160000.0, rarely=[1e300]),
+    "model.local_rope_theta": one_of(1.5, 10000.0, 160000.0, rarely=[1e300]),
     "model.embedding_size": one_of(8, 24, 32),
-    "model.max_positions": one_of(SEQ_LEN, SEQ_LEN + 1, 512),
-    "model.type_vocab_size": one_of(1, 2, 3),
+    "model.max_positions": one_of(SEQ_LEN, SEQ_LEN + 1, 512, rarely=[5000]),
+    "model.type_vocab_size": one_of(1, 2, 3, rarely=[5000]),
     "model.sharing": one_of("embeddings", "none", "gdes", "all"),
     "model.generator_embedding_size": maybe(one_of(8, 16, 32)),
     "model.hidden_dropout": one_of(0.0, 0.1, 0.5, 0.99),
     "model.attention_dropout": one_of(0.0, 0.1, 0.5, 0.99),
-    "model.layer_norm_eps": one_of(1e-12, 1e-5, 1.0),
-    "model.initializer_range": one_of(0.002, 0.02, 0.2),
+    "model.layer_norm_eps": one_of(1e-12, 1e-5, 1.0, rarely=[1e-300, 1e30]),
+    "model.initializer_range": one_of(0.002, 0.02, 0.2, rarely=[1e-30, 1e3]),
     "objective.name": one_of(
         "rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"
     ),
     "objective.generator": one_of("trained", "frozen", "uniform", "unigram"),
     "objective.generator_only_steps": up_to_the_end(0),
-    "objective.mask_prob": number_or_schedule(0.01, 0.15, 0.3, 0.6, 0.99),
+    "objective.mask_prob": number_or_schedule(0.01, 0.15, 0.3, 0.6, 0.99, rarely=[1e-300, 1 - 1e-12]),
     "objective.mask_token_prob": one_of(0.0, 0.5, 1.0),
     "objective.masking": one_of("without_replacement", "reference"),
-    "objective.mlm_weight": number_or_schedule(0.0, 0.5, 1.0, 3.0),
-    "objective.rtd_weight": number_or_schedule(0.0, 1.0, 10.0, 50.0),
-    "objective.token_weight": one_of(0.0, 0.5, 5.0),
-    "objective.discriminator_mlm_weight": one_of(0.0, 0.5, 2.0),
-    "objective.temperature": number_or_schedule(0.1, 0.5, 1.0, 4.0, 100.0),
+    "objective.mlm_weight": number_or_schedule(0.0, 0.5, 1.0, 3.0, rarely=[1e-300, 1e30]),
+    "objective.rtd_weight": number_or_schedule(0.0, 1.0, 10.0, 50.0, rarely=[1e-300, 1e30]),
+    "objective.token_weight": one_of(0.0, 0.5, 5.0, rarely=[1e-300, 1e30]),
+    "objective.discriminator_mlm_weight": one_of(0.0, 0.5, 2.0, rarely=[1e-300, 1e30]),
+    "objective.temperature": number_or_schedule(0.1, 0.5, 1.0, 4.0, 100.0, rarely=[1e-30, 1e30]),
     "objective.disallow_correct": one_of(True, False),
     "objective.random_share": number_or_schedule(0.0, 0.2, 1.0),
     "objective.random_from": one_of("uniform", "unigram"),
     "objective.loss_mean": one_of("global", "per_replica"),
     "data.heldout": one_of(None, "DATA/corpus/heldout"),
     "data.phases": _phases,
-    "data.shuffle_window_shards": up_to(1, 6),
+    "data.shuffle_window_shards": up_to(1, 6, rarely=[2**31, 2**63]),
     "data.cache_dir": one_of(None, "SIDE/cache"),
-    "data.cache_limit_gb": one_of(None, 1e-6, 1.0),
+    "data.cache_limit_gb": one_of(None, 1e-6, 1.0, rarely=[1e300]),
     "data.fetch_threads": one_of(1, 2, 8),
     "data.share_shards": one_of(None, True, False),
     "train.global_batch": one_of(1, 2, 3, 4, 6, 8, 12),
@@ -134,16 +140,16 @@ DRAWS: dict[str, Draw] = {
     "train.skip_steps": some_steps(5, first=0),
     "train.init_from": one_of(None, INITIAL_SOURCE),
     "optimizer.name": one_of("adamw", "lamb", "muon"),
-    "optimizer.lr": one_of(1e-5, 1e-3, 1e-2, 0.3),
+    "optimizer.lr": one_of(1e-5, 1e-3, 1e-2, 0.3, rarely=[1e-30, 1e30]),
     "optimizer.warmup_steps": up_to_the_end(0),
     "optimizer.shape": one_of("polynomial", "trapezoid"),
     "optimizer.decay_steps": maybe(up_to_the_end(1)),
-    "optimizer.decay_power": one_of(0.0, 0.5, 1.0, 3.0),
-    "optimizer.beta1": one_of(0.0, 0.5, 0.9),
-    "optimizer.beta2": one_of(0.0, 0.9, 0.999),
-    "optimizer.eps": one_of(1e-12, 1e-6, 1.0),
-    "optimizer.weight_decay": one_of(0.0, 0.01, 1.0),
-    "optimizer.clip_norm": one_of(1e-3, 0.1, 1.0, 1e6),
+    "optimizer.decay_power": one_of(0.0, 0.5, 1.0, 3.0, rarely=[1e30]),
+    "optimizer.beta1": one_of(0.0, 0.5, 0.9, rarely=[1 - 1e-12]),
+    "optimizer.beta2": one_of(0.0, 0.9, 0.999, rarely=[1 - 1e-12]),
+    "optimizer.eps": one_of(1e-12, 1e-6, 1.0, rarely=[1e-300, 1e30]),
+    "optimizer.weight_decay": one_of(0.0, 0.01, 1.0, rarely=[1e30]),
+    "optimizer.clip_norm": one_of(1e-3, 0.1, 1.0, 1e6, rarely=[1e-30, 1e300]),
     "optimizer.implementation": one_of("auto", "foreach"),
     "optimizer.generator.lr": maybe(one_of(1e-4, 1e-2)),
     "optimizer.generator.warmup_steps": maybe(up_to_the_end(0)),
@@ -158,25 +164,25 @@ DRAWS: dict[str, Draw] = {
     "engine.deterministic": one_of(True, False),
     "engine.early_generator": one_of(True, False),
     "engine.overlap_communication": one_of(True, False),
-    "guard.window": one_of(2, 3, 5, 128),
-    "guard.spike_sigma": one_of(0.0, 2.0, 6.0, 50.0),
-    "guard.max_in_a_row": up_to(1, 4),
-    "guard.skip_before": one_of(0, 1, 2, 16),
-    "guard.max_rollbacks": up_to(0, 5),
-    "checkpoint.every_steps": one_of(1, 2, 3, 5, 1000, "auto"),
+    "guard.window": one_of(2, 3, 5, 128, rarely=[2**31, 2**63]),
+    "guard.spike_sigma": one_of(0.0, 2.0, 6.0, 50.0, rarely=[1e-300, 1e300]),
+    "guard.max_in_a_row": up_to(1, 4, rarely=[2**31, 2**63]),
+    "guard.skip_before": one_of(0, 1, 2, 16, rarely=[2**31, 2**63]),
+    "guard.max_rollbacks": up_to(0, 5, rarely=[2**31, 2**63]),
+    "checkpoint.every_steps": one_of(1, 2, 3, 5, 1000, "auto", rarely=[2**31, 2**63]),
     "checkpoint.targets": one_of([], ["SIDE/first"], ["SIDE/first", "SIDE/second"]),
-    "checkpoint.keep_last": up_to(1, 4),
-    "checkpoint.keep_every_steps": up_to(0, 5),
+    "checkpoint.keep_last": up_to(1, 4, rarely=[2**31, 2**63]),
+    "checkpoint.keep_every_steps": up_to(0, 5, rarely=[2**31, 2**63]),
     "checkpoint.keep_steps": some_steps(3, first=1),
-    "checkpoint.keep_best": up_to(0, 2),
-    "log.every_steps": one_of(1, 2, 7),
-    "log.eval_every_steps": up_to(0, 5),
-    "log.eval_rows": one_of(1, 3, 20, 512),
+    "checkpoint.keep_best": up_to(0, 2, rarely=[2**31, 2**63]),
+    "log.every_steps": one_of(1, 2, 7, rarely=[2**31, 2**63]),
+    "log.eval_every_steps": up_to(0, 5, rarely=[2**31, 2**63]),
+    "log.eval_rows": one_of(1, 3, 20, 512, rarely=[2**31, 2**63]),
     "log.tensorboard": one_of(True, False),
-    "log.text_samples": one_of(0, 1, 3, 100),
-    "log.kwh_price": one_of(None, 0.25),
+    "log.text_samples": one_of(0, 1, 3, 100, rarely=[2**31, 2**63]),
+    "log.kwh_price": one_of(None, 0.25, rarely=[1e300]),
     "kernels.backend": one_of("auto", "reference"),
-    "cluster.storage_patience_s": one_of(0.0, 1.0, 900.0),
+    "cluster.storage_patience_s": one_of(0.0, 1.0, 900.0, rarely=[1e9]),
 }
 
 NOT_DRAWN: dict[str, str] = {

@@ -33,6 +33,7 @@ from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SA
 from electra_dist.store.local_store import LocalStore
 
 _TRACEBACK = "Traceback (most recent call last)"
+_DIVERGED = "diverge"  # in the error line of a run that the guard has given up
 _KILLED = -9
 _MOST_RESTARTS = 3  # after the planned starts
 _COMPARED_STATE = (
@@ -214,7 +215,7 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
         if set(codes) == {STOPPED} and interruption is not None and interruption.kind != "save file":
             outcome.met.append(interruption.kind)
             continue
-        if set(codes) == {EXIT_USER_ERROR} and "diverges: step" in text:
+        if set(codes) == {EXIT_USER_ERROR} and _DIVERGED in text:
             _must_diverge(case, side)
             outcome.ended = "diverged"
             return segments
@@ -250,7 +251,7 @@ def _must_diverge(case: Case, side: Side) -> None:
     """Check that the run diverges without interruptions, too."""
     twin = _side(side.folder.parent / "twin", case, side.data)
     codes, text = twin.start(case.legs[0]._replace(interruption=None), case.spikes)
-    if set(codes) != {EXIT_USER_ERROR} or "diverges: step" not in text:
+    if set(codes) != {EXIT_USER_ERROR} or _DIVERGED not in text:
         raise Fault(f"the interrupted run diverged, its twin ended with {codes}: {_last_line(text)}")
 
 
