@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from electra_dist.compare.comparison_plan import Cell
-from electra_dist.compare.measures.measure import Measure, digest_of
-from electra_dist.finetune.training_loop import Progress
+from electra_dist.compare.measures.measure import Measure, Measured, digest_of
+from electra_dist.finetune.training_loop import Diverged, Progress
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.store.atomic_files import replacing
@@ -147,7 +147,10 @@ class Scores:
             encoder = load_pretrained(cell.config.run_dir, step=step)
         for measure in measures:
             start = time.monotonic()
-            measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+            try:
+                measured = measure.score(encoder, with_prefix(progress, f"{measure.name}: "))
+            except Diverged as error:
+                measured = Measured(value=None, failures=(f"diverged: {error}",))
             score = Score(
                 entry=entry,
                 seed=cell.seed,

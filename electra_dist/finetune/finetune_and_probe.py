@@ -77,11 +77,11 @@ def finetune_task(
     train_loss: float | None = None
     try:
         train_loss = fit(model, encoder.tower.num_layers, examples, settings, seed, progress)
-    except Diverged as error:
-        # A diverged model is not evaluated: its result has a reason, but no metrics.
-        outcome = TaskOutcome(metrics={}, failure=f"diverged: {error}")
-    else:
         outcome = task.evaluate(model.eval(), encoder, settings, progress)
+    except Diverged as error:
+        # A diverged model has no metrics: its result has a reason instead.
+        train_loss = None
+        outcome = TaskOutcome(metrics={}, failure=f"diverged: {error}")
     result = Result(
         task=task.name,
         seed=seed,

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from electra_kernels.keyed_random import Purpose, derive_seed
 
+from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.layerwise_optimizer import layerwise_adamw, schedule, set_step
 from electra_dist.finetune.task_heads import TaskModel
@@ -52,8 +53,8 @@ class Examples(NamedTuple):
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
 
 
-class Diverged(Exception):
-    """Error: the training loss became NaN or infinite; the message names the step and what to change."""
+class Diverged(UserError):
+    """Error: a loss or an output of a model is NaN or infinite; the message says where and what to change."""
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -150,6 +151,9 @@ def predict(
         device: where the ids are copied to.
         progress: called after each batch with ("predict", rows done, rows in total).
 
+    Raises:
+        Diverged: an output is NaN or plus infinity. Minus infinity is the log-probability of what cannot be.
+
     Yields:
         (row numbers, output of `function`) for each batch. Every row occurs exactly once, but not in the order of
         `ids`: the caller uses the row numbers to put the outputs back in order.
@@ -161,8 +165,16 @@ def predict(
         ids_BS = padded([ids[row] for row in batch_rows], pad).to(device)
         with autocast(device):
             output = function(ids_BS)
+        _check_outputs(output)
         progress("predict", start + len(batch_rows), num_rows)
         yield batch_rows, output
+
+
+def _check_outputs(output: object) -> None:
+    """Raise `Diverged` if a tensor of the output of a model, or of a tuple of them, is NaN or plus infinity."""
+    for tensor in output if isinstance(output, tuple) else (output,):
+        if isinstance(tensor, torch.Tensor) and not bool((tensor < math.inf).all()):
+            raise Diverged("outputs of the model are not finite: it has diverged; give an earlier checkpoint")
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:

@@ -36,6 +36,9 @@ from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED,
 from electra_dist.run.step_records import EvalRecord
 from electra_dist.train.reporting.scored_rows import ScoredRow, first_rows
 
+_PAD = -1.0
+_ORIGINAL_TOKEN = 0.0
+_REPLACED_TOKEN = 1.0
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
 
 
@@ -43,14 +46,14 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 class _LocalScores:
     """Result of one rank's share of an evaluation: sums of losses, and score and label of each token.
 
-    Each token's score is the discriminator's logit, and its label is 1 if the token was replaced. Axes: K fields of
-    `Sums` (sums over tokens from which means are computed); B rows that this rank evaluates, padding rows included; S
-    tokens of a row.
+    Each token's score is the discriminator's logit, and its label says whether the token was replaced. Axes: K fields
+    of `Sums` (sums over tokens from which means are computed); B rows that this rank evaluates, padding rows included;
+    S tokens of a row.
     """
 
     sum_K: torch.Tensor  # float64
-    score_BS: torch.Tensor  # fp32 discriminator logits; NaN where there is no real token
-    label_BS: torch.Tensor  # fp32, 1 where the token was replaced
+    score_BS: torch.Tensor  # fp32 discriminator logits
+    label_BS: torch.Tensor  # fp32: `_REPLACED_TOKEN`, `_ORIGINAL_TOKEN`, or `_PAD` where there is no real token
     rows: list[ScoredRow] = field(default_factory=list)  # some rows, on rank 0 only
 
 
@@ -58,6 +61,7 @@ class Evaluation(NamedTuple):
     """Result of an evaluation: the record for the metrics, and some rows to show to people."""
 
     record: EvalRecord  # equal on all ranks
+    fault: str  # how the results show that the model has diverged; empty if they are finite; equal on all ranks
     rows: list[ScoredRow]  # on rank 0; empty on the others, and for an objective without detection
 
 
@@ -68,6 +72,7 @@ class _ContextResult:
     auc: float  # NaN for an objective without a discriminator, or without replaced tokens
     standard_error: float  # NaN where it cannot be computed
     num_replaced: int
+    fault: str = ""  # as of `Evaluation`
 
 
 _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced=0)
@@ -103,7 +108,8 @@ class Evaluator:
 
         Returns:
             Means of the losses over tokens, and ROC-AUC, accuracy, precision and recall of the detection of replaced
-            tokens; these and the context AUC are NaN for an objective without detection. On rank 0 also some rows.
+            tokens; these and the context AUC are NaN for an objective without detection, and for a model whose outputs
+            are not all finite, which the result's `fault` then says. On rank 0 also some rows.
         """
         engine.train(False)
         ids_RS = self.call(lambda: self._rows(self.num_rows))
@@ -117,10 +123,13 @@ class Evaluator:
         score_T = _gather_batches(local.score_BS).reshape(-1)
         label_T = _gather_batches(local.label_BS).reshape(-1)
         ranking = _NO_RANKING
+        fault = ""
         has_detection_loss = sums.rtd_weight != 0
         if has_detection_loss:
-            is_real_T = ~np.isnan(score_T)
-            ranking = separation(score_T[is_real_T], label_T[is_real_T] > 0.5)
+            is_real_T = label_T != _PAD
+            fault = _outputs_fault(score_T[is_real_T])
+            if not fault:
+                ranking = separation(score_T[is_real_T], label_T[is_real_T] == _REPLACED_TOKEN)
         record = EvalRecord(
             step=step,
             rows=len(ids_RS),
@@ -138,7 +147,8 @@ class Evaluator:
             generator_entropy=_generator_mean(sums.entropy_sum, sums),
             sampled_correct=_generator_mean(sums.sampled_correct, sums),
         )
-        return Evaluation(record=record, rows=local.rows if has_detection_loss else [])
+        fault = fault or context.fault or _loss_fault(record)
+        return Evaluation(record=record, fault=fault, rows=local.rows if has_detection_loss else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
         """Run this rank's share of the rows through the model without gradients; return sums, scores and labels.
@@ -158,8 +168,9 @@ class Evaluator:
                 if self.num_shown_rows > 0 and is_first_batch and dist.get_rank() == 0:
                     shown_rows = first_rows(step_input.ids_BS.cpu().numpy(), output, self.num_shown_rows)
                 sums.append(output.sums)
-                scores.append(torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan))
-                labels.append(output.label_BS.float())
+                scores.append(output.rtd_logit_BS)
+                label_BS = torch.where(output.label_BS > 0, _REPLACED_TOKEN, _ORIGINAL_TOKEN)
+                labels.append(torch.where(output.is_real_BS, label_BS, _PAD))
         return _LocalScores(
             sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels), rows=shown_rows
         )
@@ -194,6 +205,9 @@ class Evaluator:
 
         is_compared_QS = context.label_QS != NOT_COMPARED
         row_QS = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)
+        fault = _outputs_fault(score_QS[is_compared_QS])
+        if fault:
+            return replace(_NO_CONTEXT, fault=fault)
         auc, standard_error = auc_with_standard_error(
             score_QS[is_compared_QS], context.label_QS[is_compared_QS] == REPLACED, row_QS[is_compared_QS]
         )
@@ -259,6 +273,21 @@ class Evaluator:
             rows_in_shard = chosen_rows[shard_of_row == shard] - shard_starts[shard]
             ids_by_shard.append(self.cache.open(int(shard)).rows(rows_in_shard))
         return np.concatenate(ids_by_shard)
+
+
+def _outputs_fault(score_T: np.ndarray) -> str:
+    """Return how many outputs of the discriminator for real tokens are not finite; an empty string if all are."""
+    num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
+    return f"{num_bad} of {len(score_T)} outputs of the discriminator are not finite" if num_bad else ""
+
+
+def _loss_fault(record: EvalRecord) -> str:
+    """Return which loss of an evaluation is not finite; an empty string if all are."""
+    for name in ("mlm_loss", "rtd_loss", "token_loss"):
+        loss = getattr(record, name)
+        if not math.isfinite(loss):
+            return f"{name} is {loss}"
+    return ""
 
 
 def _mean(total: float, count: float) -> float:

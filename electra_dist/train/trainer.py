@@ -25,7 +25,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
 from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.stage_switch import Stages
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.scheduled_values import Schedules
 from electra_dist.run.lease.run_lease import LeaseLost
@@ -376,6 +376,9 @@ class Trainer:
 
         The scores by which `checkpoint.keep_best` chooses checkpoints are kept in the state, so that a checkpoint of
         this step records them.
+
+        Raises:
+            UserError: the model has diverged: a result of the evaluation is not finite. Nothing is saved.
         """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
@@ -383,6 +386,12 @@ class Trainer:
         self.state.eval_scores = evaluation_scores(evaluation.record, self.config.objective)
         if self.reporter:
             self.reporter.evaluation(evaluation.record, evaluation.rows)
+        if evaluation.fault:
+            raise UserError(
+                f"run {self.config.run_dir} has diverged: in the evaluation after step {self.state.step:,}, "
+                f"{evaluation.fault}; lower optimizer.lr in a new run, which train.init_from may begin with an "
+                f"earlier checkpoint"
+            )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
         """Return this rank's requests to stop or save, the health of its node, and its counters of store requests.

@@ -1,9 +1,20 @@
-"""The order of rows and the number of steps. Training itself is tested in test_learning.py."""
+"""The order of rows, the number of steps, and outputs that are not finite. test_learning.py tests training itself."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from electra_dist.finetune import finetune_and_probe
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.training_loop import count_steps, row_sequence
+from electra_dist.finetune.sentences.token_scores import score_places, sentence_log_probs
+from electra_dist.finetune.task import TaskOutcome
+from electra_dist.finetune.training_loop import Diverged, count_steps, predict, row_sequence
+from electra_dist.pretrained.load_encoder import Pretrained
 
 
 def test_every_pass_sees_each_row_once_in_a_new_order_and_incomplete_batches_give_no_step() -> None:
@@ -19,3 +30,59 @@ def test_every_pass_sees_each_row_once_in_a_new_order_and_incomplete_batches_giv
     assert count_steps(100, settings) == 9
     assert count_steps(64, settings) == 6
     assert count_steps(3, settings) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_outputs_that_are_not_finite_are_no_predictions(bad: float, in_tuple: bool) -> None:
+    """One such output among others is enough; minus infinity is the log-probability of what cannot be."""
+
+    def function(ids_BS: torch.Tensor) -> Any:
+        output_BS = ids_BS.float()
+        output_BS[ids_BS == 6] = bad
+        output_BS[ids_BS == 5] = -math.inf
+        return (ids_BS, output_BS) if in_tuple else output_BS
+
+    cpu = torch.device("cpu")
+    assert len(list(predict(function, [[5], [7, 8], [9]], 0, 2, cpu))) == 2
+    with pytest.raises(Diverged, match="not finite") as caught:
+        list(predict(function, [[5], [7, 6], [9]], 0, 2, cpu))
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_of_a_diverged_model_are_refused(encoder: Pretrained) -> None:
+    weights = {name: value.clone() for name, value in encoder.state.items()}
+    name = next(name for name in weights if "encoder" in name or "layer" in name)
+    weights[name].view(-1)[0] = math.nan
+    diverged = dataclasses.replace(encoder, state=weights)
+    cpu = torch.device("cpu")
+    ids = [[2, 7, 8, 9, 3], [2, 7, 3]]
+    assert bool(torch.isfinite(sentence_log_probs(encoder, ids, cpu)).all())
+    for score in (
+        lambda: sentence_log_probs(diverged, ids, cpu),
+        lambda: score_places(diverged, ids, [(0, 1)], cpu),
+    ):
+        with pytest.raises(Diverged):
+            score()
+
+
+def test_a_model_that_diverges_after_its_last_checked_loss_has_no_metrics(
+    encoder: Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Task:
+        name = "made"
+        metric = "accuracy"
+        examples = staticmethod(lambda *_: type("Examples", (), {"ids": [[2, 7, 3]]}))
+        model = staticmethod(lambda encoder, *_: encoder.backbone())
+
+        @staticmethod
+        def evaluate(model: Any, encoder: Pretrained, *_: Any) -> TaskOutcome:
+            list(predict(lambda ids_BS: ids_BS * math.nan, [[2, 7, 3]], 0, 1, torch.device("cpu")))
+            raise AssertionError("the predictions were used")
+
+    monkeypatch.setattr(finetune_and_probe, "fit", lambda *_: 0.1)
+    monkeypatch.setattr(finetune_and_probe, "identity", lambda *_: "")
+    task: Any = Task()
+    result = finetune_and_probe.finetune_task(encoder, task, FinetuneConfig(), 0, torch.device("cpu"))
+    assert (result.score, result.train_loss, result.metrics) == (None, None, {})
+    assert result.failure.startswith("diverged: outputs of the model are not finite")

@@ -3,6 +3,7 @@
     nan_gradient   [[rank, step], ...]: that rank's gradient is NaN while its loss is finite
     poisoned_row   a row of ids: any batch that holds it has a NaN loss
     spike          [step, ...]: the loss and its gradient are multiplied by 100
+    nan_outputs    number: so many of the discriminator's outputs of a batch are NaN in evaluations
     tampered       [step, place, row_id]: rank 0's loader reads the corpus row `row_id` at that place of that step
     signal_at      [signal, step]: the process gets the signal while it computes that step for the first time
     created_at     [path, step]: the file is created while the process computes that step for the first time
@@ -62,6 +63,7 @@ def with_faults(forward: Any) -> Any:
     def faulty(self: Any, step_input: StepInput) -> StepOutput:
         out = forward(self, step_input)
         if not self.training:
+            out.rtd_logit_BS[:, : FAULTS.get("nan_outputs", 0)] = torch.nan
             return out
         if FAULTS.get("signal_at", [0, -1])[1] == step_input.step:
             os.kill(os.getpid(), FAULTS.pop("signal_at")[0])

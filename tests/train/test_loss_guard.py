@@ -133,6 +133,20 @@ def test_run_that_diverges_after_its_last_rollback_ends_with_78(tiny_config: Mak
     assert [r["skip_to"] for r in ledger(tmp_path / "diverging", "rollback")] == [6]
 
 
+@pytest.mark.multiproc
+def test_run_whose_evaluation_has_outputs_that_are_not_finite_has_diverged_and_ends_with_78(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("nan", **{"log.eval_every_steps": 4, "checkpoint.every_steps": 2})
+    done = faulty(config, {"nan_outputs": 3})
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
+    assert "has diverged: in the evaluation after step 4, " in done.stderr
+    assert "outputs of the discriminator are not finite" in done.stderr
+    folders = [path.parent.name[:13] for path in (tmp_path / "nan" / "checkpoints").glob("step-*/manifest.json")]
+    assert folders == ["step-00000002"]  # the state that was evaluated is not saved
+
+
 def run_cli(*arguments: str) -> str:
     """Run a command of electra-dist and return its exit code and its output, separated by a space."""
     from typer.testing import CliRunner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,6 +181,32 @@ def test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measure
     assert record.accuracy == pytest.approx(num_right / int(is_real.sum()))
     assert record.precision == pytest.approx(int((replaced > 0).sum()) / int((logit[is_real] > 0).sum()))
     assert record.recall == pytest.approx(float((replaced > 0).double().mean()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_bad", [1, 1000])
+def test_an_evaluation_of_a_diverged_model_says_so_and_has_no_measures(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, bad: float, num_bad: int
+) -> None:
+    """Outputs that are not finite are not taken for padding; those at pads mean nothing."""
+    ids = packed_ids(6)
+    is_real = torch.from_numpy(ids != SPECIAL.pad)
+    logit = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
+    logit[~is_real] = bad
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda tensors, tensor: tensors[0].copy_(tensor))
+    monkeypatch.setattr(Evaluator, "_rows", lambda *_: ids)
+    evaluator = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
+    engine: Any = Scoring(logit, (logit > 1) & is_real)
+    good = evaluator.run(engine, step=10)
+    assert good.fault == "" and good.record.accuracy > 0.5
+
+    places = torch.nonzero(is_real)[:num_bad]
+    logit[places[:, 0], places[:, 1]] = bad
+    evaluation = evaluator.run(engine, step=10)
+
+    assert evaluation.fault == f"{len(places)} of {int(is_real.sum())} outputs of the discriminator are not finite"
+    record = evaluation.record
+    assert all(math.isnan(value) for value in (record.auc, record.accuracy, record.precision, record.recall))
 
 
 class Overflowing(Recorder):

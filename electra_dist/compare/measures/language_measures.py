@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, TaskEntry
@@ -99,7 +100,7 @@ class TreebankMeasure(Measure):
         result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
         return Measured(
             value=result.score,
-            standard_error=result.standard_error,
+            standard_error=None if math.isnan(result.standard_error) else result.standard_error,
             layer=result.layer,
             details=layer_details(result.layer_scores),
         )
