@@ -28,6 +28,7 @@ from types import MappingProxyType
 from electra_dist.checkpoint.checkpoint_manifest import (
     MANIFEST,
     SET_ASIDE,
+    SET_ASIDE_REASON,
     Manifest,
     RunState,
     committed,
@@ -47,6 +48,7 @@ ENTRY_TIMEOUT_S = 1800.0  # how long rank 0 waits for the entries of the other r
 _ATTEMPTS = "attempts/"
 _ATTEMPT_KEY = re.compile(r"attempts/(?P<number>\d+)\.json")  # attempts/0003.json
 _MOST_TRIES = 50  # to take a number; each one that fails means that another start has taken it
+_TENSORS = re.compile(r"rank-[0-9]{5,}\.safetensors")
 _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
@@ -233,7 +235,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
         is_finished = folder in finished_folders
         is_used_entry = is_finished and is_entry(name)  # the manifest contains the entry
         is_abandoned = not is_finished and is_older(key, attempt)  # nobody will commit this folder any more
-        if is_used_entry or is_abandoned:
+        if is_used_entry or (is_abandoned and _is_of_checkpoint(key)):
             leftover_keys.append(key)
     return leftover_keys
 
@@ -261,6 +263,12 @@ def _attempt_of(key: str) -> float:
     """Return the number of a start of the run from the key of its file; infinity for any other key."""
     name = _ATTEMPT_KEY.fullmatch(key)
     return int(name["number"]) if name is not None else math.inf
+
+
+def _is_of_checkpoint(key: str) -> bool:
+    """Return whether a key in a checkpoint folder is that of a file that a save writes, and not one of the user."""
+    _, _, name = key.partition("/")
+    return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or is_entry(name) or bool(_TENSORS.fullmatch(name))
 
 
 def is_older(key: str, attempt: int) -> bool:
@@ -385,7 +393,7 @@ def retain(
     check_fence(target, attempt)
     for checkpoint in superfluous(checkpoints, policy, rollback_steps):
         target.delete(f"{checkpoint.folder}/{MANIFEST}")
-        target.delete_all(target.list(f"{checkpoint.folder}/"))
+        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if _is_of_checkpoint(key)])
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:

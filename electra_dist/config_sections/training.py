@@ -61,9 +61,9 @@ class DataConfig(Section):
     cache_dir: LocalFolder | None = Field(
         default=None,
         description="Folder on the node for shards fetched from S3 and for code compiled by engine.compile; choose a "
-        "local disk. Unset: cache/ in the run folder; with several nodes, the folder electra-dist-cache-UID in the "
-        "first of SLURM_TMPDIR, TMPDIR and /tmp that is on a local disk. When a run starts, it logs the folder and "
-        "whether the corpus fits.",
+        "local disk. The shards are in electra-dist-shards there; other files are not touched. Unset: cache/ in the "
+        "run folder; with several nodes, the folder electra-dist-cache-UID in the first of SLURM_TMPDIR, "
+        "TMPDIR and /tmp that is on a local disk. When a run starts, it logs the folder and whether the corpus fits.",
     )
     cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

@@ -21,12 +21,13 @@ import numpy as np
 
 from electra_dist.corpus.build_request import tokenizer_entry
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, write_manifest
+from electra_dist.data.corpus_vocabulary import write_corpus_vocabulary
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_writer import MEMBER_SUFFIX
 from electra_dist.data.stored_arrays import CheckedTarInfo, parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from electra_dist.tokenizer import Vocabulary
 
 
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
@@ -63,7 +64,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
         totals={"rows": sum(entry.rows for entry in entries), "tokens": sum(entry.tokens for entry in entries)},
         shards=tuple(entries),
     )
-    store.write(VOCAB_FILE, vocabulary.text.encode())
+    write_corpus_vocabulary(store, vocabulary.text)
     write_manifest(store, manifest)
     return manifest
 

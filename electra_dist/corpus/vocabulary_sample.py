@@ -13,9 +13,9 @@ Cost: one pass over the inputs, 150 to 400 MB of text a second; disk space for t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from electra_dist.corpus.stages.document_order import document_key
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import is_temporary, replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 
 _KEY_BITS = 64
@@ -70,7 +70,7 @@ class VocabularySample:
         return is_whole and stored["description"] == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
-        """Read all documents, and keep the sample in the folder; an unfinished sample there is replaced.
+        """Read all documents, and keep the sample in the folder; another sample there is replaced.
 
         Args:
             texts: (file, number, text) of each document: the position of its file among the inputs, its position in
@@ -80,8 +80,8 @@ class VocabularySample:
         Raises:
             StoreError: the folder cannot be written.
         """
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        self.delete()
+        self._folder.mkdir(parents=True, exist_ok=True)
         levels: dict[int, _LevelFile] = {}
         lowest = 0
         for file, number, text in texts:
@@ -127,8 +127,12 @@ class VocabularySample:
                 raise self._damaged(path, f"it has {num_read} bytes of text, not {num_bytes}")
 
     def delete(self) -> None:
-        """Delete the sample."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete the files of the sample, also of an unfinished one, and the folder if nothing else is in it."""
+        with contextlib.suppress(OSError):  # there is no such folder, or it holds other files
+            for file in list(self._folder.iterdir()):
+                if _LEVEL_NAME.fullmatch(file.name) or file.name == _DONE_FILE or is_temporary(file.name):
+                    file.unlink()
+            self._folder.rmdir()
 
     def _files(self) -> dict[str, int]:
         """Return the names of the files of the finished sample, in order, with the bytes of their texts."""

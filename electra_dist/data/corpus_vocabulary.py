@@ -1,17 +1,19 @@
-"""Read the vocabulary of a corpus, verified against the digest in corpus.json."""
+"""Read the vocabulary of a corpus, verified against corpus.json, and write that of a new corpus."""
 
 from __future__ import annotations
 
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, TokenizerEntry
 from electra_dist.data.verified_read import read_verified
+from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
-from electra_dist.tokenizer import NamedDigest, Vocabulary
+from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 
 def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabulary:
-    """Return the vocabulary in a corpus's vocab.txt, whose SHA-256 must be that of corpus.json.
+    """Return the vocabulary in a corpus's vocab.txt, which must be the one that corpus.json describes.
 
-    A wrong body from S3 is read again a few times.
+    Its SHA-256, its size and the ids of its special tokens are compared. A wrong body from S3 is read again a few
+    times.
 
     Args:
         store: store of the corpus.
@@ -19,9 +21,9 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
     Raises:
         StoreMissing: the file is missing.
-        ManifestMismatch: the file is not the one with which the corpus was built.
+        ManifestMismatch: the file is not the one with which the corpus was built, or corpus.json contradicts it.
     """
-    return read_named_vocabulary(
+    vocabulary = read_named_vocabulary(
         store,
         tokenizer.vocab_file,
         NamedDigest(
@@ -30,6 +32,49 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
             next_step="restore the file from a backup or from a run on this corpus (RUN/vocab.txt)",
         ),
     )
+    _check_entry(tokenizer, vocabulary, f"{store.url}/{MANIFEST_KEY}")
+    return vocabulary
+
+
+def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) -> None:
+    """Raise ManifestMismatch if a number of the tokenizer's entry in corpus.json is not that of the vocabulary.
+
+    Args:
+        tokenizer: the entry.
+        vocabulary: the vocabulary with the digest of the entry.
+        url: path or URL of corpus.json, for the message.
+    """
+    fault = ""
+    if tokenizer.vocab_size != vocabulary.size:
+        fault = f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens"
+    for token, token_id in vocabulary.special.items():
+        named_id = tokenizer.special[token]
+        if named_id != token_id:
+            fault = fault or f"special {token} is {named_id}, but its id in {tokenizer.vocab_file} is {token_id}"
+    if fault:
+        raise ManifestMismatch(f"{url}: {fault}; restore corpus.json or build the corpus again")
+
+
+def write_corpus_vocabulary(store: Store, text: str) -> bool:
+    """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written.
+
+    Args:
+        store: store of the corpus.
+        text: content of vocab.txt, a vocabulary.
+
+    Raises:
+        UserError: the store has a vocab.txt that is another vocabulary, or none.
+    """
+    if not store.exists(VOCAB_FILE):
+        store.write(VOCAB_FILE, text.encode())
+        return True
+    there = NamedDigest(
+        sha256=Vocabulary(text, VOCAB_FILE).sha256,
+        named_by="--vocab",
+        next_step="move the file away, give it as the vocabulary, or choose another --output",
+    )
+    read_named_vocabulary(store, VOCAB_FILE, there)
+    return False
 
 
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:

@@ -1,9 +1,11 @@
 """Cache shards in a folder on a node's disk, so that all ranks and jobs of the node fetch each shard at most once.
 
 Guarantee: a file `<sha256>.tar` in the folder is complete, and its bytes had that digest when the file received its
-name. A file under any other name is an unfinished download, which the next process that needs the shard deletes; so a
-process may be killed at any time. Because names are digests, the shards of several corpora can share a folder, and a
-run on a corpus that was built again never reads an old shard.
+name. A file `<sha256>.unverified` or `.<sha256>.unverified.<random>.tmp` is an unfinished download, which the next
+process that needs the shard deletes; so a process may be killed at any time. A file or folder of any other name is
+never deleted, and callers give a folder that is the cache's own (`SHARDS_DIR`), apart from what the user keeps in
+`data.cache_dir`. Because names are digests, the shards of several corpora can share a folder, and a run on a corpus
+that was built again never reads an old shard.
 
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
@@ -25,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -40,6 +43,7 @@ from electra_dist.store.interface import Store
 _FETCHES = 5  # Downloads with a wrong SHA-256, one after another, after which `NodeCache.ensure` raises an error.
 _SPARE_BYTES = 64 << 20  # Space that is left free on the disk.
 _SHARD_SUFFIX = ".tar"
+_SHARD_NAME = re.compile(r"[0-9a-f]{64}\.tar")
 _UNVERIFIED_SUFFIX = ".unverified"
 
 
@@ -82,6 +86,10 @@ class NodeCache:
         """Return the path that a shard has in the folder, `<sha256>.tar`; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
+    def _unverified_path(self, entry: ShardEntry) -> Path:
+        """Return the path of a shard's download before its digest is verified."""
+        return self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
+
     def holds(self, entry: ShardEntry) -> bool:
         """Return whether a file of the shard's name and size is in the folder; its digest is not verified again."""
         return _is_good(self.path(entry), entry, verify=False)
@@ -116,11 +124,12 @@ class NodeCache:
             # Another process may have fetched the shard while this one waited for the lock.
             if _is_good(path, entry, verify=verify):
                 return
-            # Delete a wrong shard, and the unfinished files of killed processes: `<sha256>.unverified` and
-            # `.<sha256>.unverified.<random>.tmp`.
+            # Delete a wrong shard and the unfinished files of killed processes.
             if path.exists():
                 self.refetches += 1
-            for leftover in self._directory.glob(f"*{entry.sha256}.*"):
+            unverified = self._unverified_path(entry)
+            unfinished = [file for file in self._directory.glob(f".{unverified.name}.*") if is_temporary(file.name)]
+            for leftover in (path, unverified, *unfinished):
                 leftover.unlink(missing_ok=True)
             self._fetch(store, entry, ask_peers=ask_peers)
 
@@ -135,7 +144,7 @@ class NodeCache:
             StoreError: The store refuses access.
             ManifestMismatch: The SHA-256 was wrong `_FETCHES` times.
         """
-        unverified = self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
+        unverified = self._unverified_path(entry)
         peers = self._peers if ask_peers else None
         for _ in range(_FETCHES):
             try:
@@ -212,7 +221,7 @@ class NodeCache:
         Args:
             wanted: SHA-256 of the shards that must stay, because this process has them open or will open them soon.
         """
-        paths = self._directory.glob(f"*{_SHARD_SUFFIX}")
+        paths = [path for path in _files(self._directory) if _SHARD_NAME.fullmatch(path.name) and path.is_file()]
         return eviction_order(
             paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
         )

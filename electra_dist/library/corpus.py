@@ -23,6 +23,7 @@ from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.data.row_order import RowSequence
+from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch
 from electra_dist.model.row_layout import SpecialIds
@@ -178,7 +179,7 @@ class Corpus:
 
     def _open_cache(self) -> ShardCache:
         """Return a new cache of the corpus's shards, which the caller closes."""
-        return ShardCache(self._store, self.manifest, self._cache_dir)
+        return ShardCache(self._store, self.manifest, self._cache_dir / SHARDS_DIR)
 
     def _order(self, global_batch: int) -> RowSequence:
         """Return the sequence of the rows of a run with this global batch; the result is cached.

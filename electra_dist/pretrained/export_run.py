@@ -14,12 +14,19 @@ from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
-from electra_dist.pretrained.hf_export import export_towers
-from electra_dist.pretrained.pretraining_record import PretrainingRecord, write_pretraining_record
+from electra_dist.pretrained.hf_export import export_towers, tower_folders
+from electra_dist.pretrained.pretraining_record import (
+    PRETRAINING_FILE,
+    TOKENIZER_FILES,
+    PretrainingRecord,
+    write_pretraining_record,
+)
 from electra_dist.pretrained.run_weights import load_chosen_weights
 from electra_dist.shown_text.escapes import printable
 from electra_dist.tokenizer import VOCAB_FILE
 from electra_dist.version import VERSION
+
+_OTHER_FILES = ("config.json", "model.safetensors", "README.md")  # of an exported model, beside those of the tokenizer
 
 
 class Export(NamedTuple):
@@ -51,14 +58,32 @@ def export_run(
         progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
 
     Raises:
-        UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written.
+        UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written or holds the
+            model of another program.
     """
     _check_writable(output)  # before the weights are read, which may take minutes
+    for tower in ("discriminator", "generator"):
+        _refuse_model_of_others(output / tower)
     run = load_chosen_weights(run_dir, choice, num_averaged, progress)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
     tokenizer = run.tokenizer
     vocabulary = run.vocabulary
+    records = {
+        folder: PretrainingRecord(
+            objective=run.config.objective.name,
+            tower="generator" if tower == "generator" else "discriminator",
+            seq_len=run.config.data.seq_len,
+            steps=run.steps,
+            rows=run.state.rows_seen,
+            corpus_fingerprint=run.state.corpus_fingerprint,
+            electra_dist=VERSION,
+        )
+        for tower, folder in tower_folders(run.weights, run.config.model, output).items()
+    }
+    # The records are there first, so that the next export may replace the files of one that was killed.
+    for folder, record in records.items():
+        write_pretraining_record(folder, record)
     with tempfile.TemporaryDirectory() as temporary:
         vocab_file = Path(temporary) / VOCAB_FILE
         vocab_file.write_text(vocabulary.text, "utf-8")
@@ -73,18 +98,21 @@ def export_run(
     has_generator = any(".generator_head." in f".{name}" for name in run.weights)
     if run.config.model.architecture == "modern" and has_generator and "generator" not in folders:
         print(printable(f"no generator is exported: {hf_modernbert.find_obstacle(run.config.model)}"), file=sys.stderr)
-    for tower, folder in folders.items():
-        record = PretrainingRecord(
-            objective=run.config.objective.name,
-            tower="generator" if tower == "generator" else "discriminator",
-            seq_len=run.config.data.seq_len,
-            steps=run.steps,
-            rows=run.state.rows_seen,
-            corpus_fingerprint=run.state.corpus_fingerprint,
-            electra_dist=VERSION,
-        )
-        write_pretraining_record(folder, record)
+    for folder, record in records.items():
+        write_pretraining_record(folder, record)  # again, with the digests of the tokenizer's files
     return Export(config=run.config, state=run.state, steps=run.steps, folders=folders)
+
+
+def _refuse_model_of_others(folder: Path) -> None:
+    """Raise UserError if an export would replace files of a folder that no export has written."""
+    if (folder / PRETRAINING_FILE).exists():
+        return
+    for name in (*TOKENIZER_FILES, *_OTHER_FILES):
+        if (folder / name).exists():
+            raise UserError(
+                f"{folder / name}: is not of an export, because {PRETRAINING_FILE} is missing beside it; choose "
+                "another folder with --output, or move this one away"
+            )
 
 
 def _check_writable(output: Path) -> None:

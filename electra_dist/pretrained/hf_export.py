@@ -56,8 +56,16 @@ def export_towers(
     Returns:
         The folders written, by the names "discriminator" and "generator".
     """
-    folders = {"discriminator": out_dir / "discriminator"}
+    folders = tower_folders(state, model, out_dir)
     export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
+    if "generator" in folders:
+        export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
+    return folders
+
+
+def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[str, Path]:
+    """Return the folders that `export_towers` writes, by the names "discriminator" and "generator"."""
+    folders = {"discriminator": out_dir / "discriminator"}
     # "towers.generator_head.bias" is in the module "generator_head".
     modules = {name.removeprefix("towers.").partition(".")[0] for name in state}
     has_generator = "generator_head" in modules
@@ -65,7 +73,6 @@ def export_towers(
     has_class = model.architecture == "bert" or not hf_modernbert.find_obstacle(model)
     if has_generator and has_class and not is_causal_pair:
         folders["generator"] = out_dir / "generator"
-        export_generator(state, model, special, vocab_file, lowercase, folders["generator"])
     return folders
 
 

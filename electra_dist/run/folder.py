@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from pydantic import TypeAdapter
 from electra_dist.config import FIRST_NUMERICS, Config, canonical_json
 from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
-from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, readable, replacing, writable
+from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, is_temporary, readable, replacing, writable
 from electra_dist.store.json_file import read_json_as, read_json_object
 from electra_dist.tokenizer import NamedDigest
 
@@ -59,6 +60,7 @@ MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
 _DIGEST_BY_INPUT = TypeAdapter(dict[str, str])
+_OF_PREFLIGHT = re.compile(r"preflight-(?:[0-9a-f]{8}){1,2}")
 _OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer
 # Created by a person.
 STOP_FILE = "stop"
@@ -75,6 +77,11 @@ def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
         corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are part of the file's name.
     """
     return run_dir / f"token_counts-{corpus_fingerprint[:16]}.npy"
+
+
+def token_counts_files(run_dir: Path) -> list[Path]:
+    """Return the files with the token counts of the run's corpora that are in the run folder."""
+    return sorted(run_dir.glob(token_counts_file(Path(), "*").name))
 
 
 def supervise_log(run_dir: Path, node: int) -> Path:
@@ -337,7 +344,9 @@ def delete_unfinished_files(run_dir: Path) -> None:
         run_dir: folder of the run, which need not exist.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
-        for path in [*folder.glob(".*.tmp"), *folder.glob("preflight-*")]:
+        hidden = [path for path in folder.glob(".*") if is_temporary(path.name)]
+        of_preflight = [path for path in folder.glob("preflight-*") if _OF_PREFLIGHT.fullmatch(path.name)]
+        for path in (*hidden, *of_preflight):
             is_of_training = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
             with contextlib.suppress(OSError):
                 if is_of_training or time.time() - path.stat().st_mtime > _OLD_S:

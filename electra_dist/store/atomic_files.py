@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,16 @@ _FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes rem
 SHARED, PRIVATE, PRIVATE_PROGRAM = 0o666, 0o600, 0o700
 
 TEMPORARY_SUFFIX = ".tmp"  # An unfinished write of NAME is the file `.NAME.<random>.tmp`.
+_TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def is_temporary(name: str) -> bool:
     """Return whether a file name has the form `.NAME.<random>.tmp`, in which `replacing` writes the new file NAME.
 
-    The name is given without its folder. Such a file that no process is writing was left by a killed process.
+    The name is given without its folder. Such a file that no process is writing was left by a killed process; as it is
+    deleted then, a name of the user such as `.thesis.tmp` does not count.
     """
-    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+    return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager

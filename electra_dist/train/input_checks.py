@@ -18,6 +18,7 @@ from electra_dist.config_checks import check_targets_are_separate
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
+from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.engine import check_precision, check_world_size
@@ -43,14 +44,15 @@ class OpenCorpus:
 
         Args:
             data: gives the number of fetching threads and the limit on the size of the folder.
-            folder: cache folder of this node, which all its ranks share; not used for a corpus in a local folder.
+            folder: cache folder of this node, which all its ranks share, with the shards in a folder of their own in
+                it; not used for a corpus in a local folder.
             peers: other nodes of the run, which are asked for a shard before the store is; None if the nodes do not
                 pass shards to one another.
         """
         limit_bytes = None
         if data.cache_limit_gb is not None:
             limit_bytes = round(data.cache_limit_gb * 1e9)
-        return ShardCache(self.store, self.manifest, folder, data.fetch_threads, limit_bytes, peers)
+        return ShardCache(self.store, self.manifest, folder / SHARDS_DIR, data.fetch_threads, limit_bytes, peers)
 
 
 @dataclass(frozen=True, kw_only=True)

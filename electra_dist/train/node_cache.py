@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
-from electra_dist.data.shard_cache.cache_folder import CacheFolder, choose_cache_folder
+from electra_dist.data.corpus_manifest import ShardEntry
+from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, CacheFolder, choose_cache_folder
 from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, describe_room, windows_bytes
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
@@ -180,8 +181,13 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
 
 
 def _is_fetched(corpus: OpenCorpus) -> bool:
-    """Return whether the shards of a corpus are fetched from S3 and cached, instead of read in a local folder."""
-    return corpus.store.local_path(corpus.manifest.shards[0].name) is None
+    """Return whether shards of a corpus, or of any phase of it, are fetched from S3 and cached."""
+    return bool(_fetched_shards(corpus))
+
+
+def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
+    """Return the shards of a corpus that are on S3; with `data.phases`, those of other phases may be in a folder."""
+    return [entry for entry in corpus.manifest.shards if corpus.store.local_path(entry.name) is None]
 
 
 def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
@@ -192,8 +198,8 @@ def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
         folder: the cache folder, which may not exist yet.
         corpora: the corpora whose shards are fetched.
     """
-    entries = [entry for corpus in corpora for entry in corpus.manifest.shards]
-    held_bytes = sum(entry.bytes for entry in entries if (folder / f"{entry.sha256}.tar").exists())
+    entries = [entry for corpus in corpora for entry in _fetched_shards(corpus)]
+    held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     capacity_bytes = held_bytes + shutil.disk_usage(existing).free
     if config.data.cache_limit_gb is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
-from electra_dist.data.shard_cache.cache_folder import choose_cache_folder
+from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, choose_cache_folder
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from electra_dist.store.open_store import without_tilde
@@ -82,7 +82,8 @@ def _cache_folder(config: Config) -> Path:
     ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
     num_nodes_of_job = int(os.environ.get("SLURM_NNODES", "1"))
     has_several_nodes = world_size > ranks_on_node or num_nodes_of_job > 1
-    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
+    folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
+    return folder / SHARDS_DIR
 
 
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:

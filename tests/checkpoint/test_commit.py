@@ -242,3 +242,21 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(LocalStore, "delete", lambda self, key: (deleted.append(key), delete(self, key))[1])
     retain(store, CheckpointConfig(keep_last=1), 0, 1, {})
     assert deleted[0] == f"{folder_name(1, 1)}/{MANIFEST}" and len(deleted) == 3
+
+
+def test_files_of_the_user_in_the_folders_of_checkpoints_stay(target: Store, tmp_path: Path) -> None:
+    """Neither the deletion of old checkpoints nor that of unfinished ones takes a file that no save has written."""
+    begin_attempt([target], RUN)
+    for step in (10, 20):
+        small.save([target], tmp_path / "staging", step)
+    old, unfinished = folder_name(10, 1), folder_name(15, 1)
+    mine = [f"{old}/notes.txt", f"{old}/rank-00000.safetensors.bak", f"{unfinished}/thesis.md", "step-30/a.txt"]
+    for key in mine:
+        target.write(key, b"mine")
+    target.write(f"{unfinished}/rank-00000.safetensors", b"half")
+    policy = CheckpointConfig(keep_last=1, keep_best=0, keep_every_steps=0)
+    retain(target, policy, 0, 1, {})
+    assert begin_attempt([target], RUN) == 2
+    keys = target.list("step-")
+    assert {key for key in keys if not key.startswith(folder_name(20, 1))} == set(mine)
+    assert f"{folder_name(20, 1)}/manifest.json" in keys

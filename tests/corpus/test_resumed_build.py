@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,31 @@ def test_a_finished_shard_that_was_deleted_is_built_again(
 
     assert result.resumed_shards == 1  # of two finished shards
     assert file_contents(folder) == file_contents(Path(unstopped.output))
+
+
+@pytest.mark.parametrize(
+    "name", ["build.json", "order.json", "groups/000000.json", "buckets/000000.json", "buckets/000000.heldout.npy"]
+)
+def test_a_changed_number_in_the_records_of_a_build_is_refused(half_built: BuildRequest, name: str) -> None:
+    """The last digit of a record, or a token of a held-out row, becomes another one, and the file stays valid."""
+    folder = Path(half_built.output)
+    path = folder / "progress" / name
+    before = path.read_bytes()
+    line, newline, rest = before.partition(b"\n")
+    if name.endswith("npy"):
+        changed = before[:-2] + bytes([before[-2] ^ 1]) + before[-1:]
+    else:
+        last = re.findall(rb"[0-9]", line)[-1]
+        place = line.rindex(last)
+        changed = line[:place] + (b"1" if last != b"1" else b"2") + line[place + 1 :] + newline + rest
+    path.write_bytes(changed)
+    with pytest.raises(UserError, match=rf"progress/{name}: ") as error:
+        build_corpus(half_built)
+    assert "\n" not in str(error.value)
+    assert not (folder / "corpus.json").exists()
+    path.write_bytes(before)
+    build_corpus(half_built)
+    assert (folder / "corpus.json").exists()
 
 
 CHANGED_SETTINGS = [  # settings of a second build, and the key that its error must name

@@ -22,6 +22,7 @@ import pytest
 from support.fault_server import FaultPlan, FaultProxy
 from support.remote_store import Remote
 
+from electra_dist.config import DataConfig
 from electra_dist.data import node_disk_cache
 from electra_dist.data.node_disk_cache import NodeCache
 from electra_dist.data.verified_shards import ShardCache
@@ -29,6 +30,7 @@ from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMi
 from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import OpenCorpus
 
 FORK = multiprocessing.get_context("fork")
 
@@ -252,6 +254,51 @@ def test_shards_of_other_corpora_are_evicted_first(corpus: Any, remote: Remote, 
     cache.close()
     own = {f"{corpus.manifest.shards[index].sha256}.tar" for index in (0, 1)}
     assert files(tmp_path) == own | {others[1].name, others[2].name}
+
+
+@pytest.mark.parametrize("is_disk_full", [False, True], ids=["limit", "full disk"])
+def test_files_that_the_cache_has_not_made_stay(
+    corpus: Any, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk_full: bool
+) -> None:
+    """The user's own files in data.cache_dir are neither deleted nor counted, whatever their names are."""
+    first = corpus.manifest.shards[0]
+    names = ["thesis-backup.tar", f"{'a' * 64}.tar", f"{first.sha256}.tar", f"my-{first.sha256}.tar", "b.unverified"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine" * 1_000_000)
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "folder.tar").mkdir()
+    data = DataConfig(
+        corpus="s3://b/c", cache_limit_gb=2.5 * max(entry.bytes for entry in corpus.manifest.shards) / 1e9
+    )
+    if is_disk_full:
+        usage = namedtuple("usage", "total used free")
+        full_if = lambda path: usage(0, 0, 0 if len(list(Path(path).glob("*.tar"))) > 2 else 10**12)  # noqa: E731
+        monkeypatch.setattr(shutil, "disk_usage", full_if)
+    cache = OpenCorpus(store=remote, manifest=corpus.manifest).open_cache(data, tmp_path)
+    for index in range(len(corpus.manifest.shards)):
+        cache.open(index)
+        cache.keep_only([])
+    cache.close()
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"mine" * 1_000_000] * len(names)
+    assert (tmp_path / "folder.tar").is_dir()
+    assert len(remote.fetched) == len(corpus.manifest.shards)
+    cached = [path for path in tmp_path.rglob("*.tar") if path.is_file() and path.name not in names]
+    assert 1 <= len(cached) <= 3
+
+
+def test_a_cache_deletes_only_names_of_its_own(corpus: Any, remote: Remote, tmp_path: Path) -> None:
+    """Also inside the folder of the shards, a file of another name than the cache gives stays."""
+    sha256 = corpus.manifest.shards[0].sha256
+    names = ["thesis-backup.tar", f"my-{sha256}.tar", f"{sha256}.tar.txt", f".{sha256}.tar"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / f"{'b' * 64}.tar").mkdir()
+    cache = ShardCache(remote, corpus.manifest, tmp_path, fetch_threads=1, limit_bytes=1)
+    for index in range(3):
+        cache.open(index)
+        cache.keep_only([])
+    cache.close()
+    assert {*names, f"{'b' * 64}.tar"} <= files(tmp_path)
 
 
 def test_shards_in_use_are_never_evicted(corpus: Any, remote: Remote, tmp_path: Path) -> None:

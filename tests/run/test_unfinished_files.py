@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.run.folder import delete_unfinished_files
+from electra_dist.store.open_store import open_store
 
 OLD_S = 7200.0
 
@@ -44,3 +45,18 @@ def test_unfinished_files_are_deleted_by_the_process_that_may(
 def test_a_folder_that_does_not_exist_has_none(tmp_path: Path) -> None:
     delete_unfinished_files(tmp_path / "none")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["preflight-notes.txt", "preflight-", ".thesis.tmp", "slurm/preflight-list", "meeting/.agenda.2026.tmp"],
+)
+def test_files_of_the_user_with_similar_names_stay(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    os.utime(file, (0, 0))
+    delete_unfinished_files(tmp_path)
+    assert file.read_text() == "mine"
+    assert open_store(str(tmp_path)).list() == [name]
+    assert open_store(str(tmp_path)).discard_unfinished("", lambda key: True) == 0

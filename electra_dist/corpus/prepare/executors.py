@@ -109,7 +109,8 @@ def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
 def forget_completed(config: PrepareConfig, stage: Stage) -> None:
     """Delete the marks of the completed tasks of a stage, so that the next run repeats all of its tasks."""
     for path in (run_folder(config, stage) / "completions").glob("*"):
-        path.unlink()
+        if path.name.isdecimal():  # datatrove names a mark by the number of the task
+            path.unlink()
 
 
 def run_folder(config: PrepareConfig, stage: Stage) -> Path:

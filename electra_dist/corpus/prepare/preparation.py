@@ -14,10 +14,12 @@ from typing import NamedTuple
 from electra_dist.corpus.prepare.executors import Report, completed_tasks, forget_completed, run_here, submit
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
-from electra_dist.corpus.prepare.source_plan import SourcePlan, make_plan, write_plan
+from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
+from electra_dist.corpus.prepare.steps.document_files import DOCUMENTS_DIR, file_of_task
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import make_folder
+from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
 from electra_dist.store.open_store import open_store
 
@@ -111,13 +113,28 @@ def _begin(preparation: Preparation) -> None:
     If prepare.json was deleted, the last stage, which writes it, is made to run again.
 
     Raises:
-        UserError: the work folder holds another preparation.
+        UserError: the work folder holds another preparation, or the output has documents of another one.
     """
     work = Path(preparation.config.work)
+    output = open_store(preparation.config.output, preparation.config.endpoint_url)
+    if not (work / PLAN_FILE).exists():
+        _refuse_documents_of_others(output, preparation.stages[-1].num_tasks)
     make_folder(work)
     write_plan(preparation.plan, work)
-    if not open_store(preparation.config.output, preparation.config.endpoint_url).exists(REPORT_FILE):
+    if not output.exists(REPORT_FILE):
         forget_completed(preparation.config, preparation.stages[-1])
+
+
+def _refuse_documents_of_others(output: Store, num_tasks: int) -> None:
+    """Raise UserError if the output of a preparation that has not begun has files that its tasks would replace."""
+    present = set(output.list(f"{DOCUMENTS_DIR}/"))
+    for rank in range(num_tasks):
+        key = f"{DOCUMENTS_DIR}/{file_of_task(rank)}"
+        if key in present:
+            raise UserError(
+                f"{output.url}/{key}: exists, but this preparation has not written it; set another `output`, or "
+                f"delete {DOCUMENTS_DIR}/ there"
+            )
 
 
 def _refuse_folders_in_sources(config: PrepareConfig) -> None:

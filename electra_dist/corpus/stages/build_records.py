@@ -15,7 +15,9 @@ so that a corpus is never a mixture of two builds.
 | buckets/NNNNNN.heldout.parquet | the documents of the held-out rows |
 | parts/I-of-N | part I of N has written its buckets |
 
-The folder is deleted after corpus.json has been written.
+Each record is a line of JSON with a line of its SHA-256 after it, because its numbers decide what the corpus holds. A
+record without the second line, which an earlier version wrote, is believed. The files of the table are deleted after
+corpus.json has been written.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ from electra_dist.corpus.report.read_counts import ReadCounts
 from electra_dist.corpus.report.source_notes import SourceNotes
 from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry, read_manifest
-from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary, read_named_vocabulary
+from electra_dist.data.corpus_vocabulary import (
+    read_corpus_vocabulary,
+    read_named_vocabulary,
+    write_corpus_vocabulary,
+)
 from electra_dist.data.stored_arrays import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
@@ -62,6 +68,11 @@ _GROUPS = _FOLDER + "groups/"
 _BUCKETS = _FOLDER + "buckets/"
 _PARTS = _FOLDER + "parts/"
 _RECORD_NAME = re.compile(r"[0-9]{6,}\.json")
+# The files of a build in progress/ that `clear` deletes before build.json and notes.json.
+_OWN_NAME = re.compile(
+    r"order\.json|groups/[0-9]{6,}\.json|spills/[0-9]{6,}-[0-9]{6,}|parts/[0-9]+-of-[0-9]+"
+    r"|buckets/[0-9]{6,}\.(json|heldout\.npy|heldout\.parquet)|vocabulary-sample/([0-9]{2}\.zst|sample\.json)"
+)
 _PART_NAME = re.compile(r"[0-9]+-of-[0-9]+")
 _Record = TypeVar("_Record", bound=Section)
 
@@ -100,6 +111,9 @@ class BuildNotes(Section):
     """Content of notes.json: settings of a build that affect neither the shards nor corpus.json."""
 
     with_origins: bool = Field(default=False, description="whether the build writes side files (corpus.origins)")
+    wrote_vocabulary: bool = Field(
+        default=False, description="whether the build has written vocab.txt; otherwise it was there before"
+    )
     sources: SourceNotes = Field(
         default=SourceNotes(), description="licences of the sources and counts of `corpus prepare`, for build.json"
     )
@@ -121,6 +135,11 @@ class FinishedBucket(Section):
     )
     origins: list[OriginFile] = Field(
         default=[], description="entries of the side files of the shards; empty without side files"
+    )
+    heldout_sha256: str | None = Field(
+        default=None,
+        description="SHA-256 of buckets/NNNNNN.heldout.npy in hexadecimal; null: there is no such file, or an earlier "
+        "version wrote it",
     )
     heldout_origins: str | None = Field(
         default=None,
@@ -180,17 +199,20 @@ class BuildRecords:
 
         Raises:
             ManifestMismatch: the store holds an unfinished build with other parameters.
-            UserError: the store holds shards, but neither records of a build nor a corpus.json.
+            UserError: the store holds shards, but neither records of a build nor a corpus.json; or another vocab.txt.
         """
         if self._store.exists(_BUILD_KEY):
             self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
-            notes = notes.model_copy(update={"with_origins": self.notes().with_origins})
+            earlier = self.notes()
+            notes = notes.model_copy(
+                update={"with_origins": earlier.with_origins, "wrote_vocabulary": earlier.wrote_vocabulary}
+            )
             self._write(_NOTES_KEY, notes)
             return notes.with_origins
         self._refuse_foreign_shards()
-        self._store.write(VOCAB_FILE, vocabulary_text.encode())
-        self._write(_NOTES_KEY, notes)
-        self._store.write(_BUILD_KEY, (canonical_json(parameters) + "\n").encode())
+        wrote_vocabulary = write_corpus_vocabulary(self._store, vocabulary_text)
+        self._write(_NOTES_KEY, notes.model_copy(update={"wrote_vocabulary": wrote_vocabulary}))
+        self._store.write(_BUILD_KEY, _with_digest(canonical_json(parameters)))
         return notes.with_origins
 
     def parameters(self) -> dict[str, Any]:
@@ -204,7 +226,7 @@ class BuildRecords:
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
             )
         try:
-            parameters = parse_json_object(self._store.read(_BUILD_KEY))
+            parameters = parse_json_object(_without_digest(self._store.read(_BUILD_KEY)))
             if not isinstance(parameters.get("tokenizer"), str):
                 raise DamagedJson("it names no tokenizer")
         except DamagedJson as error:
@@ -265,6 +287,8 @@ class BuildRecords:
             buffer = io.BytesIO()
             np.save(buffer, heldout_rows, allow_pickle=False)
             self._store.write(_heldout_key(bucket.number, "npy"), buffer.getvalue())
+            digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+            bucket = bucket.model_copy(update={"heldout_sha256": digest})
         # The record is written last: its existence marks the shards and the held-out rows as finished.
         self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
 
@@ -288,8 +312,11 @@ class BuildRecords:
             ManifestMismatch: the file is damaged.
         """
         key = _heldout_key(bucket.number, "npy")
+        data = self._store.read(key)
+        if bucket.heldout_sha256 not in (None, hashlib.sha256(data).hexdigest()):
+            raise self._damaged(key, "its SHA-256 is not the recorded one")
         try:
-            rows = parse_array(self._store.read(key))
+            rows = parse_array(data)
         except ValueError as error:
             raise self._damaged(key, error) from None
         return rows
@@ -331,13 +358,13 @@ class BuildRecords:
         return [name.replace("-of-", "/") for name in names if _PART_NAME.fullmatch(name)]
 
     def clear(self) -> None:
-        """Delete all files in progress/; shards, vocab.txt and corpus.json stay.
+        """Delete the files of the build in progress/; shards, vocab.txt and corpus.json stay, and files of the user.
 
         build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without it
         never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
         """
         for key in self._store.list(_FOLDER):
-            if key not in (_BUILD_KEY, _NOTES_KEY):
+            if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER)):
                 self._store.delete(key)
         self._store.delete(_BUILD_KEY)
         self._store.delete(_NOTES_KEY)
@@ -348,8 +375,8 @@ class BuildRecords:
         return [key for key in keys if _RECORD_NAME.fullmatch(key.removeprefix(folder))]
 
     def _write(self, key: str, record: Section) -> None:
-        """Write a record as a line of JSON."""
-        self._store.write(key, (record.model_dump_json() + "\n").encode())
+        """Write a record as a line of JSON and a line with its SHA-256."""
+        self._store.write(key, _with_digest(record.model_dump_json()))
 
     def _read(self, key: str, kind: type[_Record]) -> _Record:
         """Return a record.
@@ -358,7 +385,7 @@ class BuildRecords:
             ManifestMismatch: the record is damaged, or of another version.
         """
         try:
-            return validate_json(TypeAdapter(kind), parse_json_object(self._store.read(key)))
+            return validate_json(TypeAdapter(kind), parse_json_object(_without_digest(self._store.read(key))))
         except DamagedJson as error:
             raise ManifestMismatch(
                 f"{self._store.url}/{key}: not a record of this version's builds, because {error}; delete {_FOLDER} "
@@ -429,6 +456,19 @@ def read_output_vocabulary(store: Store) -> Vocabulary:
             next_step="restore the file or give it with --vocab, because the finished shards need it",
         )
     return read_named_vocabulary(store, VOCAB_FILE, expected)
+
+
+def _with_digest(line: str) -> bytes:
+    """Return the content of a record: its line of JSON, and a line with the SHA-256 of that in hexadecimal."""
+    return f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode()
+
+
+def _without_digest(data: bytes) -> bytes:
+    """Return the line of JSON of a record; raise DamagedJson if the line after it is not its SHA-256."""
+    line, _, digest = data.partition(b"\n")
+    if digest and digest.rstrip(b"\n") != hashlib.sha256(line).hexdigest().encode():
+        raise DamagedJson("its SHA-256 is not the one in its second line")
+    return line
 
 
 def _heldout_key(number: int, ending: str) -> str:

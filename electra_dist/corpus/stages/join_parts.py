@@ -23,14 +23,20 @@ from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.report.read_counts import add_counts
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
-from electra_dist.corpus.stages.build_records import PARAMETERS_LEFT_OUT, BuildRecords, CorpusOrder, FinishedBucket
+from electra_dist.corpus.stages.build_records import (
+    PARAMETERS_LEFT_OUT,
+    BuildRecords,
+    CorpusOrder,
+    FinishedBucket,
+    read_output_vocabulary,
+)
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry, read_manifest, write_manifest
-from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from electra_dist.tokenizer import VOCAB_FILE
 
 _COUNTS = ("text_bytes", "text_tokens", "examples", "rows", "tokens")
 _MAX_NAMED = 5  # missing buckets that an error names
@@ -123,13 +129,7 @@ class _Join:
             raise self._records.damaged_parameters(error) from None
         self._order = self._find_order()
         self._buckets = self._find_buckets()
-        text = self._store.read(VOCAB_FILE).decode()
-        self._vocabulary = Vocabulary(text, f"{self._store.url}/{VOCAB_FILE}")
-        if self._vocabulary.sha256 != self._parameters["tokenizer"]:
-            raise ManifestMismatch(
-                f"{self._store.url}/{VOCAB_FILE}: is not the vocabulary that the parts were built with (sha256 "
-                f"{self._vocabulary.sha256}, not {self._parameters['tokenizer']}); restore it"
-            )
+        self._vocabulary = read_output_vocabulary(self._store)
 
     def run(self, resumed_shards: int) -> JoinedCorpus:
         """Write the files that are missing, corpus.json last, then delete the records."""
@@ -137,8 +137,10 @@ class _Join:
         stream = add_counts(group.counts for _, group in sorted(self._records.groups().items()))
         search = add_counts([self._order.search]).skipped
         if not entries:
+            wrote_vocabulary = self._records.notes().wrote_vocabulary
             self._records.clear()
-            self._store.delete(VOCAB_FILE)
+            if wrote_vocabulary:
+                self._store.delete(VOCAB_FILE)
             raise self._nothing_usable(search.joined(stream.skipped).summary())
         notes = self._records.notes()
         heldout = self._write_heldout(notes.with_origins)

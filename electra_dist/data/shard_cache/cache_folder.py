@@ -25,6 +25,7 @@ from typing import NamedTuple
 from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import writable
 
+SHARDS_DIR = "electra-dist-shards"  # in a cache folder; nobody else keeps files there, so those in it may be deleted
 _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")  # environment variables that name a temporary directory of the job
 _MOUNTS = Path("/proc/self/mounts")
 # Names with which the types of remote file systems begin. Those in user space (fuse) mostly show remote storage.

@@ -47,7 +47,9 @@ def write_seed_folder(
     result: Result,
     predictions: Sequence[TextFile],
 ) -> None:
-    """Write a trained model with its tokenizer, its predictions and the record of its result; replace an older folder.
+    """Write a trained model with its tokenizer, its predictions and the record of its result.
+
+    In an older folder, files of these names are replaced, and other ones stay.
 
     Args:
         folder: the folder to write, such as OUTPUT/seed-0.
@@ -161,9 +163,9 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
     """Copy the folder of the seed with the highest score to FOLDER/best, and return the path of the copy.
 
-    Of several seeds with the highest score, the one with the lowest number is taken. An existing FOLDER/best is
-    removed once the copy is complete, and the copy takes its name. The two folders share the bytes of the weights by a
-    hard link where the file system has hard links.
+    Of several seeds with the highest score, the one with the lowest number is taken. The complete copy takes the
+    place of an existing FOLDER/best, of which files with names of their own stay. The two folders share the
+    bytes of the weights by a hard link where the file system has hard links.
 
     Args:
         folder: folder that contains the folders seed-0, seed-1, ... of one task.
@@ -205,7 +207,22 @@ def _link_weights(source: str, target: str) -> str:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
-    """Rename the complete folder `temporary` to `folder`; an existing `folder` is removed first."""
+    """Rename the complete folder `temporary` to `folder`; of an existing `folder`, files of other names stay."""
+    previous = folder.with_name(f".{folder.name}.previous")
+    if previous.exists():  # left by a command that was killed in here
+        _move_other_files(previous, folder)
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, previous)
     os.replace(temporary, folder)
+    if previous.exists():
+        _move_other_files(previous, folder)
+
+
+def _move_other_files(previous: Path, folder: Path) -> None:
+    """Move the files that `folder` does not have, such as notes of the user, to it, and delete `previous`."""
+    for path in sorted(previous.rglob("*")):
+        moved = folder / path.relative_to(previous)
+        if not path.is_dir() and not moved.exists():
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, moved)
+    shutil.rmtree(previous)

@@ -161,3 +161,31 @@ def test_a_damaged_input_ends_the_preparation_with_one_line(write: Write, tmp_pa
     with pytest.raises(UserError, match=r"b\.jsonl\.gz: cannot be read to its end .*replace the file or leave it out"):
         run(preparation, lambda *progress: None)
     assert not (tmp_path / "out" / "prepare.json").exists()
+
+
+def test_documents_of_others_in_the_output_are_not_replaced(write: Write, tmp_path: Path):
+    from electra_dist.corpus.prepare.preparation import check, run
+
+    mine = tmp_path / "out" / "documents" / "00000.jsonl.gz"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"documents/00000\.jsonl\.gz: .*set another `output`") as error:
+        run(check(load_section(write(), PrepareConfig)), lambda *_: None)
+    assert "\n" not in str(error.value)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [mine]
+    assert mine.read_bytes() == b"mine"
+    assert not (tmp_path / "work" / "plan.json").exists()
+
+
+def test_a_repeated_stage_deletes_the_marks_of_its_tasks_only(write: Write, tmp_path: Path):
+    from electra_dist.corpus.prepare.executors import forget_completed, run_folder
+    from electra_dist.corpus.prepare.preparation import check
+
+    config = load_section(write(), PrepareConfig)
+    stage = check(config).stages[-1]
+    folder = run_folder(config, stage) / "completions"
+    folder.mkdir(parents=True)
+    for name in ("00000", "00001", "notes.txt"):
+        (folder / name).touch()
+    forget_completed(config, stage)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]

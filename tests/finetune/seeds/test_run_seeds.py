@@ -135,6 +135,29 @@ def test_a_result_without_its_model_is_computed_again_with_the_same_bytes(
     }
 
 
+def test_files_that_a_user_has_put_into_the_folders_of_models_stay(
+    encoder: Pretrained, task: Task, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(encoder, task, out)
+    before = contents(out)
+    names = ["best/notes.txt", "best/mine/thesis.txt", "seed-1/notes.txt"]
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(name)
+    (out / "results.jsonl").unlink()  # so that the models are made again
+    # A command that was killed while it replaced a folder.
+    (out / "best").rename(out / ".best.previous")
+
+    run(encoder, task, out)
+    run(encoder, task, out)
+
+    after = contents(out)
+    assert [after[name] for name in names] == [name.encode() for name in names]
+    others = set(after) - set(names) - {"best/notes.txt", "results.jsonl"}
+    assert {name: after[name] for name in others} == {name: before[name] for name in before if name in others}
+
+
 def test_nothing_is_saved_without_a_folder_and_a_task_with_too_many_labels_is_refused_at_once(
     encoder: Pretrained, task: Task, tmp_path: Path
 ) -> None:
