@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_dist.data.corpus_manifest import CorpusManifest
+from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
+from electra_dist.data.verified_read import READINGS
+from electra_dist.errors import ManifestMismatch
+from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 
 
@@ -18,7 +21,8 @@ def rows_of_shards(
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
     """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len].
 
-    A shard on S3 is downloaded to a temporary file, which the next shard replaces. Digests are not verified.
+    A shard on S3 is downloaded to a temporary file, which the next shard replaces. The SHA-256 of each shard is
+    verified; one that has arrived with wrong bytes is fetched again a few times.
 
     Args:
         store: store of the corpus.
@@ -27,19 +31,38 @@ def rows_of_shards(
 
     Raises:
         StoreError: a shard cannot be read.
-        ManifestMismatch: a shard does not hold the rows that the manifest lists.
+        ManifestMismatch: a shard is not the one that the manifest lists.
     """
     from electra_dist.data.shard import Shard  # This module imports torch, which takes seconds.
 
     with tempfile.TemporaryDirectory(prefix="electra-rows-") as folder:
         for index in shards:
-            entry = manifest.shards[index]
-            path = store.local_path(entry.name)
-            if path is None:
-                path = Path(folder) / "shard.tar"
-                store.fetch(entry.name, path, must_exist=True)
+            path = _verified_file(store, manifest.shards[index], Path(folder))
             shard = Shard(path, manifest.seq_len, manifest.numpy_dtype)
             try:
                 yield index, shard.rows(np.arange(shard.num_rows))
             finally:
                 shard.close()
+
+
+def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
+    """Return the path of a file with the bytes of a shard: the shard itself, or a download of it in `folder`.
+
+    Raises:
+        StoreError: the shard cannot be read.
+        ManifestMismatch: its SHA-256 is not the one that corpus.json lists.
+    """
+    path = store.local_path(entry.name)
+    is_fetched = path is None
+    if path is None:
+        path = folder / "shard.tar"
+    for _ in range(READINGS if is_fetched else 1):
+        if is_fetched:
+            store.fetch(entry.name, path, must_exist=True)
+        with readable(path):
+            if file_sha256(path) == entry.sha256:
+                return path
+    raise ManifestMismatch(
+        f"{store.url}/{entry.name}: its sha256 is not {entry.sha256[:12]}..., which corpus.json lists; restore this "
+        f"shard or build the corpus again"
+    )

@@ -30,11 +30,12 @@ from electra_dist.corpus.origins.document_search import (
 )
 from electra_dist.corpus.origins.origin_files import Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, read_manifest
+from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, new_tokenizer
+from electra_dist.tokenizer import new_tokenizer
 
 Progress = Callable[[Iterable[int]], Iterable[int]]  # yields the shard indices that it is given, with a progress bar
 
@@ -210,10 +211,10 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[in
     """Return the token ids of a text in the vocabulary of a corpus; each line is tokenized by itself, as in a build.
 
     Raises:
+        ManifestMismatch: vocab.txt is not that of the corpus.
         UserError: the text has no token, for example because it is only white space.
     """
-    name = manifest.tokenizer.vocab_file
-    vocabulary = Vocabulary(store.read(name).decode(), f"{store.url}/{name}")
+    vocabulary = read_corpus_vocabulary(store, manifest.tokenizer)
     tokenizer = new_tokenizer(vocabulary, manifest.tokenizer.lowercase)
     tokens = [token for line in tokenizer.encode(text.splitlines()) for token in line]
     if not tokens:

@@ -21,6 +21,7 @@ from collections import Counter
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from electra_dist.config import Positive, Section, canonical_json
@@ -108,7 +109,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _rows_fit_into_the_shards(self) -> CorpusManifest:
-        """Refuse a shard that claims more rows than fit into its file, before any work is done for each row.
+        """Refuse a shard that claims more rows than fit into its file, or more tokens than fit into its rows.
 
         Raises:
             ValueError: such a shard exists.
@@ -120,7 +121,55 @@ class CorpusManifest(Section):
                     f"shard {shard.name} cannot have {shard.rows} rows of {row_bytes} bytes in its "
                     f"{shard.bytes} bytes; restore corpus.json or build the corpus again"
                 )
+            if shard.tokens > shard.rows * self.seq_len:
+                raise ValueError(
+                    f"shard {shard.name} cannot have {shard.tokens} tokens in {shard.rows} rows of {self.seq_len}"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _agrees_with_the_build(self) -> CorpusManifest:
+        """Refuse a row length or a casing that is not the one among the parameters of the build.
+
+        A corpus of a tokenizer.json is never lower-cased, whatever its build was told; only the vocabulary shows which
+        kind it has (`train/input_checks.py`).
+
+        Raises:
+            ValueError: one of them differs.
+        """
+        if self.builder.get("seq_len", self.seq_len) != self.seq_len:
+            raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
+        if self.tokenizer.lowercase and not self.builder.get("lowercase", True):
+            raise ValueError("tokenizer.lowercase is true, but builder.lowercase is false")
+        return self
+
+    @model_validator(mode="after")
+    def _token_counts_are_counts(self) -> CorpusManifest:
+        """Refuse `totals.token_counts` that cannot be how often each token occurs in the rows.
+
+        Raises:
+            ValueError: they are no list of `vocab_size` whole numbers from 0, all are 0, or their sum exceeds the
+                number of places in the rows.
+        """
+        counts = self.totals.get("token_counts")
+        if counts is None:
+            return self
+        vocab_size = self.tokenizer.vocab_size
+        if not isinstance(counts, list | tuple) or len(counts) != vocab_size:
+            raise ValueError(f"totals.token_counts must be a list of {vocab_size} numbers, one for each token")
+        wrong = next((count for count in counts if type(count) is not int or count < 0), None)
+        if wrong is not None:
+            raise ValueError(f"totals.token_counts holds {wrong!r:.40}; each count must be a whole number from 0")
+        num_places = self.num_rows * self.seq_len
+        if not 0 < sum(counts) <= num_places:
+            raise ValueError(f"totals.token_counts must add up to at least 1 and at most {num_places}, the places")
+        return self
+
+    @property
+    def token_counts(self) -> NDArray[np.int64] | None:
+        """Return how often each token occurs by `totals.token_counts`, int64 [vocab_size]; None without these."""
+        counts = self.totals.get("token_counts")
+        return None if counts is None else np.asarray(counts, np.int64)
 
     @property
     def num_rows(self) -> int:

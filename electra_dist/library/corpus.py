@@ -161,9 +161,9 @@ class Corpus:
 
         The counts are those of corpus.json; if it has none, the whole corpus is read.
         """
-        counts_of_builder = self.manifest.totals.get("token_counts")
+        counts_of_builder = self.manifest.token_counts
         if counts_of_builder is not None:
-            return np.asarray(counts_of_builder, np.int64)
+            return counts_of_builder
         with contextlib.closing(self._open_cache()) as cache:
             return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
 
@@ -228,7 +228,8 @@ def open_corpus(
 
     Raises:
         UserError: there is no such corpus.
-        ManifestMismatch: the corpus of a run's folder has changed since the run began.
+        ManifestMismatch: the corpus of a run's folder has changed since the run began, or corpus.json contradicts the
+            vocabulary.
     """
     config = None
     if isinstance(source, Config):
@@ -246,6 +247,7 @@ def open_corpus(
         store = open_store(str(source), endpoint_url)
         phase = CorpusPhase(from_step=0, url=store.url, store=store, manifest=read_manifest(store))
         corpora = RunCorpora(phases=(phase,))
+    read_corpus_vocabulary(corpora.store, corpora.manifest.tokenizer)  # refuses ids that are not those of vocab.txt
     return Corpus(
         corpora.store,
         corpora.manifest,

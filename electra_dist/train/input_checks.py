@@ -100,6 +100,7 @@ def check_inputs(
     identity = run_identity(config, corpus.manifest.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     vocabulary = read_corpus_vocabulary(corpus.store, corpus.manifest.tokenizer)
+    _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
     begins_now = from_scratch and config.train.init_from is not None
     if begins_now or needs_source(config.train, open_targets(config)):
         check_source(config.starting_weights, vocabulary)
@@ -139,17 +140,30 @@ def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
     """Open the corpus `data.heldout`, on which a run is evaluated.
 
     Raises:
-        ManifestMismatch: it was built with another vocabulary than the training corpora, or does not fit the config.
+        ManifestMismatch: it was built with another tokenizer than the training corpora, or does not fit the config.
         UserError: its manifest cannot be read or is damaged.
     """
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
-    if heldout.manifest.tokenizer.sha256 != corpora.manifest.tokenizer.sha256:
+    tokenizer = describe_tokenizer(heldout.manifest)
+    training_tokenizer = describe_tokenizer(corpora.manifest)
+    if tokenizer != training_tokenizer:
         raise ManifestMismatch(
-            f"data.heldout {config.data.heldout} was built with another vocabulary than data.corpus "
-            f"{config.data.corpus}; rebuild data.heldout with the vocab.txt of data.corpus"
+            f"data.heldout {config.data.heldout} was built with another tokenizer ({tokenizer}) than data.corpus "
+            f"{config.data.corpus} ({training_tokenizer}); build data.heldout again with the vocab.txt and the casing "
+            f"of data.corpus"
         )
     return heldout
+
+
+def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) -> None:
+    """Raise ManifestMismatch if a corpus of WordPiece says that it is cased, but was built from lower-cased text."""
+    is_wordpiece = vocabulary.kind == "wordpiece"
+    if is_wordpiece and not manifest.tokenizer.lowercase and manifest.builder.get("lowercase", False):
+        raise ManifestMismatch(
+            f"data.corpus {url}: in corpus.json, tokenizer.lowercase is false, but builder.lowercase is true; "
+            f"restore corpus.json or build the corpus again"
+        )
 
 
 def _check_apex(config: Config) -> None:

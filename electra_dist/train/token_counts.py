@@ -4,7 +4,7 @@ Guarantee: exact counts of every id in every row, the same on all ranks; they de
 
 How: the counts of the manifest (`totals.token_counts`) are used if the program that built the corpus wrote them there.
 Otherwise each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
-fingerprint names.
+fingerprint names. Its last 32 bytes are the SHA-256 of those before, which a later start compares.
 
 Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
 cache that training uses; 3 ns per token on each rank.
@@ -13,6 +13,8 @@ cache that training uses; 3 ns per token on each rank.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import readable, replacing
 from electra_dist.store.patience import Patience
 from electra_dist.train.input_checks import OpenCorpus
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def unigram_counts(
@@ -52,9 +56,9 @@ def unigram_counts(
         patience: how long storage that is full or away is waited for; None: not at all.
     """
     patience = Patience(0.0) if patience is None else patience
-    counts_of_builder = corpus.manifest.totals.get("token_counts")
+    counts_of_builder = corpus.manifest.token_counts
     if counts_of_builder is not None:
-        return np.asarray(counts_of_builder, np.int64)
+        return counts_of_builder
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
     counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size) if file.exists() else None)
     if counts_of_earlier_start is not None:
@@ -67,12 +71,12 @@ def unigram_counts(
     dist.all_reduce(total_V)
     count_V: np.ndarray = total_V.cpu().numpy()
     if dist.get_rank() == 0:
-        patience.call(lambda: _write_counts(file, count_V))
+        patience.call(lambda: write_counts(file, count_V))
     return count_V
 
 
-def read_counts(file: Path, vocab_size: int) -> np.ndarray:
-    """Return the counts that an earlier start has written, int64 [V].
+def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
+    """Return the counts that an earlier start has written, int64 [V]; None if a version without digests wrote them.
 
     Args:
         file: the file in the run folder.
@@ -84,19 +88,23 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray:
     next_step = "delete it, and the next start counts again"
     with readable(file):
         data = file.read_bytes()
+    content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    has_digest = hashlib.sha256(content).digest() == digest
     try:
-        counts_V = parse_array(data)
+        counts_V = parse_array(content if has_digest else data)
     except ValueError as error:
         raise UserError(f"{file}: damaged, because {error}; {next_step}") from None
     if counts_V.shape != (vocab_size,) or counts_V.dtype != np.int64:
         raise UserError(f"{file}: damaged, because it does not hold {vocab_size} counts; {next_step}")
-    return counts_V.copy()  # `parse_array` returns a view that cannot be written to
+    return counts_V.copy() if has_digest else None  # `parse_array` returns a view that cannot be written to
 
 
-def _write_counts(file: Path, count_V: np.ndarray) -> None:
+def write_counts(file: Path, count_V: np.ndarray) -> None:
     """Write the counts of all tokens to the run folder, for later starts."""
+    content = io.BytesIO()
+    np.save(content, count_V)
     with replacing(file) as out:
-        np.save(out, count_V)
+        out.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:

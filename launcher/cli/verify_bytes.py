@@ -31,7 +31,14 @@ from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import open_run_corpora
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.run_weights import read_run_vocabulary
-from electra_dist.run.folder import RUN_VOCAB_FILE, is_run_folder, open_run, read_identity, recorded_fingerprints
+from electra_dist.run.folder import (
+    RUN_VOCAB_FILE,
+    is_run_folder,
+    open_run,
+    read_identity,
+    recorded_fingerprints,
+    token_counts_files,
+)
 from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
@@ -63,7 +70,8 @@ class BadPart:
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     """Read all bytes of a run or a corpus, and print every bad file.
 
-    For a run, these are the corpora that its config names, the vocabulary in the run folder, and the checkpoints.
+    For a run, these are the corpora that its config names, the vocabulary and the token counts in the run folder, and
+    the checkpoints.
 
     Args:
         path: a run folder, or the folder or s3:// prefix of a corpus.
@@ -151,6 +159,8 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
         size_bytes=0,
         faults=lambda advance: _no_faults(read_run_vocabulary(run_dir)),
     )
+    for file in token_counts_files(run_dir):
+        yield _token_counts_part(file, config.model.vocab_size)
     corpora = config.data.training_corpora()
     fingerprints = recorded_fingerprints(run_dir, len(corpora))
     for number, corpus in enumerate(corpora):
@@ -166,6 +176,18 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
     for target in open_targets(config):
         for _, _, folder in committed(target):
             yield _checkpoint_part(target, folder, owner)
+
+
+def _token_counts_part(file: Path, vocab_size: int) -> Part:
+    """Return the part that verifies a file of token counts in a run folder against the digest at its end."""
+    from electra_dist.train.token_counts import read_counts
+
+    return Part(
+        url=str(file),
+        kind="token counts file",
+        size_bytes=0,
+        faults=lambda advance: _no_faults(read_counts(file, vocab_size)),
+    )
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real_runs import tiny_tree, write_corpus
 
+from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest, write_manifest
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
+from electra_dist.train.input_checks import check_inputs
 
 
 @pytest.fixture
@@ -93,6 +96,52 @@ def test_bad_shard_or_tokenizer_entries_are_refused(tree: dict[str, Any], tmp_pa
         read({**tree, "tokenizer": {**tree["tokenizer"], "special": special}})
     with pytest.raises(ManifestMismatch, match="outside the vocabulary"):
         read({**tree, "tokenizer": {**tree["tokenizer"], "vocab_size": 3}})
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[1] * 8, [1] * 10, [-1, *[1] * 8], [0] * 9, "ten", 9, {"0": 9}, [1.5] * 9, [True] * 9, [2**70, *[1] * 8]]
+    + [[10**6, *[1] * 8], [float("nan")] * 9],
+    ids=str,
+)
+def test_token_counts_that_are_no_counts_of_the_rows_are_refused(
+    tree: dict[str, Any], tmp_path: Path, counts: object
+) -> None:
+    tree["tokenizer"] = {**tree["tokenizer"], "vocab_size": 9}
+    store = open_store(str(tmp_path))
+    (tmp_path / "corpus.json").write_text(json.dumps({**tree, "totals": {"token_counts": [3] * 9}}))
+    assert read_manifest(store).totals["token_counts"] == [3] * 9
+    (tmp_path / "corpus.json").write_text(json.dumps({**tree, "totals": {"token_counts": counts}}))
+    with pytest.raises(ManifestMismatch, match=r"token_counts") as caught:
+        read_manifest(store)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_contradict_one_another_are_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    first, *others = tree["shards"]
+    tokenizer = {**tree["tokenizer"], "lowercase": True}
+    changes: dict[str, dict[str, Any]] = {
+        "tokens": {"shards": [{**first, "tokens": first["rows"] * tree["seq_len"] + 1}, *others]},
+        "builder.lowercase": {"tokenizer": tokenizer, "builder": {"lowercase": False}},
+        "builder.seq_len": {"builder": {"seq_len": tree["seq_len"] * 2}},
+    }
+    for word, change in changes.items():
+        (tmp_path / "corpus.json").write_text(json.dumps({**tree, **change}))
+        with pytest.raises(ManifestMismatch, match=word):
+            read_manifest(open_store(str(tmp_path)))
+
+
+def test_a_casing_that_the_build_did_not_have_is_refused_before_a_run(tmp_path: Path) -> None:
+    write_corpus(str(tmp_path / "corpus"), [20])
+    file = tmp_path / "corpus" / "corpus.json"
+    config = Config.model_validate(tiny_tree(tmp_path / "run", str(tmp_path / "corpus"), **{"data.heldout": None}))
+    for built_with, claimed in ((True, False), (False, True)):
+        tree = json.loads(file.read_text())
+        tree["builder"], tree["tokenizer"]["lowercase"] = {"lowercase": built_with}, claimed
+        file.write_text(json.dumps(tree))
+        with pytest.raises(ManifestMismatch, match=r"lowercase is .* but builder.lowercase is") as caught:
+            check_inputs(config, world_size=1)
+        assert "\n" not in str(caught.value)
 
 
 def test_missing_manifest_and_one_that_is_not_json_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.remote_store import Remote
 from typer.testing import CliRunner
 
 import electra_dist as ed
+from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.config_file import load_config
 from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.errors import ManifestMismatch, UserError
@@ -62,6 +64,109 @@ def test_a_changed_vocabulary_is_refused_with_both_digests(config: Path, tmp_pat
     assert f"corpus.json names {expected}; restore the file" in message
     assert "\n" not in message
     assert not (tmp_path / "run").exists()
+
+
+def change_tokenizer(folder: Path, **values: Any) -> None:
+    """Change fields of the tokenizer's entry in the corpus.json of a folder."""
+    tree = json.loads((folder / "corpus.json").read_text())
+    tree["tokenizer"].update(values)
+    (folder / "corpus.json").write_text(json.dumps(tree))
+
+
+def find(config: Path) -> None:
+    """Search the corpus of a config for a text by the command line; raise its error."""
+    done = CliRunner().invoke(app, ["corpus", "find", load_config(config).data.corpus, "w1 w2"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+
+
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+WRONG_ENTRIES = {
+    "[MASK] and [UNK] exchanged": (
+        {"special": {**SPECIAL, "[MASK]": 1, "[UNK]": 4}},
+        r"special \[UNK\] is 4, .* is 1",
+    ),
+    "[MASK] is [CLS]": ({"special": {**SPECIAL, "[MASK]": 2}}, r"special \[MASK\] is 2, .* is 4"),
+    "[PAD] is a word": ({"special": {**SPECIAL, "[PAD]": 17}}, r"special \[PAD\] is 17, .* is 0"),
+    "another size": ({"vocab_size": 301}, "vocab_size is 301, .* has 300 tokens"),
+    "a huge size": ({"vocab_size": 10**12}, "vocab_size is 1000000000000, .* has 300"),
+}
+
+
+@pytest.mark.parametrize("reader", [*READERS, "open", "find", "plain size"])
+@pytest.mark.parametrize("wrong", WRONG_ENTRIES)
+def test_an_entry_that_contradicts_the_vocabulary_is_refused(
+    config: Path, tmp_path: Path, reader: str, wrong: str
+) -> None:
+    values, message = WRONG_ENTRIES[wrong]
+    readers = {
+        **READERS,
+        "open": lambda config: ed.open_corpus(load_config(config).data.corpus),
+        "find": find,
+        # A config with the same wrong number fits the entry.
+        "plain size": lambda config: check_inputs(
+            load_config(config, [f"model.vocab_size={values.get('vocab_size', 300)}"]), world_size=1
+        ),
+    }
+    if reader == "train" and "vocab_size" in values:
+        message = "model.vocab_size is 300"
+    change_tokenizer(tmp_path / "corpus", **values)
+    with pytest.raises(ManifestMismatch, match=message) as caught:
+        readers[reader](config)
+    assert "\n" not in str(caught.value)
+    assert f"{tmp_path}/corpus" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "values", [{"lowercase": False}, {"special": {**SPECIAL, "[MASK]": 1, "[UNK]": 4}}, {"sha256": "0" * 64}]
+)
+def test_a_held_out_corpus_of_another_tokenizer_is_refused(config: Path, tmp_path: Path, values: Any) -> None:
+    check_inputs(load_config(config), world_size=1)
+    change_tokenizer(tmp_path / "corpus" / "heldout", **values)
+    with pytest.raises(ManifestMismatch, match=r"data\.heldout .* than data\.corpus"):
+        check_inputs(load_config(config), world_size=1)
+
+
+def test_a_search_for_a_text_refuses_an_exchanged_vocabulary_and_changed_shards(config: Path, tmp_path: Path) -> None:
+    find(config)
+    vocab = tmp_path / "corpus" / "vocab.txt"
+    good = vocab.read_bytes()
+    for content in (good.replace(b"\nw17\n", b"\nv17\n"), b"\xff\xfe"):
+        vocab.write_bytes(content)
+        with pytest.raises(ManifestMismatch, match=r"vocab\.txt: its sha256 is"):
+            find(config)
+    vocab.write_bytes(good)
+    shard = tmp_path / "corpus" / "shard-000001.tar"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(ManifestMismatch, match=r"shard-000001\.tar: .*sha256"):
+        find(config)
+
+
+def test_a_shard_that_arrives_with_wrong_bytes_is_fetched_again(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    manifest = read_manifest(LocalStore(tmp_path / "corpus"))
+
+    class WrongOnce(Remote):
+        num_wrong = 1
+
+        def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
+            super().fetch(key, destination, must_exist=must_exist)
+            if self.fetched.count(key) <= self.num_wrong:
+                destination.write_bytes(ERROR_DOCUMENT)
+
+    store = WrongOnce(tmp_path / "corpus")
+    local = dict(rows_of_shards(LocalStore(tmp_path / "corpus"), manifest, range(2)))
+    for index, rows in rows_of_shards(store, manifest, range(2)):
+        assert (rows == local[index]).all()
+    assert len(store.fetched) == 4
+    WrongOnce.num_wrong = 100
+    with pytest.raises(ManifestMismatch, match=r"shard-000000\.tar: .*sha256"):
+        list(rows_of_shards(WrongOnce(tmp_path / "corpus"), manifest, range(2)))
 
 
 def test_other_line_ends_are_the_same_vocabulary(config: Path, tmp_path: Path) -> None:

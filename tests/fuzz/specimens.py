@@ -37,6 +37,7 @@ from electra_dist.run.lease.lease_file import create
 from electra_dist.run.node_strikes import Strike, add_strike
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+from electra_dist.train.token_counts import write_counts
 from launcher.slurm.job import note
 from launcher.supervise.rendezvous import Rendezvous
 
@@ -114,7 +115,7 @@ def _write_records(run: Path) -> None:
         add_strike(run, Strike(time=1.7e9, node=f"n{number}", device="GPU 3", reason="it hung", by="preflight"))
     (run / "skipped_steps.json").write_text(json.dumps({"steps": [], "rollbacks": 0, "streak": []}) + "\n")
     (run / "micro_batch.json").write_text(json.dumps({"cpu, x, 1 ranks": 8}) + "\n")
-    np.save(token_counts_file(run, "0" * 16), np.arange(VOCAB_SIZE))
+    write_counts(token_counts_file(run, "0" * 16), np.arange(VOCAB_SIZE))
     note(run, "submit", jobs=["1"], script="submission-0001.sh", nodes=1)
     now = "2026-11-20T10:00:00.000+00:00"
     note(

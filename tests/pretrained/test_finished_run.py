@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from support.folder_contents import file_contents
 from support.real_runs import REPOSITORY, SEQ_LEN, quick_command, read_losses, write_corpus, write_tiny_config
 from support.stored_weights import check_weights, checkpoint, damage, stored_weights
 from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraForPreTraining
@@ -42,11 +43,14 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import SpecialIds, attention_bias, derive
 from electra_dist.objectives.base import Sums
+from electra_dist.pretrained import hf_export
 from electra_dist.pretrained.export_run import export_run
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.pretrained.starting_weights import check_vocabulary, load_source
 from electra_dist.report.model_card import model_card
+from electra_dist.run.folder import token_counts_file
 from electra_dist.store.open_store import open_store
+from electra_dist.train.token_counts import write_counts
 from launcher.cli.main import app
 
 pytestmark = pytest.mark.multiproc
@@ -172,6 +176,43 @@ def test_damaged_checkpoints_are_named_and_do_not_count(
     assert "is damaged" in export(copy, "--checkpoint", "15", exit_code=78)
     assert "ask for a mean of 3" in export(copy, "--average", "last:4", exit_code=78)
     assert export_run(copy, tmp_path / "newest").steps == (20,)
+
+
+def test_verify_reads_the_token_counts_of_a_run(copy: Path) -> None:
+    def verify() -> str:
+        return CliRunner().invoke(app, ["verify", "--bytes", str(copy)]).output.replace("\n", "")
+
+    file = token_counts_file(copy, "0" * 64)
+    write_counts(file, np.arange(300))
+    assert "1 token counts file" in verify() and file.name not in verify()
+    data = bytearray(file.read_bytes())
+    data[-300] ^= 1
+    file.write_bytes(bytes(data))
+    assert file.name in verify()
+
+
+@pytest.mark.parametrize("name", ["discriminator/model.safetensors", "generator/README.md", "generator/vocab.txt"])
+def test_an_export_does_not_replace_a_model_of_others(run: Path, tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"is not of an export, .*--output") as error:
+        export_run(run, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [mine]
+    assert mine.read_bytes() == b"mine"
+
+
+def test_an_export_that_was_killed_is_replaced_by_the_next_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = export_run(run, tmp_path / "whole").folders["generator"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_export, "export_generator", None)  # the folder of the discriminator is complete by then
+        with pytest.raises(TypeError):
+            export_run(run, tmp_path / "out")
+    again = export_run(run, tmp_path / "out").folders["generator"]
+    assert file_contents(again) == file_contents(whole)
 
 
 def test_the_next_best_checkpoint_is_exported_if_the_best_is_damaged(run: Path, copy: Path, tmp_path: Path) -> None:

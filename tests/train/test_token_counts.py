@@ -11,6 +11,7 @@ from support.real_runs import VOCAB_SIZE, synthetic_rows, tiny_tree, write_corpu
 
 from electra_dist.config import Config
 from electra_dist.engine.process_group import init_distributed
+from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.train.input_checks import OpenCorpus
 from electra_dist.train.token_counts import unigram_counts
@@ -50,3 +51,24 @@ def test_counts_in_the_corpus_manifest_are_used(run: Any) -> None:
     counts = list(range(VOCAB_SIZE))
     manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": counts}})
     assert counts_of(config, OpenCorpus(store=corpus.store, manifest=manifest)).tolist() == counts
+
+
+def test_counts_of_an_earlier_start_that_have_changed_are_never_used(run: Any) -> None:
+    config, corpus, truth = run
+    counts_of(config, corpus)
+    [file] = Path(config.run_dir).glob("token_counts-*.npy")
+    assert np.load(file).tolist() == truth.tolist()
+    written = file.read_bytes()
+
+    exchanged = truth.copy()
+    exchanged[[5, 6]] = exchanged[[6, 5]] + [1, -1]
+    for content in (written.replace(truth.tobytes(), exchanged.tobytes()), written[:-1], written[:-8], written + b"x"):
+        assert content != written
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"token_counts-.*: damaged, .*delete it") as caught:
+            counts_of(config, corpus)
+        assert "\n" not in str(caught.value)
+
+    np.save(file, exchanged)  # as a version without a digest wrote it: the tokens are counted again
+    np.testing.assert_array_equal(counts_of(config, corpus), truth)
+    assert file.read_bytes() == written

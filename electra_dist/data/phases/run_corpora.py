@@ -187,7 +187,7 @@ def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
     They must have the same tokenizer, row length and type of token ids.
     """
     for property_name, of_first, of_later in (
-        ("tokenizer", _tokenizer_of(first), _tokenizer_of(later)),
+        ("tokenizer", describe_tokenizer(first.manifest), describe_tokenizer(later.manifest)),
         ("row length", first.manifest.seq_len, later.manifest.seq_len),
         ("type of token ids", first.manifest.dtype, later.manifest.dtype),
     ):
@@ -198,12 +198,12 @@ def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
             )
 
 
-def _tokenizer_of(phase: CorpusPhase) -> str:
+def describe_tokenizer(manifest: CorpusManifest) -> str:
     """Return a text that identifies a corpus's tokenizer and can be shown to the user.
 
     It has the digest of the vocabulary file, whether text is lower-cased, and the ids of the special tokens.
     """
-    tokenizer = phase.manifest.tokenizer
+    tokenizer = manifest.tokenizer
     case = "lower case" if tokenizer.lowercase else "cased"
     special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
     return f"vocab.txt {tokenizer.sha256[:12]}, {case}, special ids {special_ids}"
@@ -233,7 +233,8 @@ def _join_totals(phases: Sequence[CorpusPhase]) -> dict[str, Any]:
 
     The result is {} if the manifest of a corpus lacks these counts.
     """
-    counts = [phase.manifest.totals.get("token_counts") for phase in phases]
-    if any(count is None for count in counts):
+    counts_or_none = [phase.manifest.token_counts for phase in phases]
+    counts = [count for count in counts_or_none if count is not None]
+    if len(counts) < len(phases):
         return {}
-    return {"token_counts": np.sum([np.asarray(count, np.int64) for count in counts], axis=0).tolist()}
+    return {"token_counts": np.sum(counts, axis=0).tolist()}

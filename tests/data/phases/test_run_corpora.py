@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.real_runs import synthetic_rows, write_corpus
+from support.real_runs import synthetic_rows, tiny_tree, write_corpus
 from support.remote_store import Remote
 
-from electra_dist.config import DataConfig
+from electra_dist.config import Config, DataConfig
 from electra_dist.config_sections.training import PhaseConfig
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
+from electra_dist.data.shard_cache import cache_folder
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
+from electra_dist.train import node_cache
+from electra_dist.train.input_checks import OpenCorpus
 
 
 def data_of(folder: Path, *phases: tuple[str, int]) -> DataConfig:
@@ -91,6 +96,37 @@ def test_shards_of_a_corpus_that_is_not_local_are_fetched_into_the_cache_of_the_
     assert (rows[1] == synthetic_rows(9, 1000)[0]).all()
     fetched = [file.stem for file in (tmp_path / "cache").glob("*.tar")]
     assert fetched == [opened.phases[1].manifest.shards[0].sha256]
+
+
+@pytest.mark.parametrize("far_phase", [0, 1, None])
+def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alone(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far_phase: int | None
+) -> None:
+    """A run on several nodes never caches in its folder, which they share, whichever of its corpora is on S3."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_SIZE", "1")
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(node_cache, "gather", lambda value: [value])
+    monkeypatch.setattr(cache_folder, "_read_mounts", list)
+    opened = open_run_corpora(data_of(corpora, ("b", 5)))
+    phases = list(opened.phases)
+    if far_phase is not None:
+        phases[far_phase] = dataclasses.replace(phases[far_phase], store=Remote(corpora / "ab"[far_phase]))
+    opened = RunCorpora(phases=tuple(phases))
+    corpus = OpenCorpus(store=opened.store, manifest=opened.manifest)
+    config = Config.model_validate(tiny_tree(tmp_path / "run", str(corpora / "a")))
+    inputs = SimpleNamespace(corpus=corpus, heldout=None)
+
+    folder = node_cache.shard_folder(config, corpus)
+    lines = node_cache.describe_caches(config, inputs)  # type: ignore[arg-type]
+
+    if far_phase is None:
+        assert (folder, lines) == (config.cache_folder, [])
+        return
+    assert folder == tmp_path / f"electra-dist-cache-{os.getuid()}"
+    fetched_bytes = sum(entry.bytes for entry in phases[far_phase].manifest.shards)
+    assert node_cache._room(config, folder, [corpus]).corpus_bytes == fetched_bytes
+    assert lines[0].startswith(f"shard cache: {folder} ")
 
 
 def test_tokens_are_counted_in_all_corpora_if_all_have_counts(corpora: Path) -> None:
