@@ -36,6 +36,7 @@ from electra_dist.config_sections.training import (
     GuardConfig,
     OptimizerConfig,
     TrainConfig,
+    divisors,
 )
 
 # Other modules import the sections from this module.
@@ -66,6 +67,7 @@ __all__ = [
     "TowerConfig",
     "TrainConfig",
     "canonical_json",
+    "divisors",
 ]
 
 CHECKPOINTS_DIR = "checkpoints"  # Name inside the run folder; checkpoint.targets replaces it.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import NonNegative, Probability, Section, Size
 from electra_dist.schedule import (
     FractionOrSchedule,
     InnerFractionOrSchedule,
@@ -25,10 +25,12 @@ _MODERN_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm
 class TowerConfig(Section):
     """Shape of one of ELECTRA's two transformers ("towers"): the discriminator or the generator."""
 
-    hidden_size: Positive = Field(description="Width of the tower: number of features of each token in every layer.")
-    num_layers: Positive = Field(description="Number of transformer layers in the tower.")
-    num_heads: Positive = Field(description="Number of attention heads in each layer; must divide hidden_size.")
-    intermediate_size: Positive = Field(
+    hidden_size: Size = Field(description="Width of the tower: number of features of each token in every layer.")
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        description="Number of transformer layers in the tower."
+    )
+    num_heads: Size = Field(description="Number of attention heads in each layer; must divide hidden_size.")
+    intermediate_size: Size = Field(
         description="Width of the feed-forward network in each layer, in features; BERT uses 4 x hidden_size. With "
         "model.architecture: modern, this is the width after gating; ModernBERT uses 1.5 x hidden_size."
     )
@@ -52,13 +54,13 @@ class ModelConfig(Section):
         "LayerNorm after each sub-layer. modern: as in ModernBERT, with rotary positions, LayerNorm before each "
         "sub-layer, a gated feed-forward network, local and global attention, and almost no biases.",
     )
-    global_every: Positive = Field(
+    global_every: Size = Field(
         default=3,
         description="With architecture: modern, the spacing of global layers, in which a token attends to its whole "
         "example: with 3, layers 0, 3, 6 and so on are global. In all other layers a token attends to a window. "
         "1: all layers are global.",
     )
-    local_window: Annotated[int, Field(ge=2)] = Field(
+    local_window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
         description="With architecture: modern, the size of the window in local layers, in tokens: a token attends "
         "to the tokens up to half of it away on each side.",
@@ -72,23 +74,23 @@ class ModelConfig(Section):
         default=10000.0,
         description="With architecture: modern, the base of the wavelengths of rotary positions in local layers.",
     )
-    vocab_size: Positive = Field(
+    vocab_size: Size = Field(
         default=30522,
         description="Number of WordPiece tokens; must equal the size of the vocabulary that the corpus was built "
         "with. 30522 is BERT's uncased vocabulary.",
     )
-    embedding_size: Positive = Field(
+    embedding_size: Size = Field(
         default=1024,
         description="Width of the embedding tables that the towers share, in features. A tower with another "
         "hidden_size projects the embeddings to its own width.",
     )
-    max_positions: Positive = Field(
+    max_positions: Size = Field(
         default=512,
         description="Number of positions that have an embedding, which is the longest row the model can read, in "
         "tokens. Must be at least data.seq_len. With architecture: modern there is no table of positions, and an "
         "export states this number as the longest row.",
     )
-    type_vocab_size: Positive = Field(
+    type_vocab_size: Size = Field(
         default=2, description="Number of token types; the two types distinguish segment A from segment B."
     )
     discriminator: TowerConfig = Field(
@@ -105,7 +107,7 @@ class ModelConfig(Section):
         "DeBERTa-v3, the discriminator's embeddings are the generator's, to which it sends no gradients, plus a "
         "trainable table of its own. all: embeddings and layers; the towers must have the same shape.",
     )
-    generator_embedding_size: Positive | None = Field(
+    generator_embedding_size: Size | None = Field(
         default=None,
         description="Width of the generator's own embedding tables, in features; valid only with sharing: none. "
         "Unset: embedding_size. Google's code uses generator.hidden_size.",

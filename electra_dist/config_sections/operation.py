@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from electra_dist.config_sections.secrets import HIDDEN
-from electra_dist.config_sections.section import NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import (
+    NonNegative,
+    NonNegativeSeconds,
+    Positive,
+    PositiveSeconds,
+    Probability,
+    Section,
+    Size,
+)
 
 
 class CheckpointConfig(Section):
@@ -88,7 +96,7 @@ class LogConfig(Section):
         description="Number of held-out rows of which each evaluation records the text with the generator's "
         "replacements and the discriminator's probabilities, for report.html and TensorBoard. 0: no text is recorded.",
     )
-    report_every_minutes: Annotated[float, Field(ge=0)] = Field(
+    report_every_minutes: Annotated[float, Field(ge=0, le=1e7)] = Field(
         default=10.0,
         description="Minutes between two updates of report.html while the run goes on. A process of low priority "
         "writes it, so no step waits. 0: only at the end of each start.",
@@ -127,7 +135,7 @@ class CorpusConfig(Section):
         description="Probability that the target length of an example is drawn uniformly from [5, seq_len] tokens "
         "instead of being seq_len. Google's code uses 0.05.",
     )
-    shard_size_mb: Annotated[float, Field(gt=0)] = Field(
+    shard_size_mb: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=16.0, description="Target size of a shard file, in units of 1e6 bytes."
     )
     heldout_fraction: Probability = Field(
@@ -190,25 +198,25 @@ class ClusterConfig(Section):
         description="A rank in a training step counts as hung if its last heartbeat (its sign of progress) is older "
         "than this factor times its measured step time and older than hang_step_floor_s.",
     )
-    hang_step_floor_s: Annotated[float, Field(gt=0)] = Field(
+    hang_step_floor_s: PositiveSeconds = Field(
         default=30.0,
         description="Least number of seconds without a heartbeat after which a rank in a training step counts as "
         "hung. It takes the place of hang_step_factor times the step time where steps are so short that this is less.",
     )
-    hang_setup_s: Annotated[float, Field(gt=0)] = Field(
+    hang_setup_s: PositiveSeconds = Field(
         default=1800.0,
         description="Seconds without a heartbeat after which a rank counts as hung while it starts, restores a "
         "checkpoint or runs its first steps.",
     )
-    hang_checkpoint_s: Annotated[float, Field(gt=0)] = Field(
+    hang_checkpoint_s: PositiveSeconds = Field(
         default=600.0,
         description="Seconds without a heartbeat after which a rank counts as hung while it saves a checkpoint.",
     )
-    hang_eval_s: Annotated[float, Field(gt=0)] = Field(
+    hang_eval_s: PositiveSeconds = Field(
         default=600.0,
         description="Seconds without a heartbeat after which a rank counts as hung during an evaluation.",
     )
-    storage_patience_s: Annotated[float, Field(ge=0)] = Field(
+    storage_patience_s: NonNegativeSeconds = Field(
         default=900.0,
         description="Seconds for which a run waits for storage that is full, read-only or does not respond, before it "
         "ends with exit code 75 and the ledger event storage. Each failed try counts from its end, so the tries of S3 "
@@ -220,7 +228,7 @@ class ClusterConfig(Section):
         description="Number of restarts in a row that may end without having saved a checkpoint. After them the run "
         "is not restarted.",
     )
-    strike_expires_h: Annotated[float, Field(gt=0)] = Field(
+    strike_expires_h: Annotated[float, Field(gt=0, le=1e6)] = Field(
         default=24.0,
         description="Hours for which a strike, the record that a node was unhealthy, excludes that node from new "
         "submissions.",
@@ -252,7 +260,7 @@ class PlanConfig(Section):
         default="H100",
         description="GPU model whose peak dense bf16 throughput is assumed: H200, H100, A100 or V100.",
     )
-    num_gpus: Positive = Field(default=8, description="Number of GPUs that the estimate assumes.")
+    num_gpus: Size = Field(default=8, description="Number of GPUs that the estimate assumes.")
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.4,
         description="Fraction of the GPUs' peak throughput that the estimate assumes (model FLOPs utilisation, MFU).",

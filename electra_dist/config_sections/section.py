@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from electra_dist.schedule import refuse_boolean
+from electra_dist.schedule import Schedule, refuse_boolean
 
 
 def _without_tilde(folder: str) -> str:
@@ -24,8 +25,15 @@ def _without_tilde(folder: str) -> str:
         ) from None
 
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+_MOST = 2**53  # Larger integers are not exact as floats, and products of them with a size do not fit into 64 bits.
+_MOST_FLOAT = 1e30  # A larger one, or its square root times a count, is no float32.
+Positive = Annotated[int, Field(gt=0, le=_MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
+# Number of rows of a step, of features, or of entries of a table. No useful one is larger, and memory or lists of this
+# length are made from it.
+Size = Annotated[int, Field(gt=0, le=2**24)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]  # at most 30 years, which any timer of the system can wait
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 # The tilde is replaced here, once, so that all parts of the program that read the path mean the same folder.
 LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
@@ -34,7 +42,7 @@ LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
 class Section(BaseModel):
     """Base class of all sections of the config, a pydantic model whose values cannot be changed once it is created.
 
-    Unknown keys and infinite or NaN numbers are validation errors.
+    Unknown keys are validation errors, and so are numbers that are infinite, NaN or no float32.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -53,6 +61,29 @@ class Section(BaseModel):
         for element in elements:
             refuse_boolean(element)
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _floats_are_float32(cls, value: Any) -> Any:
+        """Return the value of a key unchanged; raise ValueError if a float in it is too large to compute with."""
+        for number in _floats_in(value):
+            if abs(number) > _MOST_FLOAT:
+                raise ValueError(f"a number must be between -{_MOST_FLOAT:g} and {_MOST_FLOAT:g}")
+        return value
+
+
+def _floats_in(value: object) -> Iterator[float]:
+    """Yield the floats in the value of a key: itself, or elements of a collection or a schedule."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict):
+        for element in value.values():
+            yield from _floats_in(element)
+    elif isinstance(value, tuple):
+        for element in value:
+            yield from _floats_in(element)
+    elif isinstance(value, Schedule):
+        yield from _floats_in((value.start, value.end, value.tau))
 
 
 def _allows_boolean(annotation: Any) -> bool:

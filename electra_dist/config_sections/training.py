@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section, Size
 
 
 class PhaseConfig(Section):
@@ -50,7 +51,7 @@ class DataConfig(Section):
         "run. Steps before the first from_step read data.corpus. Reading begins with a new epoch of each corpus. "
         "Empty: all steps read data.corpus.",
     )
-    seq_len: Positive = Field(
+    seq_len: Size = Field(
         default=512, description="Tokens per row; must equal the row length that the corpus was built with."
     )
     shuffle_window_shards: Positive = Field(
@@ -65,14 +66,14 @@ class DataConfig(Section):
         "run folder; with several nodes, the folder electra-dist-cache-UID in the first of SLURM_TMPDIR, "
         "TMPDIR and /tmp that is on a local disk. When a run starts, it logs the folder and whether the corpus fits.",
     )
-    cache_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+    cache_limit_gb: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         default=None,
         description="Limit on the size of the shards in cache_dir, in units of 1e9 bytes. A cache that is smaller "
         "than the corpus keeps a fixed part of it and fetches the rest again in each epoch. The shards of two shuffle "
         "windows (data.shuffle_window_shards) are held even above the limit. Unset: the free space of the disk is the "
         "limit.",
     )
-    fetch_threads: Positive = Field(
+    fetch_threads: Annotated[int, Field(gt=0, le=1024)] = Field(
         default=8,
         description="Number of threads per rank that fetch and verify shards. The ranks of a node share cache_dir "
         "and fetch each shard only once.",
@@ -137,10 +138,10 @@ class TrainConfig(Section):
     num_steps: Positive = Field(
         description="Number of optimizer steps in the whole run; the learning-rate schedule ends there."
     )
-    global_batch: Positive = Field(
+    global_batch: Size = Field(
         description="Number of rows in an optimizer step, summed over all ranks and micro-batches."
     )
-    micro_batch: Positive = Field(
+    micro_batch: Size = Field(
         description="Number of rows that a rank processes in one forward and backward pass. Gradients are "
         "accumulated over as many passes as global_batch needs. If a rank has fewer rows, or this number does not "
         "divide them, a start takes the largest smaller number that does, and logs it. auto: measure memory at the "
@@ -217,16 +218,21 @@ class TrainConfig(Section):
         rows_per_rank, remaining_rows = divmod(self.global_batch, num_ranks)
         if remaining_rows:
             return 0
-        sizes = range(1, min(self.micro_batch, rows_per_rank) + 1)
-        return max(size for size in sizes if rows_per_rank % size == 0)
+        return max(size for size in divisors(rows_per_rank) if size <= self.micro_batch)
 
     def possible_ranks(self) -> list[int]:
         """Return the numbers of ranks, ascending, on which this config can train without a smaller micro-batch.
 
         These are the numbers of ranks for which global_batch is a multiple of micro_batch * ranks.
         """
-        most_ranks = self.global_batch // self.micro_batch
-        return [num_ranks for num_ranks in range(1, most_ranks + 1) if self.micro_batches(num_ranks)]
+        num_micro_batches, remaining_rows = divmod(self.global_batch, self.micro_batch)
+        return [] if remaining_rows else divisors(num_micro_batches)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive integer, ascending."""
+    up_to_root = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*up_to_root, *(number // size for size in up_to_root)})
 
 
 class GuardConfig(Section):

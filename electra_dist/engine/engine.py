@@ -33,7 +33,7 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import set_z3_leaf_modules
 
 from electra_dist.collectives import gather
-from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
+from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig, divisors
 from electra_dist.engine.gradients.gradient_sums import GradientSums, norms_stay_on_device
 from electra_dist.engine.gradients.step_numbers import StepNumbers
 from electra_dist.engine.loss_scale import LossScale
@@ -124,8 +124,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
     can_share_evenly = train.fitting_micro_batch(world_size) > 0
     if can_share_evenly:
         return
-    rank_counts = range(1, train.global_batch + 1)
-    possible_ranks = [str(num_ranks) for num_ranks in rank_counts if train.global_batch % num_ranks == 0]
+    possible_ranks = [str(num_ranks) for num_ranks in divisors(train.global_batch)]
     if len(possible_ranks) > _MOST_RANKS_SHOWN:
         possible_ranks = [*possible_ranks[:_FIRST_RANKS_SHOWN], "...", *possible_ranks[-_LAST_RANKS_SHOWN:]]
     raise UserError(

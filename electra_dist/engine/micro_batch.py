@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, TypeAdapter
 
-from electra_dist.config import Config
+from electra_dist.config import Config, divisors
 from electra_dist.engine.process_group import ranks_on_this_node
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
@@ -161,11 +161,8 @@ def _largest(config: Config, module: Objective, device: torch.device, predict_ro
         predicted_rows = 0 if predict_rows is None else predict_rows(config, free_bytes, world_size)
         most_rows = min(max(_LEAST_MEASURED_ROWS, predicted_rows), rows_per_rank)
         memory = _memory_of_rows(measure, most_rows, available_bytes)
-    largest = 0
-    for size in range(1, rows_per_rank + 1):
-        if rows_per_rank % size == 0 and memory.bytes_of(size) <= available_bytes:
-            largest = size
-    return largest
+    fitting_sizes = [size for size in divisors(rows_per_rank) if memory.bytes_of(size) <= available_bytes]
+    return max(fitting_sizes, default=0)
 
 
 @dataclass(frozen=True)

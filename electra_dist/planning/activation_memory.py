@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig, divisors
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.model.parameter_counts import frozen_generator_parameters, parameter_counts
 from electra_dist.schedule import largest_value
@@ -145,8 +145,8 @@ def micro_batch_limit(
     usable_bytes = (1 - FREE_FRACTION) * memory_gb * 1e9 - fixed_bytes
     fitting_rows = max(0, int(usable_bytes / row_bytes))
     rows_per_gpu = max(1, config.train.global_batch // num_gpus)
-    divisors = [size for size in range(1, rows_per_gpu + 1) if rows_per_gpu % size == 0 and size <= fitting_rows]
-    return MicroBatchLimit(max(divisors, default=0), fitting_rows, row_bytes, fixed_bytes)
+    fitting_sizes = [size for size in divisors(rows_per_gpu) if size <= fitting_rows]
+    return MicroBatchLimit(max(fitting_sizes, default=0), fitting_rows, row_bytes, fixed_bytes)
 
 
 def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,20 @@ def test_the_automatic_interval_starts_at_the_restored_step_and_follows_the_ledg
     assert schedule.every_steps == automatic_steps(read_ledger(tmp_path)) != 100
     assert not schedule.due(400 + schedule.every_steps - 1) or (400 + schedule.every_steps - 1) % 250 == 0
     assert schedule.due(400 + schedule.every_steps)
+
+
+@pytest.mark.parametrize("keep_steps", [(), (33,), (7, 8)])
+@pytest.mark.parametrize("keep_every_steps", [0, 6, 50])
+@pytest.mark.parametrize("every_steps", [1, 20, "auto"])
+def test_the_next_step_with_a_checkpoint_is_the_first_at_which_one_is_due(
+    tmp_path: Path, every_steps: Any, keep_every_steps: int, keep_steps: tuple[int, ...]
+) -> None:
+    config = CheckpointConfig(every_steps=every_steps, keep_every_steps=keep_every_steps, keep_steps=keep_steps)
+    schedule = SaveSchedule(config, tmp_path, 5)
+    for step in range(5, 120):
+        assert schedule.next_due(step) == next(later for later in range(step + 1, 1000) if schedule.due(later))
+
+
+def test_the_next_step_with_a_checkpoint_may_be_far_away(tmp_path: Path) -> None:
+    schedule = SaveSchedule(CheckpointConfig(every_steps=10**12), tmp_path, 0)
+    assert schedule.next_due(3) == 10**12

@@ -51,10 +51,15 @@ class SaveSchedule:
 
     def next_due(self, step: int) -> int:
         """Return the first step after `step` at which a checkpoint is due; it may exceed the steps of the run."""
-        next_step = step + 1
-        while not self.due(next_step):
-            next_step += 1
-        return next_step
+        keep_every_steps = self._config.keep_every_steps
+        due_steps = [kept_step for kept_step in self._config.keep_steps if kept_step > step]
+        if keep_every_steps:
+            due_steps.append(_next_multiple(keep_every_steps, step))
+        if self._config.every_steps == "auto":
+            due_steps.append(max(step + 1, self._last_saved + self.every_steps))
+        else:
+            due_steps.append(_next_multiple(self.every_steps, step))
+        return min(due_steps)
 
     def due(self, step: int) -> bool:
         """Return whether to save a checkpoint now that `step` optimizer steps are done.
@@ -70,3 +75,8 @@ class SaveSchedule:
         if self._config.every_steps == "auto":
             return step >= self._last_saved + self.every_steps
         return step % self.every_steps == 0
+
+
+def _next_multiple(interval: int, step: int) -> int:
+    """Return the first multiple of an interval after a step."""
+    return (step // interval + 1) * interval
