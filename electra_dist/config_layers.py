@@ -13,6 +13,7 @@ Limits: this module must not import torch, because commands on a login node load
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,15 +23,19 @@ import yaml
 
 from electra_dist.config_sections.secrets import without_secret_arguments
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import read_regular
 
 Tree = dict[str, Any]
 
 CONFIGS_DIR = "configs"
 _MAX_YAML_LEVELS = 50  # of lists and mappings within one another
 _MAX_YAML_VALUES = 100_000
+_MOST_YAML_BYTES = 1 << 20
+_MOST_DIGITS = 100  # characters of a number; Python needs quadratic time for a long one, and prints none of 4,301
 _NO_CHARACTER = re.compile("[\0\ud800-\udfff]")
 _OVERRIDE = "--set"  # Name of a layer that comes from the command line instead of a file.
 _SCHEDULE_KEYS = frozenset({"from", "to", "shape"})  # A mapping with all of these is a whole schedule.
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
 
 
@@ -129,7 +134,8 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
         UserError: `path` is in `chain`, or does not exist. A missing config file itself is not reported here.
     """
     names = " -> ".join(str(file) for file in (*chain, path))
-    if path.resolve() in [file.resolve() for file in chain]:
+    # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
+    if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
         raise UserError(f"{path}: extends: the files extend one another in a circle ({names}); remove one `extends`")
     if chain and not path.exists():
         raise UserError(f"{chain[-1]}: extends: there is no file {path}; give a path relative to this file")
@@ -170,7 +176,7 @@ def read_yaml(path: Path) -> Tree:
         UserError: the file is missing, unreadable, not YAML or not a mapping, or a key occurs twice in a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _MOST_YAML_BYTES).decode()
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such config file; check the path (the files that come with the project are in configs/)"
@@ -197,34 +203,50 @@ def parse_yaml(text: str) -> Any:
             the value is nested too deeply, has too many values, or has a character that cannot be written.
     """
     try:
-        tree = yaml.load(text, _UniqueKeyLoader)
+        tree = _load_yaml(text)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML raises these for a value that does not fit its tag, such as `!!int x` or the date 2026-13-41.
         raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
-    _check_tree(tree)
     return tree
 
 
-def _check_tree(tree: object) -> None:
-    """Raise YAMLError for a value with too many levels, too many values or a character that cannot be written.
+def _load_yaml(text: str) -> Any:
+    """Return the value of a YAML text, whose size is checked before any value is made.
 
-    A value to which a YAML alias (`*name`) refers is counted again for each alias, so that a short file whose aliases
-    expand to a huge value is refused.
+    Raises:
+        yaml.YAMLError: the text is not YAML, or has too many levels, too many values, or another fault of
+            `_check_nodes`.
     """
-    level = [tree]
+    loader = _UniqueKeyLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _check_nodes(root: yaml.Node) -> None:
+    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used.
+
+    A node to which a YAML alias (`*name`) refers is counted again for each alias, and so is a mapping that a merge key
+    (`<<`) names. A short text whose aliases or merges expand to a huge value is therefore refused before they do.
+    """
+    level = [root]
     num_values = 0
     for _ in range(_MAX_YAML_LEVELS):
-        next_level: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                next_level.extend(value)
-                next_level.extend(value.values())
-            elif isinstance(value, (list, tuple, set)):
-                next_level.extend(value)
-            elif isinstance(value, str) and _NO_CHARACTER.search(value):
-                raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
+        next_level: list[yaml.Node] = []
+        for node in level:
+            if isinstance(node, yaml.MappingNode):
+                next_level.extend(child for pair in node.value for child in pair)
+            elif isinstance(node, yaml.SequenceNode):
+                next_level.extend(node.value)
+            else:
+                _check_scalar(node)
             if num_values + len(next_level) > _MAX_YAML_VALUES:
                 raise yaml.YAMLError(f"it has more than {_MAX_YAML_VALUES:,} values")
         num_values += len(next_level)
@@ -232,6 +254,14 @@ def _check_tree(tree: object) -> None:
         if not level:
             return
     raise yaml.YAMLError("it is nested too deeply")
+
+
+def _check_scalar(node: yaml.Node) -> None:
+    """Raise YAMLError for a character that cannot be written, or for a number of very many digits."""
+    if _NO_CHARACTER.search(node.value):
+        raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
+    if node.tag in _NUMBER_TAGS and len(node.value) > _MOST_DIGITS:
+        raise yaml.YAMLError(f"a number has {len(node.value):,} characters, more than {_MOST_DIGITS}")
 
 
 def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:

@@ -123,3 +123,72 @@ def test_files_of_the_package_are_found_from_any_folder_and_yield_to_files_there
     assert load_config("configs/small.yaml") == load_config(DEMO)
     for path in (Path("small.yaml"), Path("/nowhere/configs/base.yaml"), Path("configs/nowhere.yaml")):
         assert find_config_file(path) == path
+
+
+MERGES = "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 24))
+ALIASES = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 24))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a0: &a0 {k: 1}\n" + MERGES, "a0: &a0 [1, 2]\n" + ALIASES, "a: &a [*a]\n", "a: &a {<<: *a}\n", "[" * 3000],
+    ids=["merges", "aliases", "list in itself", "mapping in itself", "nested lists"],
+)
+def test_a_short_file_that_stands_for_a_huge_value_is_refused_before_it_is_made(tmp_path: Path, text: str) -> None:
+    """The number of mappings that are made is that of the file, which is counted here instead of their time."""
+    file = tmp_path / "bomb.yaml"
+    file.write_text(text)
+    message = refusal(file)
+    assert message.startswith(f"{file}") and "not valid YAML" in message
+
+
+def test_merge_keys_and_aliases_of_a_usual_size_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"extends: {DEMO}\n"
+        "model:\n"
+        "  generator: &tower {hidden_size: 128, num_layers: 2, num_heads: 4, intermediate_size: 512}\n"
+        "  discriminator: {<<: *tower, num_layers: 3}\n"
+    )
+    model = load_config(file).model
+    assert model.discriminator == model.generator.model_copy(update={"num_layers": 3})
+
+
+def test_a_file_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "long.yaml"
+    file.write_text("# " + "x" * (1 << 20))
+    assert f"{file}: has more than the 1,048,576 bytes" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "1" * 4301,
+        "-" + "1" * 5000,
+        "1" + ":59" * 3000,
+        "1" + ":59" * 3000 + ".5",
+        "0x" + "f" * 4000,
+        "0b" + "1" * 20000,
+    ],
+    ids=["digits", "negative", "base 60", "base 60 with a fraction", "hexadecimal", "binary"],
+)
+def test_a_number_of_thousands_of_digits_is_refused(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"extends: {DEMO}\nseed: {number}\n")
+    assert "not valid YAML (a number has" in refusal(file)
+    assert "not valid YAML" in refusal(DEMO, f"seed={number}")
+    quoted = refusal(DEMO, f"seed='{number}'")
+    assert "`seed`" in quoted
+
+
+def test_a_number_in_base_60_is_read_as_yaml_defines_it() -> None:
+    assert load_config(DEMO, ["seed=1:30"]).seed == 90
+
+
+@pytest.mark.parametrize("extended", ["loop.yaml", "loop/base.yaml"])
+def test_a_loop_of_links_is_a_missing_file(tmp_path: Path, extended: str) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "run.yaml").write_text(f"extends: {extended}\n")
+    assert f"there is no file {tmp_path / extended}" in refusal(tmp_path / "run.yaml")
+    assert "cannot be read" in refusal(tmp_path / "loop.yaml")
