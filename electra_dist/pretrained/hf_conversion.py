@@ -46,6 +46,7 @@ _DISCRIMINATOR_HEAD = {
     "discriminator_head.out": "discriminator_predictions.dense_prediction",
 }
 _TABLE = "embeddings.word.weight"  # our name of the token table
+TOKEN_TABLE = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"  # Hugging Face's name of it
 _HEADS = {"discriminator": "token_head", "generator": "generator_head"}  # tower -> its head that predicts tokens
 
 OUTPUT_BIAS = "generator_lm_head.bias"  # Hugging Face's name of a token head's output bias
@@ -147,6 +148,14 @@ def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
     return model.discriminator, model.embedding_size
 
 
+def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
+    """Return Hugging Face's names of all parameters that a tower's embeddings and layers may have."""
+    if model.architecture == "modern":
+        return hf_modernbert.backbone_names(model, tower)
+    names = {theirs for _, theirs in _parameter_names(model, tower) if theirs.startswith("electra.")}
+    return names.union(*(parts for _, parts in _qkv_names(model, tower)))
+
+
 def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
     """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value.
 
@@ -223,8 +232,7 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
         query, key, value = ours[fused_name].chunk(3)
         for part_name, part in zip(part_names, (query, key, value), strict=True):
             theirs[part_name] = part.clone()
-    token_table = f"electra.embeddings.{_EMBEDDINGS['word']}.weight"
-    theirs[token_table] = theirs[token_table][: model.vocab_size].clone()
+    theirs[TOKEN_TABLE] = theirs[TOKEN_TABLE][: model.vocab_size].clone()
     return theirs
 
 

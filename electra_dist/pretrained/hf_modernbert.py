@@ -26,6 +26,7 @@ MODEL_TYPE = "modernbert"
 DETECTION_LABELS = {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}}  # of a discriminator's config.json
 OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of the output bias of a head that predicts tokens
 _TABLE = "embeddings.word.weight"  # the token table
+TOKEN_TABLE = "model.embeddings.tok_embeddings.weight"  # Hugging Face's name of it
 # Names of parameters in this project -> in Hugging Face's classes, without the prefixes of tower and layer.
 _LAYER = {
     "attention_norm": "attn_norm",
@@ -133,6 +134,11 @@ def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
+
+
+def backbone_names(model: ModelConfig, tower: str) -> set[str]:
+    """Return Hugging Face's names of the parameters of a tower's embeddings and layers."""
+    return {their_name for _, their_name in _backbone_names(_shape(model, tower), tower)}
 
 
 def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
@@ -302,7 +308,7 @@ def _shape(model: ModelConfig, tower: str) -> TowerConfig:
 
 def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]:
     """Yield (our name, Hugging Face's name) of every parameter of the embeddings and the layers of a tower."""
-    yield _TABLE, "model.embeddings.tok_embeddings.weight"
+    yield _TABLE, TOKEN_TABLE
     yield "embeddings.layer_norm.weight", "model.embeddings.norm.weight"
     for layer in range(shape.num_layers):
         for ours, theirs in _LAYER.items():

@@ -30,12 +30,12 @@ from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.backbone import Backbone
-from electra_dist.pretrained.hf_conversion import State, from_hf_discriminator, from_hf_generator, standalone
+from electra_dist.pretrained.hf_conversion import State, standalone
 from electra_dist.pretrained.hugging_face_folder import (
     read_hugging_face_model_config,
     read_hugging_face_vocabulary,
 )
-from electra_dist.pretrained.load_towers import read_weights
+from electra_dist.pretrained.load_towers import convert_weights, read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
@@ -371,7 +371,6 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     weights = read_weights(folder)
     predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
     tower: TowerName = "generator" if predicts_tokens else "discriminator"
-    convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
     _check_vocabulary(str(folder), vocabulary, model)
     layer_matches = [_LAYER.match(name) for name in weights]
@@ -381,12 +380,7 @@ def _from_hugging_face(folder: Path) -> Pretrained:
             f"{folder}: the weights lack layers, because there are {num_layers} and config.json has "
             f"{model.discriminator.num_layers}, so this is not a complete model; copy or export it again"
         )
-    try:
-        state = convert(weights, model)
-    except KeyError as error:
-        raise UserError(
-            f"{folder}: the weights lack {error}, so this is not a complete model; copy or export it again"
-        ) from None
+    state = convert_weights(folder, weights, model, tower)
     if hf_modernbert.is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
         state = {name: weight for name, weight in state.items() if not name.startswith("discriminator_head.")}
     record = read_pretraining_record(folder)

@@ -17,6 +17,7 @@ Limits: the checkpoints that Google released hold no optimizer state, and some c
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from electra_dist.config import ModelConfig
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreError, UserError
+from electra_dist.model.architectures.choice import new_detection_head, new_embeddings, new_encoder, new_token_head
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained import hf_modernbert
-from electra_dist.pretrained.hf_conversion import State, TowerName, from_hf_discriminator, from_hf_generator, tower_of
+from electra_dist.pretrained.hf_conversion import (
+    TOKEN_TABLE,
+    State,
+    TowerName,
+    from_hf_discriminator,
+    from_hf_generator,
+    hf_backbone_names,
+    tower_of,
+)
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
+from electra_dist.store.regular_files import check_regular
 
 _POSITIONS = "max_position_embeddings"  # key of a Hugging Face config.json
 _INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 _COPY_AGAIN = "download or export the model again"
+_BACKBONES = ("electra.", "model.")  # begin Hugging Face's names of a tower's parameters, apart from its heads
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 
 
@@ -162,11 +174,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         UserError: the folder holds no weights.
     """
     if (folder / "model.safetensors").exists():
-        theirs = _read_safetensors(folder / "model.safetensors")
+        theirs = _read_safetensors(_file_within(folder, "model.safetensors"))
     elif (folder / _INDEX_FILE).exists():
         theirs = _read_indexed(folder)
     elif (folder / "pytorch_model.bin").exists():
-        theirs = _read_pytorch_file(folder / "pytorch_model.bin")
+        theirs = _read_pytorch_file(_file_within(folder, "pytorch_model.bin"))
     else:
         raise UserError(
             f"{folder}: holds neither model.safetensors nor pytorch_model.bin; copy the model's whole folder there"
@@ -184,17 +196,39 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists.
 
     Raises:
-        UserError: the index is damaged, or a file that it lists is missing.
+        UserError: the index is damaged, or a file that it lists is missing or lies elsewhere.
     """
     file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
     theirs: dict[str, torch.Tensor] = {}
     for name in sorted({str(file) for file in file_of.values()}):
-        if not (folder / name).exists():
-            raise UserError(f"{folder / name}: {_INDEX_FILE} lists this file; copy the model's whole folder there")
-        theirs |= _read_safetensors(folder / name)
+        file = _file_within(folder, name)
+        if not file.exists():
+            raise UserError(f"{file}: {_INDEX_FILE} lists this file; copy the model's whole folder there")
+        theirs |= _read_safetensors(file)
     return theirs
+
+
+def _file_within(folder: Path, name: str) -> Path:
+    """Return the path of a file of weights, which lies in the model's folder itself.
+
+    In the cache of the Hugging Face hub, the files in snapshots/REVISION are links to files in blobs/.
+
+    Raises:
+        UserError: the name, or a link of that name, leads out of the folder.
+    """
+    file = folder / name
+    model_folder = Path(os.path.realpath(folder))
+    places = [model_folder]
+    if model_folder.parent.name == "snapshots":
+        places.append(model_folder.parent.parent / "blobs")
+    is_plain_name = name not in ("", ".", "..") and name == os.path.basename(name) and "\0" not in name
+    if not is_plain_name or Path(os.path.realpath(file)).parent not in places:
+        raise UserError(
+            f"{file}: leads out of the model's folder, and no other place is read; copy the model's files into it"
+        )
+    return file
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
@@ -206,6 +240,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
     """
     with readable(file):
         try:
+            check_regular(file)
             return load_file(file)
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file}: damaged ({error}); {_COPY_AGAIN}") from None
@@ -220,8 +255,9 @@ def _read_pytorch_file(file: Path) -> dict[str, torch.Tensor]:
     """
     with readable(file):
         try:
+            check_regular(file)
             theirs = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
+        except (OSError, StoreError):
             raise
         except Exception as error:  # noqa: BLE001  (a damaged pickle raises errors of any kind)
             reason = str(error).split("\n")[0]
@@ -322,11 +358,61 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
     if settings.get("model_type") == hf_modernbert.MODEL_TYPE:
         settings = hf_modernbert.comparable_settings(str(file), settings)
     check_shape(str(file), settings, model, tower)
-    weights = read_weights(folder)
+    return convert_weights(folder, read_weights(folder), model, tower)
+
+
+def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
+    """Return the weights of a Hugging Face folder under the names of ElectraTowers; every one of the tower is used.
+
+    Args:
+        folder: the folder, for messages.
+        weights: from `read_weights`.
+        model: section `model` of a config that gives the tower the shape in the folder's config.json.
+        tower: the tower that the weights are for.
+
+    Raises:
+        UserError: a parameter of the embeddings or the layers is missing or is one too many, or a parameter has
+            another shape than the config gives it.
+    """
+    unknown = {name for name in weights if name.startswith(_BACKBONES)} - hf_backbone_names(model, tower)
+    if unknown:
+        raise UserError(
+            f"{folder}: the weights have {min(unknown)}, which is no part of the model in config.json; {_COPY_AGAIN}"
+        )
+    token_table = weights.get(hf_modernbert.TOKEN_TABLE if model.architecture == "modern" else TOKEN_TABLE)
+    if token_table is not None and token_table.shape[:1] != (model.vocab_size,):
+        raise UserError(
+            f"{folder}: the token table has the shape {tuple(token_table.shape)}, but vocab_size in config.json is "
+            f"{model.vocab_size}; {_COPY_AGAIN}"
+        )
     convert = from_hf_generator if tower == "generator" else from_hf_discriminator
     try:
-        return convert(weights, model)
+        state = cut_positions(convert(weights, model), model.max_positions)
     except KeyError as error:
         raise UserError(
-            f"{folder}: the weights lack {error}, so this is not a complete ELECTRA model; copy or export it again"
+            f"{folder}: the weights lack {error}, so this is not a complete model; {_COPY_AGAIN}"
         ) from None
+    except RuntimeError:  # query, key and value cannot be joined, or the token table cannot be padded
+        raise UserError(f"{folder}: the weights have shapes that do not fit together; {_COPY_AGAIN}") from None
+    shape, width = tower_of(model, tower)
+    with torch.device("meta"):
+        modules = {
+            "embeddings": new_embeddings(model, width),
+            tower: new_encoder(model, shape, width),
+            "generator_head" if tower == "generator" else "token_head": new_token_head(
+                model, shape.hidden_size, width
+            ),
+        }
+        if tower == "discriminator":
+            modules["discriminator_head"] = new_detection_head(model)
+    for prefix, module in modules.items():
+        for own_name, parameter in module.state_dict().items():
+            name = f"{prefix}.{own_name}"
+            if name not in state and prefix in ("embeddings", tower):
+                raise UserError(f"{folder}: the weights lack {name}, so this is not a complete model; {_COPY_AGAIN}")
+            if name in state and state[name].shape != parameter.shape:
+                raise UserError(
+                    f"{folder}: {name} has the shape {tuple(state[name].shape)}, but config.json gives it "
+                    f"{tuple(parameter.shape)}; {_COPY_AGAIN}"
+                )
+    return state

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.fake_nvml import pynvml as fake_nvml
 from transformers import ElectraForPreTraining
 
@@ -19,6 +24,7 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.pretrained.hf_export import export_discriminator
 from electra_dist.pretrained.load_encoder import Pretrained, device_of_choice, load_pretrained
+from electra_dist.pretrained.load_towers import load_tower_folders
 from electra_dist.pretrained.run_weights import RunWeights
 from electra_dist.tokenizer import Vocabulary
 
@@ -167,3 +173,139 @@ def test_a_model_is_not_tuned_or_scored_on_the_cpu_of_a_node_whose_gpus_torch_do
     monkeypatch.delenv("DS_ACCELERATOR")
     with pytest.raises(NodeError, match="has 1 GPU, but torch sees none"):
         device_of_choice()
+
+
+@pytest.fixture
+def exported(encoder: Pretrained, model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path) -> Path:
+    """The folder of an exported discriminator."""
+    vocab = vocabulary_file(vocabulary, tmp_path)
+    export_discriminator(build_towers(model, 3).state_dict(), model, encoder.special, vocab, True, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def refusal(folder: Path) -> str:
+    """Return the one line with which a folder is refused."""
+    with pytest.raises(UserError) as caught:
+        load_pretrained(str(folder))
+    message = str(caught.value)
+    assert message.startswith(str(folder)) and "again" in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "words"),
+    [
+        ("num_hidden_layers", 1, "have electra.encoder.layer.1."),
+        ("num_hidden_layers", 3, "lack layers"),
+        ("num_hidden_layers", 10_000, "lack layers"),
+        ("intermediate_size", 63, "has the shape"),
+        ("hidden_size", 34, "has the shape"),
+        ("embedding_size", 32, "embeddings_project"),
+        ("embedding_size", 20, "has the shape"),
+        ("max_position_embeddings", 65, "has the shape"),
+        ("type_vocab_size", 3, "has the shape"),
+    ],
+)
+def test_a_folder_whose_config_describes_another_model_than_its_weights_is_refused(
+    exported: Path, key: str, size: int, words: str
+) -> None:
+    file = exported / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: size}))
+    assert words in refusal(exported)
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def cut(name: str) -> Callable[[Weights], None]:
+    """Return a function that takes the last row from a parameter."""
+
+    def change(weights: Weights) -> None:
+        weights[name] = weights[name][:-1].clone()
+
+    return change
+
+
+def without(name: str) -> Callable[[Weights], None]:
+    """Return a function that takes a parameter away."""
+
+    def change(weights: Weights) -> None:
+        del weights[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("electra.embeddings.LayerNorm.bias"), "lack embeddings.layer_norm.bias"),
+        (without("electra.encoder.layer.1.output.dense.bias"), "lack discriminator.layers.1"),
+        (without("electra.embeddings.word_embeddings.weight"), "lack 'embeddings.word.weight'"),
+        (cut("electra.embeddings.word_embeddings.weight"), "the token table has the shape"),
+        (cut("electra.encoder.layer.0.attention.self.key.weight"), "has the shape"),
+        (cut("discriminator_predictions.dense.bias"), "has the shape"),
+        (lambda weights: weights.update({"electra.encoder.more": torch.ones(1)}), "have electra.encoder.more"),
+        (lambda weights: weights.update({"electra.embeddings.LayerNorm.bias": torch.tensor(0.5)}), "has the shape ()"),
+    ],
+    ids=["norm", "bias", "table", "rows", "key", "head", "more", "scalar"],
+)
+def test_a_folder_with_a_parameter_less_or_more_or_of_another_shape_is_refused(
+    exported: Path, model: ModelConfig, change: Callable[[Weights], None], words: str
+) -> None:
+    """`train.init_from` refuses it, too, and leaves no parameter at a random value."""
+    weights = load_file(exported / "model.safetensors")
+    change(weights)
+    save_file(weights, exported / "model.safetensors")
+    assert words in refusal(exported)
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_tower_folders(build_towers(model, 1), exported, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "link.safetensors"]
+)
+def test_weights_outside_the_folder_are_not_read(exported: Path, tmp_path: Path, name: str) -> None:
+    """The file that the index names is there, and has the right weights."""
+    weights = exported / "model.safetensors"
+    (exported / "sub").mkdir()
+    (exported / "sub" / "x.safetensors").write_bytes(weights.read_bytes())
+    (exported / "link.safetensors").symlink_to("../x.safetensors")
+    weights.rename(tmp_path / "x.safetensors")
+    (exported / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="leads out of the model's folder"):
+        load_pretrained(str(exported))
+
+
+def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_followed(
+    exported: Path, tmp_path: Path, encoder: Pretrained
+) -> None:
+    weights = exported / "model.safetensors"
+    weights.rename(exported / "real.safetensors")
+    weights.symlink_to("real.safetensors")
+    assert load_pretrained(str(exported)).digest == encoder.digest
+    hub = tmp_path / "models--x"
+    snapshot = hub / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    (hub / "blobs").mkdir()
+    (exported / "real.safetensors").rename(hub / "blobs" / "abc")
+    exported.rename(snapshot)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    assert load_pretrained(str(snapshot)).digest == encoder.digest
+    (hub / "blobs" / "abc").rename(tmp_path / "abc")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../../abc")
+    with pytest.raises(UserError, match="leads out of the model's folder"):
+        load_pretrained(str(snapshot))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "pytorch_model.bin", "vocab.txt", "tokenizer.json"]
+)
+def test_a_named_pipe_in_a_model_folder_is_refused(exported: Path, name: str) -> None:
+    if name == "pytorch_model.bin":
+        (exported / "model.safetensors").unlink()
+    (exported / name).unlink(missing_ok=True)
+    os.mkfifo(exported / name)
+    with pytest.raises(UserError, match=f"{name}: is a named pipe"):
+        load_pretrained(str(exported))
