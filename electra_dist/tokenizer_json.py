@@ -41,7 +41,7 @@ def is_tokenizer_json(text: str) -> bool:
         return False
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model" in content
 

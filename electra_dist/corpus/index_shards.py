@@ -11,7 +11,7 @@ Limits: only the top folder is indexed; shards in sub-folders, for example of a 
 
 from __future__ import annotations
 
-import hashlib
+import io
 import tarfile
 import tempfile
 from pathlib import Path
@@ -24,9 +24,11 @@ from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, Shar
 from electra_dist.data.corpus_vocabulary import write_corpus_vocabulary
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_writer import MEMBER_SUFFIX
-from electra_dist.data.stored_arrays import CheckedTarInfo, parse_array
+from electra_dist.data.stored_arrays import MAX_HEADER_BYTES, CheckedTarInfo, read_array_header
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.atomic_files import file_sha256
 from electra_dist.store.interface import Store
+from electra_dist.store.regular_files import open_regular
 from electra_dist.tokenizer import Vocabulary
 
 
@@ -100,38 +102,40 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
         ManifestMismatch: the file is not a tar, has no block, or its first block is not rows of uint16 or uint32.
     """
     try:
-        member_name, block = _first_block(path)
+        first_block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
         raise ManifestMismatch(
             f"{name}: not a tar of *{MEMBER_SUFFIX} blocks ({error}); remove the file or write it again"
         ) from None
-    if block is None:
+    if first_block is None:
         raise ManifestMismatch(f"{name}: has no *{MEMBER_SUFFIX} member; remove the file or write it again")
-    if block.ndim != 2 or block.dtype not in (np.uint16, np.uint32):
+    member_name, shape, dtype = first_block
+    if len(shape) != 2 or dtype not in (np.uint16, np.uint32):
         raise ManifestMismatch(
-            f"{name}: {member_name} holds {block.dtype} {block.shape}; write rows as [n, seq_len] uint16 or uint32"
+            f"{name}: {member_name} holds {dtype} {shape}; write rows as [n, seq_len] uint16 or uint32"
         )
-    _, seq_len = block.shape
-    return seq_len, block.dtype
+    _, seq_len = shape
+    return seq_len, dtype
 
 
-def _first_block(path: Path) -> tuple[str, np.ndarray | None]:
-    """Return the name and the array of the first block of rows in a tar; ("", None) if the tar has no block.
+def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | None:
+    """Return the name, the shape and the type of the first block of rows in a tar; None if the tar has no block.
 
-    A block is a member in .npy format. Other members are ignored.
+    A block is a member in .npy format, of which the header alone is read. Other members are ignored.
 
     Raises:
         tarfile.TarError: the file is not an uncompressed tar.
-        ValueError: the member is not a complete .npy file, or needs pickle.
+        ValueError: the member is not an .npy file.
     """
-    with tarfile.open(path, "r:", tarinfo=CheckedTarInfo) as tar:
+    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
                 continue
             stream = tar.extractfile(member)
             if stream is not None:  # None for a member that is not a file
-                return member.name, parse_array(stream.read())
-    return "", None
+                shape, _, dtype = read_array_header(io.BytesIO(stream.read(MAX_HEADER_BYTES)))
+                return member.name, shape, dtype
+    return None
 
 
 def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
@@ -163,7 +167,7 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
         rows=len(rows),
         tokens=int(np.count_nonzero(~is_pad)),
         bytes=path.stat().st_size,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=file_sha256(path),
     )
 
 

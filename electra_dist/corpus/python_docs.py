@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.regular_files import read_regular
 
 FILE_NAME = "python_docs.txt"
 MIN_WORDS = 12  # a docstring with fewer new words is dropped
@@ -49,7 +50,8 @@ _ITEM = re.compile(r"^\s*([-*+] |\d+[.)] |\*{0,2}`{0,2}[\w.]+`{0,2}( ?\([^)]*\))
 # Directives, doctests, shell and IPython prompts, decorators, comments, tables.
 _NOT_PROSE = re.compile(r"^\s*(\.\. |>>> |\.\.\. |\$ |@|#|In \[|Out\[|\|)")
 _FIELD = re.compile(r"^\s*:(\w+)((?: [^:]*)?):")  # a Sphinx field, such as `:param x:`
-_ROLE = re.compile(r":[\w:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")  # a Sphinx role, such as :func:`f`
+# A Sphinx role, such as :func:`f`. It begins no later than its row of letters and colons, which is so searched once.
+_ROLE = re.compile(r"(?<![\w:]):[\w:]+:`~?([^`<]*?)(?: ?<[^`>]*>)?`")
 _MARKS = re.compile(r"`{1,2}|\*\*")
 _QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
 _SPACE = re.compile(r"\s+")
@@ -162,7 +164,7 @@ def _joined_without_markup(lines: list[str]) -> str:
 
     For example, "- See :func:`f` for" and "  **details**." become "See f for details.".
     """
-    text = " ".join(lines)
+    text = _SPACE.sub(" ", " ".join(lines))
     text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
     text = _ROLE.sub(r"\1", text)
     text = _MARKS.sub("", text)
@@ -234,7 +236,7 @@ def _docstrings_of_file(path: Path) -> list[str]:
     A file is not worth reading if its triple-quoted strings are less than the share `MIN_SHARE` of its bytes. It
     cannot be parsed, for example, if it is written for another version of Python.
     """
-    source = path.read_bytes()
+    source = read_regular(path)
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))
     if docstring_bytes < MIN_SHARE * len(source):

@@ -31,6 +31,7 @@ from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.corpus.inputs.table_files import NoTextColumn
 from electra_dist.corpus.text_decoding import RawDocument
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import open_regular
 
 # Builders of corpora import the search for inputs from this module, too.
 __all__ = ["DocumentStream", "InputFile", "StreamCounts", "find_inputs", "search_inputs"]
@@ -115,7 +116,7 @@ class DocumentStream:
         """
         kind = kind_of(file.name)
         assert kind is not None
-        with local_path(file) as path, open(path, "rb") as raw:
+        with local_path(file) as path, open_regular(path) as raw:
             stream = decompressed(raw, kind.compression)
             if kind.format in ARCHIVES:
                 archive = ArchiveReader(file.name, self._text_field, self.counts.members, self.counts.skipped)

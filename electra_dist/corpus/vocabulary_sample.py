@@ -27,6 +27,7 @@ from electra_dist.corpus.stages.document_order import document_key
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import is_temporary, replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.regular_files import open_regular, read_regular
 
 _KEY_BITS = 64
 _DONE_FILE = "sample.json"  # written when the sample is complete
@@ -116,7 +117,7 @@ class VocabularySample:
             path = self._folder / name
             num_read = 0
             try:
-                with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+                with open_regular(path) as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
                     while head := stream.read(4):
                         text = stream.read(min(int.from_bytes(head, "little"), num_bytes))
                         num_read += len(text)
@@ -145,7 +146,7 @@ class VocabularySample:
             OSError: sample.json cannot be read.
             DamagedJson: sample.json is damaged.
         """
-        return validate_json(_RECORD, parse_json_object((self._folder / _DONE_FILE).read_bytes()))
+        return validate_json(_RECORD, parse_json_object(read_regular(self._folder / _DONE_FILE)))
 
     def _damaged(self, path: Path, reason: str) -> UserError:
         """Return the error that reports a damaged file of the sample, for the caller to raise."""

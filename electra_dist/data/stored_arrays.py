@@ -2,7 +2,7 @@
 
 Guarantee: `parse_array` allocates no memory for a shape that the bytes do not hold, and executes no pickle. A tar that
 is opened with `CheckedTarInfo` ends with an error at a member of a negative size; without it, reading such a tar with
-the versions of Python before 3.11.14 and 3.13.6 never ends.
+the versions of Python before 3.11.14 and 3.13.6 never ends. Huge extended headers are an error, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_EXTENDED_HEADERS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+_MOST_EXTENDED_BYTES = 1 << 20  # of such a header, which is read as a whole
 MAX_HEADER_BYTES = 4096  # The header of an .npy file must end within this many bytes.
 _LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}  # .npy version -> size in bytes of the field with the header's length
 # Header in the form in which NumPy writes it. NumPy itself evaluates a header as Python. This module does not, because
@@ -27,7 +35,22 @@ _HEADER = re.compile(
 
 
 class CheckedTarInfo(tarfile.TarInfo):
-    """Header of a member of a tar, which refuses a negative size. Pass it as `tarinfo` to `tarfile.open`."""
+    """Header of a member of a tar, which is small and has no negative size. Pass it as `tarinfo` to `tarfile.open`."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        """Return the member that a header, or a row of extended headers before it, describes.
+
+        Raises:
+            ReadError: an extended header is too large or damaged, or there are too many of them.
+        """
+        if self.type in _EXTENDED_HEADERS and self.size > _MOST_EXTENDED_BYTES:
+            raise tarfile.ReadError(f"an extended header of {self.size} bytes")
+        try:
+            return super()._proc_member(tar)  # type: ignore[misc]
+        except RecursionError:  # one level for each extended header
+            raise tarfile.ReadError("too many extended headers in a row") from None
+        except (ArithmeticError, LookupError, ValueError) as error:  # what tarfile raises for some damages
+            raise tarfile.ReadError(f"a damaged header ({type(error).__name__})") from None
 
     def _block(self, count: int) -> int:
         """Return a number of bytes, rounded up to whole blocks of the tar.

@@ -1,6 +1,8 @@
 """Decompress an input file while it is read; a file that was cut off is an error, never a shorter file.
 
-Several compressed streams one after another in one file, as Common Crawl and pigz write them, are all read.
+Several compressed streams one after another in one file, as Common Crawl and pigz write them, are all read. A file
+that decompresses to far more than it holds costs bounded memory: it is decompressed piece by piece, and a line or a
+document of more than 256 MiB is an error.
 """
 
 from __future__ import annotations
@@ -9,11 +11,16 @@ import bz2
 import gzip
 import io
 import lzma
-from typing import BinaryIO, cast
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
 READ_BYTES = 1 << 20
+MOST_DOCUMENT_BYTES = (
+    1 << 28
+)  # of one document, decompressed; a few bytes of a compressed file can stand for terabytes
+_PIECE_BYTES = 1 << 10  # of a zstd file: a block of 4 bytes may stand for 128 KiB, and so a piece for 32 MiB
 
 
 def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
@@ -37,6 +44,30 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
     return cast(io.BufferedReader, raw)
 
 
+def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper) -> Iterator[Any]:
+    """Yield the lines of a file of bytes or of text with their line ends.
+
+    Raises:
+        OSError: a line is longer than `MOST_DOCUMENT_BYTES`.
+    """
+    while line := stream.readline(MOST_DOCUMENT_BYTES + 1):
+        if len(line) > MOST_DOCUMENT_BYTES:
+            raise OSError(f"a line of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
+        yield line
+
+
+def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
+    """Return the rest of a file.
+
+    Raises:
+        OSError: it is longer than `MOST_DOCUMENT_BYTES`.
+    """
+    data = stream.read(MOST_DOCUMENT_BYTES + 1)
+    if len(data) > MOST_DOCUMENT_BYTES:
+        raise OSError(f"a document of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
+    return data
+
+
 class _ZstdFile(io.RawIOBase):
     """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
 
@@ -51,7 +82,7 @@ class _ZstdFile(io.RawIOBase):
         self._raw = raw
         self._frame = self._new_frame()
         self._inside_frame = False  # bytes of an unfinished frame were read
-        self._ready = b""  # decompressed bytes that were not handed out yet
+        self._ready = memoryview(b"")  # decompressed bytes that were not handed out yet
 
     def readable(self) -> bool:
         """Return True, because `io.BufferedReader` accepts readable streams only."""
@@ -65,12 +96,12 @@ class _ZstdFile(io.RawIOBase):
             zstandard.ZstdError: the bytes are not zstd.
         """
         while not self._ready:  # a block of compressed bytes may give no output
-            compressed = self._raw.read(READ_BYTES)
+            compressed = self._raw.read(_PIECE_BYTES)
             if not compressed and self._inside_frame:
                 raise EOFError("the compressed data is cut off within a zstd frame")
             if not compressed:
                 return 0
-            self._ready = self._decompress(compressed)
+            self._ready = memoryview(self._decompress(compressed))
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import pyarrow
 import zstandard
 
-from electra_dist.corpus.inputs.decompression import READ_BYTES
+from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, READ_BYTES, lines_of, read_whole
 from electra_dist.corpus.inputs.json_values import read_json
 from electra_dist.corpus.inputs.table_files import read_arrow, read_csv, read_parquet
 from electra_dist.corpus.text_decoding import RawDocument
@@ -40,6 +40,8 @@ DAMAGED_FILE_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
 )
+_MOST_HEADER_BYTES = 1 << 16  # of all headers of a WARC record
+_MOST_LENGTH_DIGITS = 15  # of Content-Length; Python converts no number of more than 4,300
 _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
@@ -57,7 +59,7 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
         Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
     """
     if file_format == "jsonl":
-        for line in stream:
+        for line in lines_of(stream):
             yield RawDocument(line, is_json=True)
     elif file_format == "json":
         for value in read_json(stream):
@@ -82,7 +84,7 @@ def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
     Yield nothing if the file has only white space. The bytes are those of the file, whatever its encoding is: only
     ASCII white space is removed, and the bytes are decoded as UTF-8 later (`text_decoding.decode_counted`).
     """
-    text = stream.read().strip()
+    text = read_whole(stream).strip()
     if text:
         yield RawDocument(text, is_json=False)
 
@@ -93,10 +95,15 @@ def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
     The stream is read in large blocks of bytes. The text after the last blank line of a block is an unfinished
     document: it is joined to the next block and searched again. Each read is at least as large as that text, so that
     the time stays linear even for a huge document.
+
+    Raises:
+        OSError: a document is longer than `MOST_DOCUMENT_BYTES`.
     """
     unfinished = b""
     while block := stream.read(max(READ_BYTES, len(unfinished))):
         *documents, unfinished = _BLANK_LINE.split(unfinished + block)
+        if len(unfinished) > MOST_DOCUMENT_BYTES:
+            raise OSError(f"more than {MOST_DOCUMENT_BYTES >> 20} MiB of text without a blank line")
         for document in documents:
             text = document.strip()
             if text:
@@ -116,16 +123,20 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
         EOFError: the last record is cut off.
         OSError: the stream is not WARC.
     """
-    while version_line := stream.readline():
+    while version_line := stream.readline(_MOST_HEADER_BYTES):
         if not version_line.strip():
             continue  # an empty line after the record before
         if not version_line.startswith(b"WARC/"):
             raise OSError(f"expected the line `WARC/...` at the start of a record, found {version_line[:40]!r}")
         headers = _read_warc_headers(stream)
         length_header = headers.get(b"content-length", b"")
-        if not length_header.isdigit():
-            raise OSError(f"a WARC record has Content-Length {length_header!r} where a number of bytes is expected")
+        if not length_header.isdigit() or len(length_header) > _MOST_LENGTH_DIGITS:
+            raise OSError(
+                f"a WARC record has Content-Length {length_header[:40]!r} where a number of bytes is expected"
+            )
         body_length = int(length_header)
+        if body_length > MOST_DOCUMENT_BYTES:
+            raise OSError(f"a WARC record of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
         body = stream.read(body_length)
         if len(body) < body_length:
             raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
@@ -140,9 +151,14 @@ def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
 
     Raises:
         EOFError: the stream ends before the empty line.
+        OSError: the headers are longer than `_MOST_HEADER_BYTES`.
     """
     headers: dict[bytes, bytes] = {}
-    while line := stream.readline():
+    num_bytes_left = _MOST_HEADER_BYTES
+    while line := stream.readline(num_bytes_left + 1):
+        num_bytes_left -= len(line)
+        if num_bytes_left < 0:
+            raise OSError(f"the headers of a WARC record have more than {_MOST_HEADER_BYTES} bytes")
         if not line.strip():
             return headers
         name, _, value = line.partition(b":")

@@ -9,7 +9,7 @@ grows until it holds a whole value.
 
 Cost: files of lines as fast as .jsonl; an indented array 390 MB/s on one core, and its records are parsed again later.
 
-Limits: a value of more than 1 GiB of text is an error, because a broken one would be searched to the end of the file.
+Limits: a value of more than 256 MiB of text is an error; a broken one would be searched to the end of the file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import json
 import re
 from collections.abc import Iterator
 
-from electra_dist.corpus.inputs.decompression import READ_BYTES
+from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, READ_BYTES, lines_of
 
 _REST_OF_NUMBER = re.compile(r"[0-9.eE+-]*")
-_MAX_VALUE_CHARS = 1 << 30
 _WHITE_SPACE = " \t\r\n"
 # Control characters within strings are left to the reader of the record, which skips that record alone.
 _PARSER = json.JSONDecoder(strict=False)
@@ -36,14 +35,14 @@ def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
         EOFError: the file is cut off within an array.
         OSError: the file is not JSON.
     """
-    first_line = stream.readline()
-    while first_line and not first_line.strip():
-        first_line = stream.readline()
-    if _is_object(first_line):
-        yield first_line
-        yield from stream
-    elif first_line:
-        yield from _values(_Window(first_line, stream))
+    first_part = stream.readline(MOST_DOCUMENT_BYTES)  # of a longer line it is the beginning
+    while first_part and not first_part.strip():
+        first_part = stream.readline(MOST_DOCUMENT_BYTES)
+    if _is_object(first_part):
+        yield first_part
+        yield from lines_of(stream)
+    elif first_part:
+        yield from _values(_Window(first_part, stream))
 
 
 def _is_object(line: bytes) -> bool:
@@ -87,16 +86,16 @@ class _Window:
     Bytes that are not UTF-8 become surrogates, from which the same bytes are made again.
     """
 
-    def __init__(self, first_line: bytes, stream: io.BufferedIOBase) -> None:
+    def __init__(self, first_part: bytes, stream: io.BufferedIOBase) -> None:
         """Begin at the first line of a file.
 
         Args:
-            first_line: the line, which was read already.
+            first_part: the line, or the beginning of a very long one, which was read already.
             stream: the rest of the file.
         """
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        self._text = self._decoder.decode(first_line)
+        self._text = self._decoder.decode(first_part)
         self._position = 0
 
     def next_character(self) -> str:
@@ -118,7 +117,7 @@ class _Window:
         """Return the text of the JSON value at the position, and move past it.
 
         Raises:
-            OSError: there is no JSON value, or it is longer than 1 GiB.
+            OSError: there is no JSON value, or it is longer than `MOST_DOCUMENT_BYTES`.
         """
         while True:
             try:
@@ -148,12 +147,12 @@ class _Window:
         Text before the position is forgotten. Doubling the window keeps the time linear in the size of a value.
 
         Raises:
-            OSError: the window holds 1 GiB already.
+            OSError: the window holds `MOST_DOCUMENT_BYTES` characters already.
         """
         self._text = self._text[self._position :]
         self._position = 0
-        if len(self._text) > _MAX_VALUE_CHARS:
-            raise OSError("no complete JSON value within 1 GiB")
+        if len(self._text) > MOST_DOCUMENT_BYTES:
+            raise OSError(f"no complete JSON value within {MOST_DOCUMENT_BYTES >> 20} MiB")
         data = self._stream.read(max(READ_BYTES, len(self._text)))
         self._text += self._decoder.decode(data, final=not data)
         return bool(data)

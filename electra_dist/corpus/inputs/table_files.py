@@ -18,12 +18,12 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, lines_of
 from electra_dist.corpus.text_decoding import RawDocument, name_of_value
 from electra_dist.shown_text.escapes import printable
 
 _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
-_MAX_CELL_CHARS = (1 << 31) - 1  # the csv module's own limit is 128 KiB
 _MAX_COLUMNS_SHOWN = 20  # in an error message
 _MAX_NAME_CHARS = 40
 _ID_COLUMN = "id"  # optional column with the ids of the documents
@@ -64,11 +64,11 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
         NoTextColumn: the first row does not name the column.
         OSError: a quoted cell is not closed, or there is text between its closing quote and the next comma.
     """
-    csv.field_size_limit(_MAX_CELL_CHARS)
+    csv.field_size_limit(MOST_DOCUMENT_BYTES)  # the csv module's own limit is 128 KiB
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")  # type: ignore[type-var]
     dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
-    rows = csv.reader(text, **dialect)
+    rows = csv.reader(lines_of(text), **dialect)
     try:
         columns = next(rows, None)
         if columns is None:
@@ -102,6 +102,9 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
     if text_field not in schema.names or not _is_text(schema.field(text_field).type):
         raise NoTextColumn(schema.names)
     columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
+    stream.seek(0)
+    # Cells stay in the dictionary of their column, which has each text once, however often it is used.
+    table = pyarrow.parquet.ParquetFile(stream, read_dictionary=columns)
     for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
         yield from _documents(batch, text_field)
 
@@ -131,13 +134,17 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
 
 def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocument]:
     """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), and the id."""
-    cells = batch.column(text_field).cast(pyarrow.large_binary())
+    column = batch.column(text_field)
+    if isinstance(column, pyarrow.DictionaryArray):
+        texts = column.dictionary.cast(pyarrow.large_binary())
+        cells = (None if number is None else texts[number].as_py() for number in column.indices.to_pylist())
+    else:
+        cells = (cell.as_py() for cell in column.cast(pyarrow.large_binary()))
     if not _has_ids(batch.schema):
-        for cell in cells:
-            yield RawDocument(cell.as_py(), is_json=False)
+        yield from (RawDocument(cell, is_json=False) for cell in cells)
         return
     for cell, document_id in zip(cells, batch.column(_ID_COLUMN)):
-        yield RawDocument(cell.as_py(), is_json=False, id=name_of_value(document_id.as_py()))
+        yield RawDocument(cell, is_json=False, id=name_of_value(document_id.as_py()))
 
 
 def _has_ids(schema: pyarrow.Schema) -> bool:
@@ -145,6 +152,8 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
     if schema.names.count(_ID_COLUMN) != 1:
         return False
     column_type = schema.field(_ID_COLUMN).type
+    if pyarrow.types.is_dictionary(column_type):
+        column_type = column_type.value_type
     return (
         pyarrow.types.is_string(column_type)
         or pyarrow.types.is_large_string(column_type)

@@ -20,7 +20,7 @@ from electra_dist.store.s3.errors import Again
 _CHECK_PROXY = "check the endpoint URL, and the proxies and load balancers on the way to the service"
 _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")
 _MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")
-_ERROR_DOCUMENT = re.compile(rb"\s*(<\?xml[^>]*\?>)?\s*<Error[\s>]")
+_ERROR_DOCUMENT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?<Error[\s>]")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 # Operations -> fields of the answer without which the request counts as failed. A proxy's page for a PUT has no ETag.
 NEEDED_FIELDS = {

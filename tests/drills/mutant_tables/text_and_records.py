@@ -192,7 +192,7 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="prepare: a sentence ends before its closing quotation mark",
         file="electra_dist/corpus/prepare/steps/words.py",
-        original="[.!?\\u2026]+[\\\"'\\u201d\\u2019)\\]]*(?=\\s|$)",
+        original="[.!?\\u2026][\\\"'\\u201d\\u2019)\\]]*(?=\\s|$)",
         mutated=r"[.!?\u2026]+",
         test="tests/corpus/prepare/test_prepare_parts.py::test_words_and_sentences",
     ),

@@ -22,6 +22,7 @@ from electra_dist.corpus.prepare.filter_sections import (
     UrlFilterSection,
 )
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import check_regular, read_regular
 
 
 def read_list(path: Path | None) -> list[str]:
@@ -33,7 +34,7 @@ def read_list(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give a readable text file in UTF-8") from None
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -48,6 +49,7 @@ def load_model(path: Path) -> Any:
     from fasttext.FastText import _FastText
 
     try:
+        check_regular(path)
         return _FastText(str(path))
     except (ValueError, MemoryError, OSError) as error:
         raise UserError(f"{path}: no fastText model ({error}); download the model again") from None

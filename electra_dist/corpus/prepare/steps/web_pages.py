@@ -16,12 +16,13 @@ from trafilatura.utils import decode_file
 from warcio.archiveiterator import ArchiveIterator
 from warcio.exceptions import ArchiveLoadFailed
 
-from electra_dist.corpus.inputs.decompression import decompressed
+from electra_dist.corpus.inputs.decompression import decompressed, read_whole
 from electra_dist.corpus.inputs.file_kinds import kind_of
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.formats import DAMAGED_FILE_ERRORS
 from electra_dist.corpus.text_readers import local_path
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import open_regular
 
 PAGE_FORMATS = ("warc", "wet", "html")
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
@@ -46,10 +47,10 @@ def read_pages(file: InputFile) -> Iterator[Page]:
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
     try:
-        with local_path(file) as path, open(path, "rb") as raw:
+        with local_path(file) as path, open_regular(path) as raw:
             stream = decompressed(raw, kind.compression)
             if kind.format == "html":
-                yield _decoded(stream.read(), is_html=True, url=None)
+                yield _decoded(read_whole(stream), is_html=True, url=None)
                 return
             for record in _records(stream):
                 page = _page_of_record(record)
@@ -107,8 +108,9 @@ def _whole_body(record: Any) -> bytes:
 
     Raises:
         EOFError: the file ends within the record.
+        OSError: the body is longer than `MOST_DOCUMENT_BYTES`.
     """
-    body = record.content_stream().read()
+    body = read_whole(record.content_stream())
     if record.raw_stream.limit > 0:  # bytes of the record that the file does not have
         raise EOFError(f"the last WARC record is cut off: {record.raw_stream.limit} bytes are missing")
     return body

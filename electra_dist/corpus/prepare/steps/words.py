@@ -17,8 +17,9 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
-# A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line.
-_SENTENCE = re.compile(r"[^\n]*?[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s|$)|[^\n]+")
+# A sentence ends with . ! ? or an ellipsis, closing quotes and brackets included, or at the end of a line. Of several
+# such marks in a row only the last one is matched as a mark: matching all of them would be quadratic in their number.
+_SENTENCE = re.compile(r"[^\n]*?[.!?\u2026][\"'\u201d\u2019)\]]*(?=\s|$)|[^\n]+")
 
 
 class PlainWords(WordTokenizer):
