@@ -27,6 +27,7 @@ from typing import NamedTuple
 import tokenizers
 
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -110,7 +111,7 @@ class Vocabulary:
             UserError: The file is missing, cannot be read or is not a vocabulary.
         """
         try:
-            data = Path(path).read_bytes()
+            data = read_regular(path)
         except FileNotFoundError:
             raise UserError(
                 f"{path}: no such vocabulary; check the path, or train one with `electra-dist corpus vocab`"

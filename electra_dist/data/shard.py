@@ -42,6 +42,7 @@ from electra_dist.data.stored_arrays import MAX_HEADER_BYTES, CheckedTarInfo, re
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import check_key
+from electra_dist.store.regular_files import open_regular
 
 _BYTES_AT_A_TIME = 1 << 18  # a whole shard is read in pieces of this size, which fit into the cache of a core
 
@@ -163,7 +164,7 @@ class Shard:
         rows_at_a_time = max(1, _BYTES_AT_A_TIME // row_bytes)
         digest = hashlib.sha256()
         parts = [np.empty(0, np.uint64)]
-        with readable(self.path), self.path.open("rb") as stream:
+        with readable(self.path), open_regular(self.path) as stream:
             for offset, num_rows in zip(self._offsets.tolist(), np.diff(self._block_starts).tolist()):
                 _hash_bytes(digest, stream, offset - stream.tell())
                 for first_row in range(0, num_rows, rows_at_a_time):
@@ -192,7 +193,7 @@ class Shard:
         Raises:
             ManifestMismatch: The file is not a tar of row blocks.
         """
-        with readable(self.path), self.path.open("rb") as stream:
+        with readable(self.path), open_regular(self.path) as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
             self.is_linked = os.fstat(stream.fileno()).st_nlink > 0

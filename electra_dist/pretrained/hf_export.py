@@ -31,6 +31,7 @@ from electra_dist.pretrained.hf_conversion import (
     tower_of,
 )
 from electra_dist.store.atomic_files import replacing
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
@@ -225,7 +226,7 @@ def _write(
     vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
     if vocabulary.tokenizer_json is None:
-        _write_file(out_dir / "vocab.txt", vocab_file.read_bytes())
+        _write_file(out_dir / "vocab.txt", read_regular(vocab_file))
         tokenizer_text = BertWordPieceTokenizer(vocabulary.ids, lowercase=lowercase).to_str(pretty=False)
     else:
         tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from electra_dist.store.atomic_files import file_sha256, readable, replacing
 from electra_dist.store.interface import check_key
 from electra_dist.store.json_file import read_json_as
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest, check_digest
 
 PRETRAINING_FILE = "pretraining.json"
@@ -82,6 +83,6 @@ def check_tokenizer_files(folder: Path) -> None:
     for name, sha256 in record.tokenizer_sha256.items():
         file = folder / check_key(name)
         with readable(file):
-            data = file.read_bytes()
+            data = read_regular(file)
         named_by = str(folder / PRETRAINING_FILE)
         check_digest(data, str(file), NamedDigest(sha256, named_by, "restore the file, or export the model again"))

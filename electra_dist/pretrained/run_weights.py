@@ -25,6 +25,7 @@ from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.run.folder import RUN_VOCAB_FILE, TOKENIZER_FILE, named_digest, open_run, read_identity
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import DamagedJson, first_fault, parse_json
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest, Vocabulary, check_digest
 
 
@@ -68,7 +69,7 @@ def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """
     file = run_dir / TOKENIZER_FILE
     try:
-        data = file.read_bytes()
+        data = read_regular(file)
         expected = named_digest(run_dir, TOKENIZER_FILE)
         if expected is not None:
             check_digest(data, str(file), expected)
@@ -97,7 +98,7 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
     next_step = "restore both from a backup of this run, or start the run once more, which writes both again"
     file = run_dir / RUN_VOCAB_FILE
     with readable(file):
-        data = file.read_bytes()
+        data = read_regular(file)
     expected = NamedDigest(sha256=tokenizer.sha256, named_by=str(settings_file), next_step=next_step)
     vocabulary = Vocabulary.parse(data, str(file), expected)
     known_ids = vocabulary.ids | vocabulary.special

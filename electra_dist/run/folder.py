@@ -25,6 +25,7 @@ from electra_dist.config_file import dump_yaml, load_config
 from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, UserError
 from electra_dist.store.atomic_files import PRIVATE, SHARED, disk_problem, is_temporary, readable, replacing, writable
 from electra_dist.store.json_file import read_json_as, read_json_object
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.
@@ -367,7 +368,7 @@ def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
     if not digests_file.exists():
         return None
     with readable(digests_file):
-        lines = digests_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(digests_file).decode(errors="replace").splitlines()
     sha256_by_name = {file: sha256 for sha256, _, file in (line.partition("  ") for line in lines)}
     return NamedDigest(
         sha256=sha256_by_name.get(name, "nothing"),

@@ -28,12 +28,14 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from electra_dist.errors import StoreError
 from electra_dist.run.folder import HEARTBEAT_DIR
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.record_checks import Count, Number
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
+from electra_dist.store.regular_files import read_regular
 
 RECORD_BYTES = 512  # length of every heartbeat file
 _OLDER_RECORD_BYTES = 320  # of versions without the field `reason`
@@ -243,9 +245,9 @@ def _read(path: Path) -> Beat | None:
     Returns None if there is no file, if it cannot be read, or if its content stays invalid, as after a machine lost
     power.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StoreError):
         for _ in range(_TRIES):
-            beat = _decode(path.read_bytes())
+            beat = _decode(read_regular(path))
             if beat is not None:
                 return beat
             time.sleep(_TRY_AGAIN_S)

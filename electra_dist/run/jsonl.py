@@ -26,6 +26,7 @@ from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import make_folder, readable, replacing, store_error, sync_folder, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.regular_files import read_regular
 
 Record = dict[str, Any]
 
@@ -205,7 +206,7 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     """
     with readable(path):
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except FileNotFoundError:
             return []
     records = []

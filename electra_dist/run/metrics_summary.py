@@ -26,12 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from electra_dist.errors import StoreError
 from electra_dist.run.folder import METRICS_FILE, METRICS_SUMMARY_FILE
 from electra_dist.run.jsonl import Record, parse_record
 from electra_dist.run.record_checks import metrics_fault
 from electra_dist.run.record_stream import iter_lines, lines_backwards, record_of_line
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import parse_json_object
+from electra_dist.store.regular_files import open_regular, read_regular
 
 SAVE_EVERY_RECORDS = 1000
 KINDS = ("train", "eval")
@@ -123,13 +125,13 @@ def read_summary(file: Path) -> MetricsSummary | None:
         file: the metrics.jsonl.
     """
     try:
-        tree = parse_json_object((file.parent / METRICS_SUMMARY_FILE).read_bytes())
+        tree = parse_json_object(read_regular(file.parent / METRICS_SUMMARY_FILE))
         summary = MetricsSummary(**{name: tree[name] for name in _SUMMARY_FIELDS})
         numbers = [summary.size_bytes, *summary.newest.values(), *summary.last_steps.values()]
         is_whole = tree["format"] == _FORMAT and all(type(number) is int and number >= 0 for number in numbers)
         is_whole = is_whole and summary.newest.keys() == summary.last_steps.keys()
         fits = is_whole and tree["sha256_of_end"] == _digest_of_end(file, summary.size_bytes)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, StoreError, ValueError, TypeError, KeyError, AttributeError):
         return None  # missing, or damaged in one of many ways
     return summary if fits else None
 
@@ -202,7 +204,7 @@ def _digest_of_end(file: Path, size_bytes: int) -> str:
         ValueError: the file is shorter, or this part of it does not end with a newline.
     """
     begin = max(0, size_bytes - _CHECKED_BYTES)
-    with open(file, "rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(begin)
         end = stream.read(size_bytes - begin)
     if len(end) < size_bytes - begin or (end and not end.endswith(b"\n")):

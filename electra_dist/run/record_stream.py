@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from electra_dist.run.jsonl import Record, damaged_line, parse_record
+from electra_dist.store.regular_files import open_regular
 
 Check = Callable[[Record], str]  # a record -> what is wrong with it; "" for a good record
 Line = tuple[int, bytes]  # offset in the file of a line's first byte, and the line without its newline
@@ -48,7 +49,7 @@ def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
         first_byte: offset of the line to begin with.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115  (closed by the `with` below)
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -75,7 +76,7 @@ def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterat
         end: offset behind the newest line to yield; None: the end of the file.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115  (closed by the `with` below)
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -144,7 +145,7 @@ def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None 
 def _num_lines_before(path: Path, offset: int) -> int:
     """Return the number of newlines in the first `offset` bytes of a file."""
     num_newlines = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while offset > 0:
             block = file.read(min(offset, _FORWARD_BLOCK_BYTES))
             if not block:

@@ -18,6 +18,7 @@ from typing import IO, BinaryIO, Literal
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failure
+from electra_dist.store.regular_files import open_regular
 
 _FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes remove again and again.
 
@@ -80,7 +81,7 @@ def file_sha256(path: Path) -> str:
 
     An OSError is not converted to a StoreError; call this within `readable(path)` for that.
     """
-    with path.open("rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

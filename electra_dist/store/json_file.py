@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import readable
+from electra_dist.store.regular_files import read_regular
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
         UserError: the file holds no JSON object.
     """
     with readable(path):
-        data = path.read_bytes()
+        data = read_regular(path)
     try:
         return parse_json_object(data)
     except DamagedJson as error:

@@ -31,7 +31,9 @@ from electra_dist.store.atomic_files import (
     writable,
 )
 from electra_dist.store.interface import Store, check_key
+from electra_dist.store.regular_files import open_regular, read_regular
 
+_MOST_READ_BYTES = 1 << 30  # of an object that is held in memory as a whole
 _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.
 
 
@@ -58,7 +60,7 @@ class LocalStore(Store):
         """
         path = self.local_path(key)
         with readable(path):
-            return path.read_bytes()
+            return read_regular(path, _MOST_READ_BYTES)
 
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
         """Return the bytes [start, start + length) of an object in new memory; fewer if the file ends earlier.
@@ -68,7 +70,7 @@ class LocalStore(Store):
         path = self.local_path(key)
         data = memoryview(bytearray(length))
         num_read = 0
-        with readable(path), path.open("rb", buffering=0) as stream:
+        with readable(path), open_regular(path) as stream:
             stream.seek(start)
             # One call of readinto() reads at most 2 GiB; it returns 0 at the end of the file or of `data`.
             while count := stream.readinto(data[num_read:]):
@@ -97,7 +99,7 @@ class LocalStore(Store):
         """
         source = self.local_path(key)
         with readable(source):
-            stream = source.open("rb")
+            stream = open_regular(source)
         with stream, replacing(destination) as out:
             shutil.copyfileobj(stream, out, _COPY_BYTES)
 

@@ -30,6 +30,7 @@ from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file
 from electra_dist.store.atomic_files import readable, replacing
 from electra_dist.store.patience import Patience
+from electra_dist.store.regular_files import read_regular
 from electra_dist.train.input_checks import OpenCorpus
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -87,7 +88,7 @@ def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
     """
     next_step = "delete it, and the next start counts again"
     with readable(file):
-        data = file.read_bytes()
+        data = read_regular(file)
     content, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     has_digest = hashlib.sha256(content).digest() == digest
     try:

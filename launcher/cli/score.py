@@ -15,6 +15,7 @@ from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
 from electra_dist.shown_text.console import Console
 from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import readable
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from launcher.cli.finetune import Tower, TowerOption, progress_bar
 
 if TYPE_CHECKING:  # imports torch
@@ -70,7 +71,7 @@ def _read_lines(texts: str) -> list[TextLine]:
     file = Path(texts)
     try:
         with readable(file):
-            data = file.read_bytes()
+            data = read_regular(file, MOST_DATA_BYTES)
     except StoreMissing:
         raise UserError(f"{file}: no such file; give a file with one text on each line, or - to read them") from None
     return read_text_lines(data, str(file))

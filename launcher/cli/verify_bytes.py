@@ -43,6 +43,7 @@ from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
+from electra_dist.store.regular_files import open_regular
 from launcher.cli.console import open_console, print_json
 
 Advance = Callable[[int], None]  # called with the number of bytes read since its last call
@@ -310,7 +311,7 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
     """
     digest = hashlib.sha256()
     size_bytes = 0
-    with readable(path), path.open("rb") as stream:
+    with readable(path), open_regular(path) as stream:
         while content := stream.read(_BYTES_AT_A_TIME):
             digest.update(content)
             size_bytes += len(content)

@@ -27,6 +27,7 @@ from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger, s
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
 from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
+from electra_dist.store.regular_files import read_regular
 from launcher.slurm.job_verdict import JobEnd, decide
 from launcher.utf8_mode import start_in_utf8_mode
 
@@ -58,7 +59,7 @@ def exit_codes(state: Path) -> dict[str, int]:
     for file in state.glob("exit-*"):
         if not file.is_file():
             continue
-        text = file.read_bytes().strip()
+        text = read_regular(file).strip()
         if re.fullmatch(rb"\d{1,3}", text):
             node = file.name.removeprefix("exit-")
             codes[node] = int(text)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from electra_dist.errors import UserError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, visible_devices
+from electra_dist.store.regular_files import read_regular
 
 _DEFAULT_PORT = 29500
 
@@ -171,7 +172,7 @@ def _slots(hostfile: Path) -> tuple[int, ...]:
         UserError: the file cannot be read, names no host, or has a line that is not `HOST slots=N` with N >= 1.
     """
     try:
-        text = hostfile.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(hostfile).decode(errors="replace")
     except OSError as error:
         raise UserError(
             f"--hostfile {hostfile}: {error.strerror}; name a file with one line `HOST slots=N` per node"

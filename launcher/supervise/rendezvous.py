@@ -39,6 +39,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_E
 from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import read_json_as
+from electra_dist.store.regular_files import read_regular
 from launcher.supervise.meeting.reports import End, MeetingFolder
 from launcher.supervise.meeting.summary import Summary, SummaryReader, SummaryWriter
 
@@ -197,7 +198,7 @@ class Rendezvous:
         if not self._session:
             return ""
         try:
-            sessions = self._sessions.read_text(encoding="ascii", errors="replace").split()
+            sessions = read_regular(self._sessions).decode("ascii", "replace").split()
         except OSError:  # No job with a name has begun, or the file system cannot read the file now.
             return ""
         if self._session not in sessions:

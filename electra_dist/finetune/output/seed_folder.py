@@ -27,6 +27,7 @@ from electra_dist.pretrained.hf_export import TaskHead, export_task_model
 from electra_dist.pretrained.load_encoder import Pretrained
 from electra_dist.store.atomic_files import writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.regular_files import read_regular
 
 BEST_DIR = "best"  # folder of the seed with the best score
 RECORD_FILE = "finetune.json"  # result, settings and identity, in the folder of a seed
@@ -128,7 +129,7 @@ def read_identity(folder: Path) -> str | None:
     if not folder.exists():
         return None
     try:
-        record = parse_json_object((folder / RECORD_FILE).read_bytes())
+        record = parse_json_object(read_regular(folder / RECORD_FILE))
         identity: str = record["result"]["identity"]
     except (OSError, DamagedJson, KeyError, TypeError):
         raise UserError(

@@ -22,6 +22,7 @@ import numpy as np
 
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _SUFFIXES = (".jsonl", ".txt")
 
@@ -70,7 +71,7 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
     digest = hashlib.sha256()
     pairs: list[SentencePair] = []
     for file in _files(paths):
-        raw = file.read_bytes()
+        raw = read_regular(file, MOST_DATA_BYTES)
         digest.update(f"{file.name} {len(raw)}\n".encode())
         digest.update(raw)
         try:

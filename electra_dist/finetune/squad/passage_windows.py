@@ -28,6 +28,7 @@ from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import parse_json, validate_json
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from electra_dist.tokenizer import TextTokenizer
 
 
@@ -152,7 +153,7 @@ def read_squad(file: Path, version: int) -> SquadFile:
     """
     try:
         with readable(file):
-            content = file.read_bytes()
+            content = read_regular(file, MOST_DATA_BYTES)
         articles = validate_json(_SQUAD, parse_json(content))["data"]
         passages: list[str] = []
         questions: list[Question] = []

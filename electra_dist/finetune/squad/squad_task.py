@@ -44,6 +44,7 @@ from electra_dist.finetune.texts.labelled_texts import find_file
 from electra_dist.finetune.training_loop import Examples, Progress, predict
 from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official files
 
@@ -77,7 +78,8 @@ class SquadTask(Task):
         dev_file = _find(data, f"dev-{label}.json", f"dev-{label}.split-heldout.json")
         self.train = read_squad(train_file, version)
         self.dev = read_squad(dev_file, version)
-        self.digest = hashlib.sha256(train_file.read_bytes() + dev_file.read_bytes()).hexdigest()
+        train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
+        self.digest = hashlib.sha256(train_bytes + dev_bytes).hexdigest()
         num_lost = sum(_is_lost(question) for question in self.train.questions)
         self.notes = []
         if num_lost > 0:

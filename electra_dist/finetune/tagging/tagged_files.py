@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.treebank.conllu_files import read_conllu
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _COLUMN_SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob2")
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation", "testa")}
@@ -61,7 +62,7 @@ def read_tagged_file(file: Path) -> list[TaggedSentence]:
     if file.suffix == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
     try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        lines = read_regular(file, MOST_DATA_BYTES).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
     sentences = []

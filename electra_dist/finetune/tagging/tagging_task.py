@@ -38,6 +38,7 @@ from electra_dist.model.layer.dropout_keys import DropoutKeys
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_export import TaskHead
 from electra_dist.pretrained.load_encoder import Pretrained
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _NO_WORD = -100  # target of a token that is not the first piece of a word
 _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
@@ -124,7 +125,8 @@ class TaggingTask(Task):
                 f"{train_file}: the tags ({', '.join(self.tags[:4])}, ...) do not mark named entities as B-TYPE, "
                 f"I-TYPE and O; use --task tagging, which is scored by accuracy"
             )
-        digested = name.encode() + train_file.read_bytes() + b"\0" + dev_file.read_bytes()
+        train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
+        digested = name.encode() + train_bytes + b"\0" + dev_bytes
         self.digest = hashlib.sha256(digested).hexdigest()
         self.notes = []
         unknown_tags = sorted(set(tags_of(self.dev)) - set(self.tags))

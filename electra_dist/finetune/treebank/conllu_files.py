@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _NUM_COLUMNS = 10
 _ID, _FORM, _UPOS, _HEAD = 0, 1, 3, 6  # indices of columns
@@ -55,7 +56,7 @@ def read_treebank(folder: Path) -> Treebank:
     files = [_only_file(folder, "train"), _only_file(folder, "test")]
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.read_bytes())
+        digest.update(read_regular(file, MOST_DATA_BYTES))
     train, test = (read_conllu(file) for file in files)
     return Treebank(train=train, test=test, sha256=digest.hexdigest())
 
@@ -67,7 +68,7 @@ def read_conllu(file: Path) -> list[Sentence]:
         UserError: the file is not UTF-8, has no sentence, or has a line that does not fit the format.
     """
     try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        lines = read_regular(file, MOST_DATA_BYTES).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
     sentences = []

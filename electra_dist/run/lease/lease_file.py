@@ -30,6 +30,7 @@ from electra_dist.run.node_strikes import node_name
 from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
 from electra_dist.store.atomic_files import is_temporary, replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.regular_files import read_regular
 
 _LEASE_NAME = re.compile(r"(?P<number>\d{6,18})\.(json|released)")  # 000007.json
 _TRIES = 20  # of reading the newest lease, which may be released or taken over meanwhile
@@ -125,7 +126,7 @@ def find_newest(folder: Path) -> FoundLease:
         path = max(files, key=number_of)
         with contextlib.suppress(FileNotFoundError):  # It was released, or taken over, since it was listed.
             return FoundLease(
-                number=number_of(path), path=path, content=path.read_bytes(), renewed_ns=path.stat().st_mtime_ns
+                number=number_of(path), path=path, content=read_regular(path), renewed_ns=path.stat().st_mtime_ns
             )
     raise OSError(errno.ESTALE, "the newest lease is listed and is not there", str(folder))
 
@@ -156,7 +157,7 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
         if is_older or is_temporary(file.name):
             with contextlib.suppress(OSError):  # A foreign folder may have such a name.
                 file.unlink()
-    content = path.read_bytes()
+    content = read_regular(path)
     return FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns), lock
 
 

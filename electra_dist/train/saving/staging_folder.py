@@ -30,6 +30,7 @@ from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.patience import Patience
+from electra_dist.store.regular_files import read_regular
 from electra_dist.train.node_cache import has_several_nodes, is_first_on_node, node_cache_folder
 
 _OWNER_FILE = "owner.json"  # in a staging folder: the process that uses it
@@ -107,7 +108,7 @@ def _is_abandoned(folder: Path) -> bool:
     so that it cannot be seen.
     """
     with contextlib.suppress(OSError, DamagedJson):
-        owner = validate_json(_OWNER, parse_json_object((folder / _OWNER_FILE).read_bytes()))
+        owner = validate_json(_OWNER, parse_json_object(read_regular(folder / _OWNER_FILE)))
         # The folder belongs to this node. A process that was started before the node's last boot cannot run any more.
         return is_running(owner) is False or not is_of_this_machine(owner)
     return False

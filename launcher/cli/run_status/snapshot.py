@@ -23,6 +23,7 @@ from electra_dist.run.ledger import read_jobs, read_ledger
 from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.node_strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem
+from electra_dist.store.regular_files import read_regular
 from launcher.cli.run_status.ranks import hung_ranks, waits_for_storage
 from launcher.slurm.slurm_queue import NodeOut, QueuedJob, QueueView, queue_view
 from launcher.slurm.submission import job_name
@@ -256,7 +257,7 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 def _submit_command(script: Path) -> str:
     """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
-    lines_of_script = script.read_text("utf-8", errors="replace").splitlines()
+    lines_of_script = read_regular(script).decode(errors="replace").splitlines()
     return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
 
 

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
+from electra_dist.errors import StoreError
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.regular_files import read_regular
 
 # Names of an announcement and of a report, for example start-000007.json and end-000007-node-1.json.
 _FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0-9]+))?\.json")
@@ -125,7 +127,7 @@ class MeetingFolder:
         if known is not None and known[0] == version:
             return known
         end = None
-        with contextlib.suppress(IsADirectoryError, DamagedJson):
-            content = parse_json_object(Path(entry.path).read_bytes())
+        with contextlib.suppress(IsADirectoryError, StoreError, DamagedJson):
+            content = parse_json_object(read_regular(entry.path))
             end = validate_json(_END, content | {"number": number, "node": node})
         return version, end
