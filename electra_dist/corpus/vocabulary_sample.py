@@ -25,7 +25,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from electra_dist.corpus.stages.document_order import document_key
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import is_temporary, replacing
+from electra_dist.store.atomic_files import is_temporary, readable, replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.regular_files import open_regular, read_regular
 
@@ -117,7 +117,11 @@ class VocabularySample:
             path = self._folder / name
             num_read = 0
             try:
-                with open_regular(path) as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+                with (
+                    readable(path),
+                    open_regular(path) as raw,
+                    zstandard.ZstdDecompressor().stream_reader(raw) as stream,
+                ):
                     while head := stream.read(4):
                         text = stream.read(min(int.from_bytes(head, "little"), num_bytes))
                         num_read += len(text)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from electra_dist.run.jsonl import Record, damaged_line, parse_record
+from electra_dist.store.atomic_files import readable
 from electra_dist.store.regular_files import open_regular
 
 Check = Callable[[Record], str]  # a record -> what is wrong with it; "" for a good record
@@ -48,9 +50,8 @@ def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
         path: the file.
         first_byte: offset of the line to begin with.
     """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
+    file = _open(path)
+    if file is None:
         return
     with file:
         file.seek(first_byte)
@@ -75,9 +76,8 @@ def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterat
         stop: offset of the oldest line to yield.
         end: offset behind the newest line to yield; None: the end of the file.
     """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
+    file = _open(path)
+    if file is None:
         return
     with file:
         position = file.seek(0, os.SEEK_END) if end is None else end
@@ -140,6 +140,15 @@ def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None 
     if fault:
         raise damaged_line(path, _num_lines_before(path, offset) + 1, fault)
     return record
+
+
+def _open(path: Path) -> BinaryIO | None:
+    """Open a file to read its bytes; None if there is none."""
+    with readable(path):
+        try:
+            return open_regular(path)
+        except FileNotFoundError:
+            return None
 
 
 def _num_lines_before(path: Path, offset: int) -> int:

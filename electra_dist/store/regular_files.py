@@ -3,16 +3,17 @@
 Guarantee: only regular files are opened, so that a named pipe never blocks a reader, and a device never feeds it
 without end. A file that is read as a whole has a limit of size.
 
-Limits: what a file holds is not checked here, and neither is where a link leads.
+Limits: what a file holds is not checked here, and neither is where a link leads. A file that is exchanged for one of
+another kind between the look at it and its opening is opened.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 from electra_dist.errors import StoreError
 
@@ -20,21 +21,19 @@ MOST_BYTES = 1 << 28  # of a configuration, a vocabulary or a record; the larges
 MOST_DATA_BYTES = 1 << 32  # of a data set that is held in memory as a whole
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> io.BufferedReader:
     """Open a regular file, at the end of any links, to read its bytes.
 
     Raises:
         StoreError: it is a named pipe, a socket or a device.
         OSError: it is missing, may not be read, or is a folder (IsADirectoryError).
     """
-    _refuse_other_kinds(path, os.stat(path))  # first, because opening a device may have an effect
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # does not wait, should it be a pipe by now
-    try:
-        _refuse_other_kinds(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    status = os.stat(path)  # first, because opening a named pipe waits, and opening a device may have an effect
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(f"{path}: is a named pipe, a socket or a device; give a regular file")
+    return open(path, "rb")
 
 
 def check_regular(path: Path | str) -> None:
@@ -55,11 +54,3 @@ def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
     if has_too_many or len(data) > most_bytes:
         raise StoreError(f"{path}: has more than the {most_bytes:,} bytes that are read of such a file; replace it")
     return data
-
-
-def _refuse_other_kinds(path: Path | str, status: os.stat_result) -> None:
-    """Raise unless a file is a regular one."""
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreError(f"{path}: is a named pipe, a socket or a device; give a regular file")

@@ -46,7 +46,6 @@ OWN = {
     "launcher/chaos/file_faults.py",
     "launcher/chaos/victim.py",
     "launcher/cli/main.py",
-    "launcher/supervise/meeting/summary.py",
     "launcher/supervise/rank_processes.py",
     "launcher/supervise/supervisor_watch.py",
 }

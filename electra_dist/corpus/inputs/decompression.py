@@ -44,7 +44,7 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
     return cast(io.BufferedReader, raw)
 
 
-def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper) -> Iterator[Any]:
+def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]:
     """Yield the lines of a file of bytes or of text with their line ends.
 
     Raises:

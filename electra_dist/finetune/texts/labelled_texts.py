@@ -17,6 +17,7 @@ import numpy as np
 
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import SpecialIds
+from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from electra_dist.tokenizer import TextTokenizer
@@ -89,7 +90,8 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
     Raises:
         UserError: the file is not UTF-8, has no examples, a column is missing, or a line is not a JSON object.
     """
-    raw = read_regular(file, MOST_DATA_BYTES)
+    with readable(file):
+        raw = read_regular(file, MOST_DATA_BYTES)
     try:
         lines = raw.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -31,6 +31,7 @@ from pydantic import Field, TypeAdapter
 from electra_dist.errors import StoreError
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
+from electra_dist.store.regular_files import read_regular
 from launcher.supervise.meeting.reports import End
 
 SUMMARY_NAME = "summary.json"
@@ -99,11 +100,9 @@ class SummaryReader:
         `STALE_S` seconds, measured by the clock of this node only, so that the clocks of nodes need not agree.
         """
         try:
-            with self._file.open("rb") as file:
-                changed_ns = os.fstat(file.fileno()).st_mtime_ns
-                content = file.read()
-            summary = validate_json(_SUMMARY, parse_json_object(content))
-        except (OSError, DamagedJson):
+            changed_ns = self._file.stat().st_mtime_ns
+            summary = validate_json(_SUMMARY, parse_json_object(read_regular(self._file)))
+        except (OSError, StoreError, DamagedJson):
             return None
         now = time.monotonic()
         if changed_ns != self._changed_ns:
