@@ -11,6 +11,7 @@ from pathlib import Path
 
 from electra_dist.corpus.prepare.slurm_submission import environment_of_submission
 from electra_dist.errors import UserError
+from electra_dist.store.regular_files import read_regular
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
@@ -47,7 +48,7 @@ def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
     Raises:
         UserError: sbatch is missing or refuses the script.
     """
-    script_options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text("utf-8", errors="replace"), re.MULTILINE)
+    script_options = re.findall(r"^#SBATCH --([a-z-]+)", read_regular(script).decode("utf-8", "replace"), re.MULTILINE)
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", *options, str(script)],
