@@ -115,13 +115,17 @@ def print_summary(outcomes: list[Outcome], seconds: float) -> None:
     cases = [outcome.case for outcome in outcomes]
     print_coverage(cases)
     met = Counter(kind for outcome in outcomes for kind in outcome.met)
-    planned = Counter(leg.interruption.kind for case in cases for leg in case.legs if leg.interruption)
+    legs = [leg for case in cases for leg in case.legs]
+    planned = Counter(leg.interruption.kind for leg in legs if leg.interruption) + Counter(
+        leg.damage for leg in legs if leg.damage
+    )
     print("\ninterruptions: " + ", ".join(f"{kind} {met[kind]} of {planned[kind]}" for kind in sorted(planned)))
-    ranks = Counter(leg.ranks for case in cases for leg in case.legs)
+    ranks = Counter(leg.ranks for leg in legs)
     exchanges = sum(len({leg.ranks for leg in case.legs}) > 1 for case in cases)
     print(
         f"rollbacks: {met['rollback']}; diverged: {sum(o.ended == 'diverged' for o in outcomes)}; starts planned by "
-        f"number of ranks: {dict(sorted(ranks.items()))}; cases that change it: {exchanges}"
+        f"number of ranks: {dict(sorted(ranks.items()))}; cases that change it: {exchanges}; "
+        f"starts from scratch: {sum(leg.from_scratch for leg in legs)}"
     )
     faults = Counter(sort_of_fault(outcome.fault) for outcome in outcomes if outcome.fault)
     for sort, count in faults.most_common():

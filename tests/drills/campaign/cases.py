@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import yaml
-from drills.campaign.draws import DRAWS, draw_changes, tree_of
+from drills.campaign.draws import DRAWS, TWO_TARGETS, draw_changes, tree_of
 from pydantic import ValidationError
 
 from electra_dist.config import Config
@@ -24,6 +24,8 @@ _MOST_INTERRUPTIONS = 3
 _MOST_CHANGES = 60  # A kill comes at one of so many changes of files after its step has begun.
 _MOST_DELAY_S = 0.4
 _MOST_SET_UP_S = 2.0
+_FROM_SCRATCH_PROBABILITY = 0.05
+_DAMAGE_PROBABILITY = 0.2
 # Commands for the finished run; RUN is its folder and CONFIG its config file.
 COMMANDS = (
     ("verify", "--bytes", "RUN"),
@@ -33,6 +35,9 @@ COMMANDS = (
     ("export", "RUN"),
     ("plan", "CONFIG"),
 )
+TORN_METRICS, TORN_LEDGER = "half a line in metrics.jsonl", "half a line in ledger.jsonl"
+FLIPPED, CUT, MISSING = "a flipped byte", "half a file", "a missing file"  # of the newest checkpoint
+DAMAGES = (TORN_METRICS, TORN_LEDGER, FLIPPED, CUT, MISSING)
 # Keys that may change at a restart.
 EXCHANGED_KEYS = (
     "engine.zero_stage",
@@ -44,6 +49,7 @@ EXCHANGED_KEYS = (
     "engine.deterministic",
     "kernels.backend",
     "checkpoint.every_steps",
+    "checkpoint.targets",
     "checkpoint.keep_last",
     "checkpoint.keep_best",
     "log.every_steps",
@@ -58,9 +64,7 @@ EXCHANGED_KEYS = (
 class Interruption(NamedTuple):
     """What ends a start of the run."""
 
-    kind: (
-        str  # "kill at a change", "kill at a time", "stop file", "save file" (which ends nothing), or a signal's name
-    )
+    kind: str  # "kill at a change", "kill at a time", "stop file", "save file" (ends nothing), or a signal's name
     rank: int  # the rank that it hits
     step: int  # comes at the first step from this one on; -1: counted from the begin of the process
     delay_s: float = 0.0  # of a kill at a time or a signal: how much later it comes
@@ -85,6 +89,14 @@ class Leg(NamedTuple):
     ranks: int
     settings: dict[str, Any]  # dotted key -> value that differs from the case's config
     interruption: Interruption | None  # None: it runs to the end
+    from_scratch: bool = False  # whether it begins the run again
+    damage: str = ""  # what happens to a file after a kill, of `DAMAGES`; "": nothing
+
+    def __str__(self) -> str:
+        settings = "".join(f", {key}: {value}" for key, value in self.settings.items())
+        scratch = ", from scratch" if self.from_scratch else ""
+        damage = f", then {self.damage}" if self.damage else ""
+        return f"{self.ranks} ranks{settings}{scratch}; {self.interruption or 'to the end'}{damage}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +117,7 @@ class Case:
 
     def interruptions(self) -> list[str]:
         """Return one line for each start of the run, and one for the spikes."""
-        lines = []
-        for leg in self.legs:
-            settings = "".join(f", {key}: {value}" for key, value in leg.settings.items())
-            lines.append(f"{leg.ranks} ranks{settings}; {leg.interruption or 'to the end'}")
+        lines = [str(leg) for leg in self.legs]
         if self.spikes:
             lines.append(f"spikes at steps {list(self.spikes)}")
         return lines
@@ -163,12 +172,17 @@ def _draw_legs(random: Random, changes: dict[str, Any], config: Config) -> tuple
     steps = sorted(random.randint(-1, config.train.num_steps - 1) for _ in range(num_interruptions))
     legs = []
     for step in steps:
-        legs.append(Leg(ranks, settings, _draw_interruption(random, ranks, step)))
+        from_scratch = random.random() < _FROM_SCRATCH_PROBABILITY
+        damage = random.choice(DAMAGES) if random.random() < _DAMAGE_PROBABILITY else ""
+        legs.append(Leg(ranks, settings, _draw_interruption(random, ranks, step), from_scratch, damage))
         if random.random() < 0.3:
             ranks = random.choice(possible_ranks)
         if random.random() < 0.4:
             key = random.choice(EXCHANGED_KEYS)
             exchanged = {**settings, key: DRAWS[key](random, config.train.num_steps)}
+            if key == "checkpoint.targets":  # no target with checkpoints is left out
+                has_targets = {**changes, **settings}.get(key)
+                exchanged[key] = random.choice([TWO_TARGETS, TWO_TARGETS[::-1]]) if has_targets else []
             if check({**changes, **exchanged}) is not None:
                 settings = exchanged
     return (*legs, Leg(ranks, settings, None))

@@ -25,6 +25,7 @@ Draw = Callable[[Random, int], Any]  # the second argument is train.num_steps
 FIRST_STEPS, LAST_STEPS = 8, 20  # limits of train.num_steps
 GENERATOR_SOURCE = "CASE/generator"  # run folders that are made before the case begins, if its config names them
 INITIAL_SOURCE = "CASE/source"
+TWO_TARGETS = ["SIDE/first", "SIDE/second"]
 _RARE_PROBABILITY = 0.08  # of a value that is far off what anybody sets
 _CHANGE_PROBABILITY = 0.2  # of each key, for a value that may differ from the base config's
 
@@ -170,7 +171,7 @@ DRAWS: dict[str, Draw] = {
     "guard.skip_before": one_of(0, 1, 2, 16, rarely=[2**31, 2**63]),
     "guard.max_rollbacks": up_to(0, 5, rarely=[2**31, 2**63]),
     "checkpoint.every_steps": one_of(1, 2, 3, 5, 1000, "auto", rarely=[2**31, 2**63]),
-    "checkpoint.targets": one_of([], ["SIDE/first"], ["SIDE/first", "SIDE/second"]),
+    "checkpoint.targets": one_of([], ["SIDE/first"], TWO_TARGETS),
     "checkpoint.keep_last": up_to(1, 4, rarely=[2**31, 2**63]),
     "checkpoint.keep_every_steps": up_to(0, 5, rarely=[2**31, 2**63]),
     "checkpoint.keep_steps": some_steps(3, first=1),

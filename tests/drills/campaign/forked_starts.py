@@ -21,6 +21,7 @@ from support.real_runs import free_port
 
 import launcher.cli.main
 import launcher.pretrain
+from electra_dist.engine import loss_scale
 from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 from electra_dist.train.loss_guard import Guard
 from electra_dist.train.trainer import Trainer
@@ -60,6 +61,7 @@ def start(
     output: Path,
     interruption: Interruption | None = None,
     spikes: Sequence[int] = (),
+    from_scratch: bool = False,
 ) -> list[int]:
     """Start a run, and return the exit codes of its ranks; negative: the signal that ended one.
 
@@ -70,12 +72,13 @@ def start(
         output: file for what the ranks print.
         interruption: what ends it; None: nothing.
         spikes: steps that the guard takes for spikes.
+        from_scratch: whether the run begins again.
     """
 
     def rank_main(rank: int) -> int:
         hit = interruption if interruption is not None and interruption.rank == rank else None
         _prepare_process(hit, watched, rank, frozenset(spikes))
-        return launcher.pretrain.main(["--config", str(config)])
+        return launcher.pretrain.main(["--config", str(config), *["--from-scratch"] * from_scratch])
 
     variables = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     rank_of_pid = {}
@@ -100,8 +103,12 @@ def run_command(arguments: Sequence[str], output: Path) -> int:
 
 
 def _prepare_process(hit: Interruption | None, watched: Path, rank: int, spikes: frozenset[int]) -> None:
-    """Let this rank meet its interruption and the spikes; allow fp16, which torch computes on every CPU."""
+    """Let this rank meet its interruption and the spikes; allow fp16, which torch computes on every CPU.
+
+    The loss scale of fp16 is so high, and grows so soon, that some steps overflow.
+    """
     get_accelerator().is_fp16_supported = lambda: True
+    loss_scale.INITIAL_SCALE, loss_scale.STEPS_UNTIL_GROWTH = 2.0**24, 3
     launcher.pretrain._write_report = lambda run_dir: None
     changes = CountedChanges(watched, rank) if hit is not None and hit.kind == "kill at a change" else None
     pending = [hit] if hit is not None else []

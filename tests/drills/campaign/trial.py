@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from drills.campaign.cases import Case, Interruption, Leg, check
+from drills.campaign.cases import CUT, MISSING, TORN_LEDGER, TORN_METRICS, Case, Interruption, Leg, check
 from drills.campaign.draws import GENERATOR_SOURCE, INITIAL_SOURCE, placed, tree_of
 from drills.campaign.forked_starts import read_lines, run_command, start
 from drills.kill_matrix.comparison import NOT_COMPARED
@@ -63,25 +63,27 @@ class Side:
     data: Path
     changes: Mapping[str, Any] = field(default_factory=dict)  # further changes of the case's config
     num_starts: int = 0
+    targets: Sequence[str] = ()  # of the last start
+    damaged: set[int] = field(default_factory=set)  # steps of damaged checkpoints
 
     @property
     def run_dir(self) -> Path:
         return self.folder / "run"
 
     def checkpoint_folders(self) -> list[Path]:
-        """Return the folders of the checkpoint targets."""
-        targets = self.case.changes.get("checkpoint.targets") or ["SIDE/run/checkpoints"]
-        return [self.folder / target.removeprefix("SIDE/") for target in targets]
+        """Return the folders of the checkpoint targets of the last start."""
+        return [self.folder / target.removeprefix("SIDE/") for target in self.targets or ["SIDE/run/checkpoints"]]
 
     def start(self, leg: Leg, spikes: Sequence[int] = ()) -> tuple[list[int], str]:
         """Start the run; return the exit codes of its ranks and what they have printed."""
         self.num_starts += 1
         changes = {**self.case.changes, **self.changes, **leg.settings}
+        self.targets = changes.get("checkpoint.targets", [])
         places = {"DATA": self.data, "CASE": self.folder.parent, "SIDE": self.folder}
         config = self.folder / f"start-{self.num_starts}.yaml"
         config.write_text(yaml.safe_dump(placed(tree_of(changes), places)))
         output = config.with_suffix(".txt")
-        codes = start(config, self.folder, leg.ranks, output, leg.interruption, spikes)
+        codes = start(config, self.folder, leg.ranks, output, leg.interruption, spikes, leg.from_scratch)
         text = output.read_text(errors="replace") if output.exists() else ""
         if _TRACEBACK in text and _KILLED not in codes:
             raise Fault(f"traceback: {_last_line(text)}; {output}")
@@ -193,21 +195,24 @@ def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
     first_discarded = case.changes["train.num_steps"]  # a rollback sets the checkpoints after this step aside
     legs = [*case.legs, *[case.legs[-1]] * _MOST_RESTARTS]
     for number, leg in enumerate(legs):
-        num_events = len(side.ledger())
+        earlier = side.ledger()
         codes, text = side.start(leg, case.spikes)
-        for event in side.ledger()[num_events:]:
+        events = side.ledger()
+        if events[: len(earlier)] != earlier:  # the run has begun again, with a new ledger
+            earlier, segments, first_discarded = [], [], case.changes["train.num_steps"]
+        for event in events[len(earlier) :]:
             if event["event"] in ("start", "resume"):
                 segments = [segment for segment in segments if segment.from_step < event["step"]]
                 segments.append(Segment(event["step"], leg.ranks, tuple(sorted(leg.settings.items()))))
             if event["event"] == "rollback":
                 first_discarded = min(first_discarded, event["skip_from"])
-            if event["event"] == "set_aside" and _checkpoint_step(event["reason"]) <= first_discarded:
+            if event["event"] == "set_aside" and not _may_be_set_aside(side, event["reason"], first_discarded):
                 raise Fault(f"set aside: {event}")
         interruption = leg.interruption
         if _KILLED in codes:
             if interruption is None or not interruption.kind.startswith("kill"):
                 raise Fault(f"start {number + 1} was killed: {codes}")
-            outcome.met.append(interruption.kind)
+            outcome.met += [interruption.kind, *_damage(side, leg.damage)]
             continue
         if interruption is not None and interruption.step < 0 and codes == [-interruption.signal]:
             outcome.met.append(interruption.kind)  # before the run has set its handlers
@@ -241,10 +246,43 @@ def _run_command(side: Side, command: Sequence[str]) -> None:
         raise Fault(f"{' '.join(command)} ended with {code}: {_last_line(text)}; {side.folder}")
 
 
-def _checkpoint_step(reason: str) -> int:
-    """Return the step of the checkpoint that the ledger names in the reason of an event."""
+def _may_be_set_aside(side: Side, reason: str, first_discarded: int) -> bool:
+    """Return whether a checkpoint that the ledger names was damaged, or discarded by a rollback to a step."""
     found = re.search(r"step-(\d{8})-a\d{4}", reason)
-    return int(found[1]) if found else 0
+    step = int(found[1]) if found else 0
+    return step > first_discarded or step in side.damaged
+
+
+def _damage(side: Side, damage: str) -> list[str]:
+    """Damage a file of a killed run; return the damage, or nothing if there is no such file.
+
+    A checkpoint is damaged only if the run can use an older one.
+    """
+    if damage in (TORN_METRICS, TORN_LEDGER):
+        file = side.run_dir / (METRICS_FILE if damage == TORN_METRICS else LEDGER_FILE)
+        if not file.exists():
+            return []
+        with file.open("a") as out:
+            out.write('{"kind": "tr')
+        return [damage]
+    targets = side.checkpoint_folders()
+    has_rollback = bool(side.case.spikes) or any(event["event"] == "rollback" for event in side.ledger())
+    if not damage or has_rollback or len(targets) > 1 or not targets[0].exists():
+        return []
+    *older, newest = [None, *sorted(committed(LocalStore(targets[0])))]
+    if len(older) < 2 or newest is None:
+        return []
+    side.damaged.add(newest[0])
+    file = min((targets[0] / newest[2]).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    if damage == MISSING:
+        file.unlink()
+    elif damage == CUT:
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    return [damage]
 
 
 def _must_diverge(case: Case, side: Side) -> None:
