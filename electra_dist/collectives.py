@@ -1,23 +1,46 @@
-"""Exchange small Python values between all ranks of a run.
+"""Exchange small values of JSON between all ranks of a run.
 
-Guarantee: every rank returns the same value, or raises the same UserError.
+Guarantee: every rank returns the same value, or raises the same error. What another process has sent is only parsed: a
+process that is not of this run and has joined its process group can make no rank execute anything or allocate much.
+
+How: a value travels as a JSON text in a tensor of bytes, after its length. Floats keep all their bits.
 
 Cost: two small collectives for each call; milliseconds over gloo.
 
-Limits: values are pickled, so these functions are for small values outside the step loop. Every rank of the default
-process group must call them, in the same order.
+Limits: lists, dictionaries with text as keys, text, numbers, booleans and None; a tuple arrives as a list. Messages of
+more than 64 MiB are refused. Every rank of the default process group must call these functions, in the same order.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from electra_dist.errors import StorageLost, UserError
+from electra_dist.errors import (
+    ManifestMismatch,
+    StorageLost,
+    StoreAway,
+    StoreError,
+    StoreExhausted,
+    StoreMissing,
+    UserError,
+)
+from electra_dist.store.json_file import DamagedJson, parse_json
 
-T = TypeVar("T")
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+T = TypeVar("T", bound=Json)
+
+_MOST_BYTES = 64 << 20  # of a message from rank 0, and of all messages that one call gathers
+# Errors that are the same on all ranks; one of another class arrives as its nearest class of these.
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (StoreExhausted, StoreAway, StoreMissing, StoreError, ManifestMismatch, UserError, StorageLost)
+}
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
@@ -25,36 +48,85 @@ def from_rank_0(function: Callable[[], T]) -> T:
 
     Use it for what only one rank may do or must decide for all, such as writing a file.
 
-    Args:
-        function: Called without arguments; its value must be picklable.
-
     Raises:
-        UserError, StorageLost: `function` raised it on rank 0; every rank raises a copy. Any other exception is
-            raised on rank 0 alone, and the other ranks then wait until the process group fails.
+        UserError, StorageLost: `function` raised it on rank 0; every rank raises one with the same message. Any other
+            exception is raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
-    value: T | None = None
-    error: UserError | StorageLost | None = None
+    known_error: UserError | StorageLost | None = None
+    message: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            value = function()
-        except (UserError, StorageLost) as known_error:
-            error = known_error
-    message: list[Any] = [value, error]
-    dist.broadcast_object_list(message)  # On the other ranks it replaces the elements of the list.
-    value, error = message
-    if error is not None:
-        raise error
-    return value
+            message = {"value": function()}
+        except (UserError, StorageLost) as error:
+            known_error = error
+            kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
+            message = {"error": kind, "text": str(error)}
+    received = _decode(_broadcast(_encode(message)), 0)
+    if known_error is not None:
+        raise known_error
+    match received:
+        case {"error": str(kind), "text": str(text)} if kind in _ERRORS:
+            raise _ERRORS[kind](text)
+        case {"value": value}:
+            return value
+    raise _sent_by_a_stranger(0, "neither a value nor an error")
 
 
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, ordered by rank, on every rank. Collective.
 
     No rank returns before all ranks have called it.
-
-    Args:
-        value: This rank's value; it must be picklable.
     """
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    own = _encode(value)
+    num_ranks = dist.get_world_size()
+    length = torch.tensor([len(own)], device=own.device)
+    lengths = [torch.zeros_like(length) for _ in range(num_ranks)]
+    dist.all_gather(lengths, length)
+    sizes = [_checked_size(int(size), rank, _MOST_BYTES // num_ranks) for rank, size in enumerate(lengths)]
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    received = [torch.zeros_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(received, padded)
+    return [_decode(content[:size], rank) for rank, (content, size) in enumerate(zip(received, sizes))]
+
+
+def _broadcast(message: torch.Tensor) -> torch.Tensor:
+    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used. Collective."""
+    length = torch.tensor([len(message)], device=message.device)
+    dist.broadcast(length, 0)
+    size = _checked_size(int(length), 0, _MOST_BYTES)
+    if dist.get_rank() != 0:
+        message = message.new_zeros(size)
+    dist.broadcast(message, 0)
+    return message
+
+
+def _encode(value: Json) -> torch.Tensor:
+    """Return the JSON text of a value, uint8 [bytes], on the device on which the process group exchanges tensors."""
+    text = json.dumps(value).encode("ascii")
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def _decode(message: torch.Tensor, rank: int) -> Any:
+    """Return the value that a rank has sent."""
+    try:
+        return parse_json(message.cpu().numpy().tobytes())
+    except DamagedJson as error:
+        raise _sent_by_a_stranger(rank, f"a message that cannot be used: {error}") from None
+
+
+def _checked_size(size: int, rank: int, most_bytes: int) -> int:
+    """Return the length in bytes that a rank has announced, if it is allowed."""
+    if not 0 < size <= most_bytes:
+        raise _sent_by_a_stranger(rank, f"a message of {size:,} bytes, and {most_bytes:,} are the limit")
+    return size
+
+
+def _sent_by_a_stranger(rank: int, what: str) -> UserError:
+    """Return the error about a message that no rank of this run sends."""
+    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return UserError(
+        f"rank {rank} sent {what}; a process that is not of this run may have joined its ranks at {place}: start the "
+        f"run again with another port (deepspeed --master_port PORT)"
+    )

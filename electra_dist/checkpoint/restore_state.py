@@ -17,7 +17,7 @@ tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,13 +116,16 @@ def load_newest(
     rejected: list[tuple[_Candidate, _Fault]] = []  # each checkpoint that cannot be used, and why
     unreadable: _Candidate | None = None
     unreadable_fault: _Fault | None = None
-    for candidate in from_rank_0(lambda: _newest_first(targets)):
+    candidates: list[list[Any]] = from_rank_0(lambda: [list(candidate) for candidate in _newest_first(targets)])
+    for fields in candidates:
+        candidate = _Candidate(*fields)
         if unreadable is not None and not candidate.is_copy_of(unreadable):
             break  # no further target has a copy; an older checkpoint would lose steps
         target = targets[candidate.target_index]
         state, own_fault = _read_own_part(target, candidate.folder, fragments, expected, older_identities, stopped)
         # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
-        faults = [fault for fault in gather(own_fault) if fault is not None]
+        own_fields: list[Any] | None = None if own_fault is None else list(own_fault)
+        faults = [_Fault(*fields) for fields in gather(own_fields) if fields is not None]
         if not faults:
             assert state is not None
             return state, [_set_aside(targets, unusable, fault, state.step, target) for unusable, fault in rejected]

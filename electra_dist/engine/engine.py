@@ -248,7 +248,7 @@ class Engine:
         updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
         implementation = choose_implementation(config, self.device.type, updates_on_host)
         if self.device.type == "cuda":
-            choices = gather(implementation)
+            choices = [Implementation(*choice) for choice in gather(list(implementation))]
             names = {choice.name for choice in choices}
             if len(names) > 1:
                 reasons = [choice.reason for choice in choices if choice.reason]

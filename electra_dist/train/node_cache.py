@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import ShardEntry
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, CacheFolder, choose_cache_folder
 from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, describe_room, windows_bytes
-from electra_dist.data.shard_cache.peer_group import PeerGroup
+from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
 from electra_dist.data.verified_shards import ShardCache
 from electra_dist.engine.process_group import ranks_on_this_node
@@ -123,7 +124,8 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
         with contextlib.suppress(OSError):
             server = ShardServer(_own_address(), token)
             stack.callback(server.close)
-    address_of_rank = gather(server.address if server is not None else None)
+    own_address: list[Any] | None = list(server.address) if server is not None else None
+    address_of_rank = gather(own_address)
     first_ranks = [rank for rank, is_first in enumerate(gather(is_first_on_node())) if is_first]
     # Ranks of one node have consecutive numbers, so the first rank of this node is the last one up to this rank.
     first_rank_of_node = max(rank for rank in first_ranks if rank <= dist.get_rank())
@@ -133,7 +135,7 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
         address = address_of_rank[rank]
         if address is not None:
             serving_ranks.append(rank)
-            addresses.append(address)
+            addresses.append(Address(*address))
     if first_rank_of_node not in serving_ranks:
         return None, None
     own_node = serving_ranks.index(first_rank_of_node)
@@ -169,7 +171,7 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
     folder = node_cache_folder(config)
     room = _room(config, folder.path, corpora)
     node = node_name()
-    rooms = gather((room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"))
+    rooms = gather([room.capacity_bytes, node, f"{folder.path} ({folder.source}), {describe_room(room)}"])
     _, name, text = min(rooms)
     num_nodes = sum(gather(is_first_on_node()))
     place = f" of {name}, which has the least room of the {num_nodes} nodes" if num_nodes > 1 else ""

@@ -25,6 +25,7 @@ from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
+from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import SpecialIds
@@ -355,7 +356,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         count_V=token_counts,
     )
     # Ranks whose GPUs or packages differ may come to different results.
-    objective.attention = agree_on_attention(gather(choose_attention(config, local_device().type)))
+    choices = gather(list(choose_attention(config, local_device().type)))
+    objective.attention = agree_on_attention([AttentionChoice(*choice) for choice in choices])
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing

@@ -32,7 +32,7 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
     """
     all_losses: list[float] = []
     all_row_ids: list[int] = []
-    for rank_losses, rank_row_ids in gather((losses, batch.row_ids.tolist())):
+    for rank_losses, rank_row_ids in gather([losses, batch.row_ids.tolist()]):
         all_losses += rank_losses
         all_row_ids += rank_row_ids
     index = outlier(all_losses)

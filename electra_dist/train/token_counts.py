@@ -61,9 +61,9 @@ def unigram_counts(
     if counts_of_builder is not None:
         return counts_of_builder
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
-    counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size) if file.exists() else None)
+    counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size).tolist() if file.exists() else None)
     if counts_of_earlier_start is not None:
-        return counts_of_earlier_start
+        return np.array(counts_of_earlier_start, np.int64)
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
     shards_of_rank = range(dist.get_rank(), len(corpus.manifest.shards), dist.get_world_size())
     with contextlib.closing(open_cache()) as cache:

@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from electra_dist.errors import UserError
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.environment_record import check_gpus
+from electra_dist.store.json_file import validate_json
 from launcher.preflight.findings import JOB, Finding, Severity, from_error
 from launcher.preflight.gpu_checks import Speed, classify_load, classify_speeds
 from launcher.preflight.rank_measurements import peers
@@ -51,6 +54,9 @@ class RankReport:
     exchange_s: float | None  # the faster of its exchanges with two neighbours; None: not measured
     all_reduce_gb_s: float | None  # bus bandwidth, per rank and direction; None: not measured
     findings: tuple[Finding, ...]
+
+
+_REPORT = TypeAdapter(RankReport)
 
 
 def check_load(node: str) -> list[Finding]:
@@ -215,7 +221,8 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
         all_reduce_gb_s=all_reduce_gb_s,
         findings=tuple(dict.fromkeys(findings)),  # without repetitions, in order
     )
-    return gather(report)
+    reports = gather(_REPORT.dump_python(report, mode="json"))
+    return [validate_json(_REPORT, content) for content in reports]
 
 
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:

@@ -38,7 +38,7 @@ def whole_state(engine: Engine) -> State:
     own = []
     for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
         for kind, view in fragment.views.items():
-            own.append((fragment.name, kind, fragment.start, view.double().numpy().copy()))
+            own.append([fragment.name, kind, fragment.start, view.double().tolist()])
     state: State = {}
     shapes = parameter_shapes(engine.deepspeed.module)
     for name, shape in shapes.items():

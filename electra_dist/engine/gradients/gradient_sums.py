@@ -29,6 +29,8 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 
+from electra_dist.collectives import from_rank_0
+
 BUCKET_ELEMENTS = 1 << 24  # limit of a bucket, 64 MiB of fp32 sums; a single parameter may have more
 _OVERLAPPED_BUCKETS = 16  # with overlap, a small model has at least about as many, so that its exchange begins early
 
@@ -257,9 +259,7 @@ class GradientSums:
         """
         if self._exchange_order is None:
             incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
-            broadcast_order = [self._completed + incomplete]
-            dist.broadcast_object_list(broadcast_order)
-            self._exchange_order = broadcast_order[0]
+            self._exchange_order = from_rank_0(lambda: self._completed + incomplete)
         while self._num_started < len(self._exchange_order):
             self._start_next()
         for bucket, all_reduce in self._all_reduces:

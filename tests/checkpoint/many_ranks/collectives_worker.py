@@ -48,6 +48,7 @@ def count_collectives(counts: Counter[str]) -> None:
             return collective(*arguments, **options)
 
         setattr(distributed_c10d, name, counting)
+        setattr(dist, name, counting)
 
 
 def measure(folder: Path, num_ranks: int) -> dict[str, dict[str, int]]:

@@ -34,7 +34,7 @@ def test_a_start_and_a_restore_take_six_small_collectives_and_a_save_none(
 ) -> None:
     counts = counts_of_sizes[str(num_ranks)]
     num_bytes = counts["restore"].pop("bytes")
-    assert counts["start"]["broadcast"] == 2  # the size of the pickled value, then the value
+    assert counts["start"]["broadcast"] == 2  # the length of the message, then the message
     assert counts["save"] == counts["start"]
     # The list of checkpoints from rank 0, then what each rank has found: sizes and values.
     assert counts["restore"] == {"broadcast": 4, "all_gather": 2}
