@@ -18,6 +18,7 @@ from electra_dist.config import ClusterConfig, Config
 from electra_dist.config_checks import check_new_run
 from electra_dist.config_file import load_config
 from electra_dist.config_sections.secrets import whole_overrides, without_secret_arguments
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error that the user must fix is printed to stderr as one line that begins with "error: ". Only one rank prints
     it: rank 0, or the first rank of a node that alone has the error, or, once the ranks have formed the process group,
-    the first rank that meets the error. Any other exception is raised, and the process then ends with exit code 1.
+    the first rank that meets the error. A rank whose own environment variables cannot be used prints that, too. Any
+    other exception is raised, and the process then ends with exit code 1.
 
     Args:
         argv: command-line arguments; None means those of this process.
@@ -54,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = whole_overrides(args.set)
     # Every record of the command line is made from sys.argv, also those of tracking services.
     sys.argv[1:] = without_secret_arguments(sys.argv[1:])
-    is_first_rank = int(os.environ.get("RANK", "0")) == 0
+    try:
+        is_first_rank = rank_place().rank == 0
+    except UserError as error:
+        # Each rank prints what is wrong with its own variables: the other ranks may be sound and wait for it.
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
     try:
         # The config is read with the default limit, because the config's own limit is not known before.
         default_patience = Patience(ClusterConfig().storage_patience_s)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from pydantic import Field, TypeAdapter
 
 from electra_dist.config import Config, divisors
-from electra_dist.engine.process_group import ranks_on_this_node
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.engine.state_layout import PARTS, state_layout
 from electra_dist.errors import UserError
 from electra_dist.model.row_layout import example_bounds
@@ -337,7 +337,7 @@ def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
         return free_bytes
-    return psutil.virtual_memory().available / ranks_on_this_node()
+    return psutil.virtual_memory().available / rank_place().ranks_on_node
 
 
 def _device_name(device: torch.device) -> str:

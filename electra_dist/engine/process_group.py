@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import warnings
@@ -13,7 +12,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
-from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S, agreed_port
+from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_address, check_port, rank_place, whole_number
+from electra_dist.errors import UserError
+from electra_dist.run.marked_processes import MARK
 
 # All ranks wait for the node whose preflight takes longest; imports and the first collective then get ten minutes.
 PROCESS_GROUP_TIMEOUT = timedelta(seconds=PREFLIGHT_LIMIT_S, minutes=10)
@@ -34,18 +35,15 @@ def init_distributed() -> None:
     On a machine with GPUs this rank's GPU becomes the current one before the ranks meet: the first collective of a run
     would otherwise run on GPU 0 for all ranks of a node, and hang.
 
-    A port that is in use is replaced by the next free one, if the ranks are those of one node.
-
     Collective: it returns when all ranks have joined. Calling it again in the same process changes nothing.
 
     Raises:
-        UserError: no port is free.
+        UserError: a variable of the launcher cannot be used, or the port is in use and a user has chosen it.
     """
+    place = rank_place()
     for name, value in _SINGLE_RANK.items():
         os.environ.setdefault(name, value)
-    is_alone = os.environ["WORLD_SIZE"] == "1"
-    port = _ANY_FREE_PORT if is_alone else _DEFAULT_PORT
-    os.environ.setdefault("MASTER_PORT", port)
+    os.environ.setdefault("MASTER_PORT", _ANY_FREE_PORT if place.world_size == 1 else _DEFAULT_PORT)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about every optimizer that is not its own
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -53,36 +51,26 @@ def init_distributed() -> None:
         # DeepSpeed's collectives in shared memory serve inference only. Their extension needs a compiler and leaks
         # 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _share_cores()
+        _share_cores(place.ranks_on_node)
     local_device()
     _ask_cuda_for_free_memory(get_accelerator())
-    has_met = dist.is_initialized()
-    with contextlib.nullcontext() if has_met else agreed_port():
-        deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
+    if not dist.is_initialized():
+        check_address(os.environ["MASTER_ADDR"])
+        # A supervisor has chosen a free port. If that has been taken since, it starts the ranks again with another.
+        if place.rank == 0 and MARK not in os.environ:
+            check_port(whole_number("MASTER_PORT", 0))
+    deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
 
 
-def ranks_on_this_node() -> int:
-    """Return the number of ranks that the launcher started on this node; 1 without a launcher.
-
-    DeepSpeed's launcher sets the environment variable LOCAL_SIZE, and torchrun sets LOCAL_WORLD_SIZE.
-    """
-    for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-        if variable in os.environ:
-            return int(os.environ[variable])
-    return 1
-
-
-def _share_cores() -> None:
+def _share_cores(ranks_on_node: int) -> None:
     """Set the number of torch threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    The share is the number of cores divided by the ranks on the node (environment variable LOCAL_SIZE), and at least
-    1. Without it every rank would use as many threads as there are cores, and the ranks of a node would slow one
-    another.
+    The share is the number of cores divided by the ranks on the node, and at least 1. Without it every rank would use
+    as many threads as there are cores, and the ranks of a node would slow one another.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
     num_cores = len(os.sched_getaffinity(0))
-    ranks_on_node = int(os.environ.get("LOCAL_SIZE", "1"))  # set by the launcher of DeepSpeed
     torch.set_num_threads(max(1, num_cores // ranks_on_node))
 
 
@@ -91,11 +79,23 @@ def local_device() -> torch.device:
 
     Returns:
         The GPU that the environment variable LOCAL_RANK numbers, or the CPU on a machine without CUDA.
+
+    Raises:
+        UserError: this process sees fewer GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
+    local_rank = rank_place().local_rank
+    try:
+        torch.cuda.set_device(local_rank)
+    except RuntimeError:
+        num_gpus = torch.cuda.device_count()
+        if local_rank < num_gpus:
+            raise
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {num_gpus} GPUs; start one rank for each GPU "
+            f"(deepspeed --num_gpus {num_gpus}), or correct CUDA_VISIBLE_DEVICES"
+        ) from None
     return torch.device("cuda", local_rank)
 
 

@@ -24,7 +24,7 @@ from electra_dist.data.shard_cache.cache_room import GIGABYTE, CacheRoom, descri
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.engine.process_group import ranks_on_this_node
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.node_strikes import node_name
 from electra_dist.train.input_checks import OpenCorpus, RunInputs
 
@@ -41,15 +41,8 @@ def node_cache_folder(config: Config) -> CacheFolder:
     Raises:
         StoreError: this node has no temporary directory that can be used.
     """
-    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes())
-
-
-def has_several_nodes() -> bool:
-    """Return whether the run has ranks on other nodes, too, judged from the launcher's environment variables.
-
-    They are WORLD_SIZE and the number of ranks on this node. Without a launcher the result is False.
-    """
-    return int(os.environ.get("WORLD_SIZE", "1")) > ranks_on_this_node()
+    has_several_nodes = rank_place().has_several_nodes
+    return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
 
 
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
@@ -102,7 +95,7 @@ def is_first_on_node() -> bool:
 
     This rank serves the node's shard cache to other nodes, and deletes old files in the node's folders.
     """
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return rank_place().local_rank == 0
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:

@@ -7,7 +7,6 @@ folder, engine, and the exit code.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from electra_dist.engine.deterministic_mode import set_deterministic_mode
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batch, with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
@@ -86,16 +86,15 @@ def run(
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    patience = Patience(config.cluster.storage_patience_s, print_line if is_first_on_node else _print_nothing)
-    config, notes = with_fitting_micro_batch(config, world_size)
+    place = rank_place()
+    patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
+    config, notes = with_fitting_micro_batch(config, place.world_size)
     try:
         if config.objective.generator == "frozen":
             config = patience.call(functools.partial(with_generator_digest, config))
-        inputs = patience.call(lambda: check_inputs(config, world_size, accept_new_numerics, from_scratch))
+        inputs = patience.call(lambda: check_inputs(config, place.world_size, accept_new_numerics, from_scratch))
     except StorageLost as error:
-        if os.environ.get("RANK", "0") == "0":
+        if place.rank == 0:
             record_lost_storage(Path(config.run_dir), str(error))
         raise
     set_deterministic_mode(config.engine.deterministic)

@@ -23,7 +23,7 @@ from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.engine.bit_settings import changes
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.learning_rate import generator_learning_rate, learning_rate
-from electra_dist.engine.process_group import ranks_on_this_node
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.engine.stage_switch import Stages
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, StorageLost, UserError
 from electra_dist.model.row_layout import SpecialIds
@@ -360,7 +360,7 @@ class Trainer:
             return
         self._next_look_at_space = now + _SPACE_EVERY_S
         next_save = min(self.schedule.next_due(self.state.step), self.config.train.num_steps)
-        problem = self.checkpointer.writer.space_shortage(dist.get_world_size(), ranks_on_this_node())
+        problem = self.checkpointer.writer.space_shortage(dist.get_world_size(), rank_place().ranks_on_node)
         if not problem or next_save == self._warned_of_save:
             return
         self._warned_of_save = next_save

@@ -16,7 +16,6 @@ Cost: a second for one process; with GPUs 3 s of matrix products and torch's imp
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.config_sections.secrets import whole_overrides
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StoreAway, UserError, error_line
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.node_strikes import add_strike, node_name
@@ -50,15 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         it as one line; the code is then 75 if the error is that storage is full or away, otherwise 78.
     """
     args = _parse(argv)
-    rank = int(os.environ.get("RANK", "0"))
-    is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     node = node_name()
+    rank = 0
     try:
+        place = rank_place()
+        rank = place.rank
+        is_first_of_node = place.local_rank == 0
         config = load_config(args.config, whole_overrides(args.set))
         patience = Patience(args.storage_patience)
-        _record_waits(patience, Path(config.run_dir), args.first_rank)
-        findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=world_size)
+        _record_waits(patience, Path(config.run_dir), rank if args.first_rank is None else args.first_rank)
+        findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=place.world_size)
         code = exit_code(findings, node)
         # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
         if rank == 0 or (is_first_of_node and code == EXIT_CRASH):
@@ -154,7 +155,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--first-rank",
         type=int,
-        default=int(os.environ.get("RANK", "0")),
         metavar="RANK",
         help="number of this node's first rank; waits for storage are recorded in its heartbeat file "
         "(default: the variable RANK, or 0)",

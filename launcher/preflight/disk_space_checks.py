@@ -22,6 +22,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.data.corpus_manifest import CorpusManifest
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR, choose_cache_folder
+from electra_dist.engine.rank_environment import rank_place, whole_number
 from electra_dist.model.parameter_counts import parameter_counts
 from electra_dist.run.folder import STAGING_DIR, TENSORBOARD_DIR
 from electra_dist.store.open_store import without_tilde
@@ -77,11 +78,9 @@ def _cache_folder(config: Config) -> Path:
 
     Raises:
         StoreError: this node has no temporary directory that can be used.
+        UserError: one of these variables cannot be used.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    num_nodes_of_job = int(os.environ.get("SLURM_NNODES", "1"))
-    has_several_nodes = world_size > ranks_on_node or num_nodes_of_job > 1
+    has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
     folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
     return folder / SHARDS_DIR
 

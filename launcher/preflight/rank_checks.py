@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from electra_dist.engine.rank_environment import check_address, rank_place
 from electra_dist.errors import UserError
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.environment_record import check_gpus
@@ -93,6 +94,8 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     import torch.distributed as dist
 
     backend = _backend()
+    check_address(os.environ.setdefault("MASTER_ADDR", "127.0.0.1"))
+    os.environ.setdefault("MASTER_PORT", "29500")
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
         try:
@@ -195,7 +198,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     speed: Speed | None = None
     findings = list(own)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", rank_place().local_rank)
         torch.cuda.set_device(device)
         meet()  # All GPUs begin their load at the same time.
         is_first_of_node = nodes.index(node) == rank

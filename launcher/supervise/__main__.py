@@ -20,6 +20,7 @@ from pathlib import Path
 from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
 from electra_dist.config_sections.secrets import hide_overrides
+from electra_dist.engine.rank_environment import check_device
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in hide_overrides(args.set):
         pretrain_arguments += ["--set", override]
     try:
+        check_device()
         # The config is read with the default limit, because the config's own limit is not known before.
         default_patience = Patience(ClusterConfig().storage_patience_s)
         config = default_patience.call(lambda: load_config(args.config, args.set))

@@ -18,7 +18,9 @@ from electra_dist.errors import UserError
 from electra_dist.gpu_cores import VISIBLE_DEVICES, visible_devices
 from electra_dist.store.regular_files import read_regular
 
+NUM_PORTS = 64  # consecutive starts of the ranks use the ports in turn
 _DEFAULT_PORT = 29500
+_LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,13 @@ class Placement:
                     f"--nodes is {nodes}, but --hostfile {hostfile} names {len(slots)} nodes; leave out --nodes"
                 )
         num_nodes = len(slots)
+        if min(slots, default=0) < 1:
+            raise UserError("--nodes and --gpus-per-node must be at least 1; correct the option")
+        if port is not None and not 0 < port <= _LAST_FIRST_PORT:
+            raise UserError(
+                f"--master-port {port} is not the first of {NUM_PORTS} TCP ports; set it to a number from 1 to "
+                f"{_LAST_FIRST_PORT}"
+            )
         if not 0 <= node < num_nodes:
             raise UserError(
                 f"--node-rank {node} is not the number of one of the {num_nodes} nodes; "

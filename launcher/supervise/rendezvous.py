@@ -34,7 +34,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from electra_dist.engine.meeting_port import is_free
+from electra_dist.engine.rank_environment import is_free
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from electra_dist.run.folder import HANGS_DIR, MEETING_DIR
 from electra_dist.store.atomic_files import replacing
@@ -42,9 +42,9 @@ from electra_dist.store.json_file import read_json_as
 from electra_dist.store.regular_files import read_regular
 from launcher.supervise.meeting.reports import End, MeetingFolder
 from launcher.supervise.meeting.summary import Summary, SummaryReader, SummaryWriter
+from launcher.supervise.rank_placement import NUM_PORTS
 
 _KEPT_STARTS = 3  # newest starts whose files are kept
-_NUM_PORTS = 64  # consecutive starts use the ports in turn
 _POLL_S = 1.0  # shortest time between two reads of the files by `news`
 
 
@@ -261,8 +261,8 @@ class Rendezvous:
             first: the lowest of the 64 ports.
             number: number of the start.
         """
-        turn = number % _NUM_PORTS
-        ports = [first + (turn + offset) % _NUM_PORTS for offset in range(_NUM_PORTS)]
+        turn = number % NUM_PORTS
+        ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
         other_ports = [port for port in ports if port != self._announced_port]
         for port in other_ports:
             if is_free(port):

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.config import Config
-from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S
+from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S
 from electra_dist.errors import (
     EXIT_CRASH,
     EXIT_DONE,

@@ -1,4 +1,4 @@
-"""Ranks of one node meet at the next free port if that of their launcher is in use."""
+"""Ranks meet at the port that their launcher has named; one that is in use ends the start with a line for the user."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from support.real_runs import REPOSITORY, free_port
 
-from electra_dist.engine import meeting_port
-from electra_dist.engine.meeting_port import agreed_port, free_port_from, is_free
+from electra_dist.engine.rank_environment import check_port, is_free
 from electra_dist.errors import UserError
 from launcher.supervise.rendezvous import Rendezvous
 
@@ -40,42 +41,60 @@ def listener() -> Iterator[socket.socket]:
         server.close()
 
 
+def start_rank(rank: int, port: int, temporary: Path) -> subprocess.Popen[bytes]:
+    """Start one of two ranks as a child of this process, as those of a run are children of DeepSpeed's launcher."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(temporary)}
+    return subprocess.Popen([sys.executable, "-c", MEET], env={**os.environ, **place}, stdout=subprocess.PIPE)
+
+
 @pytest.mark.multiproc
-def test_two_ranks_meet_beside_a_server_at_their_port(listener: socket.socket, tmp_path: Path) -> None:
-    """The ranks are children of this process, as those of a run are of DeepSpeed's launcher."""
-    port = listener.getsockname()[1]
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "TMPDIR": str(tmp_path)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", MEET], env={**os.environ, **place}, stdout=subprocess.PIPE)
-        )
-    outputs = [rank.communicate(timeout=180)[0].decode().split()[-2:] for rank in ranks]
-    chosen = {output[0] for output in outputs}
-    assert len(chosen) == 1 and int(chosen.pop()) > port
-    assert [output[1] for output in outputs] == ["3", "3"]
-    assert list(tmp_path.glob("electra-dist-port-*")) == []
+def test_a_file_that_another_user_has_planted_sends_no_rank_to_another_port(tmp_path: Path) -> None:
+    """An earlier version read the port from a file whose name follows from the process list."""
+    port = free_port()
+    launcher = psutil.Process()
+    with socket.create_server(("127.0.0.1", 0)) as attacker:
+        attacker.settimeout(0.0)
+        planted = tmp_path / f"electra-dist-port-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}-{port}"
+        planted.write_text(str(attacker.getsockname()[1]))
+        planted.chmod(0o644)
+        if os.getuid() == 0:
+            os.chown(planted, 65534, 65534)
+        last = start_rank(1, port, tmp_path)
+        ranks = [start_rank(0, port, tmp_path), last]
+        try:
+            outputs = [rank.communicate(timeout=120)[0].decode().split()[-2:] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        with pytest.raises(BlockingIOError):
+            attacker.accept()
+    assert outputs == [[str(port), "3"]] * 2
+    assert list(tmp_path.iterdir()) == [planted]
 
 
-def test_the_first_free_port_from_the_given_one_is_taken(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+def test_a_port_in_use_is_one_line_that_names_the_option(
+    listener: socket.socket, tiny_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     port = listener.getsockname()[1]
-    assert not is_free(port)
-    assert free_port_from(port) == port + 1
-    assert free_port_from(0) == 0
-    monkeypatch.setattr(meeting_port, "_MOST_TRIALS", 1)
-    with pytest.raises(UserError, match=f"MASTER_PORT {port} .* --master_port"):
-        free_port_from(port)
-
-
-def test_the_port_of_ranks_on_several_nodes_stays(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = str(listener.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    with agreed_port():
-        assert os.environ["MASTER_PORT"] == port
+    check_port(port + 1)
+    check_port(0)
+    with pytest.raises(UserError, match=f"port {port}, .* --master_port"):
+        check_port(port)
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "launcher" / "pretrain.py"), "--config", str(tiny_config())],
+        env={**os.environ, **group, "MASTER_PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 78, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"port {port}" in line and "--master_port" in line
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_supervisor_announces_a_port_that_is_free_on_its_node(listener: socket.socket, tmp_path: Path) -> None:
@@ -85,20 +104,3 @@ def test_a_supervisor_announces_a_port_that_is_free_on_its_node(listener: socket
     assert node_0.start(lambda: False, 1) == in_use + 1
     # The turn of the second start is the port at which ranks of the first one may still try to meet.
     assert node_0.start(lambda: False, 1) not in (in_use, in_use + 1)
-
-
-def test_the_port_of_one_group_is_not_taken_for_that_of_another_with_the_same_parent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One process launches two runs; rank 1 of the second waits for its own rank 0, not for the file of the first."""
-    monkeypatch.setattr(meeting_port.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(meeting_port, "_PATIENCE_S", 0.1)
-    ports = [free_port_from(21_000), free_port_from(22_000)]
-    group = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    for name, value in {**group, "RANK": "0", "MASTER_PORT": str(ports[0])}.items():
-        monkeypatch.setenv(name, value)
-    with agreed_port():
-        for name, value in {"RANK": "1", "MASTER_PORT": str(ports[1])}.items():
-            monkeypatch.setenv(name, value)
-        with agreed_port():
-            assert os.environ["MASTER_PORT"] == str(ports[1])

@@ -8,7 +8,7 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from electra_dist.config import ClusterConfig
 from electra_dist.engine import process_group
-from electra_dist.engine.meeting_port import PREFLIGHT_LIMIT_S
+from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S
 
 
 def test_the_gpu_of_a_rank_is_current_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:

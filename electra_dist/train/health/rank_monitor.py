@@ -17,7 +17,6 @@ steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is th
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from electra_dist.analysis.hung_ranks import hang_limits
 from electra_dist.analysis.stragglers import stragglers
 from electra_dist.config import ClusterConfig
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.run.heartbeat import Heartbeat, Phase
 from electra_dist.run.lease.run_lease import RunLease
@@ -93,7 +93,7 @@ class RankMonitor:
         self._step = 0
         self._waits_for_storage = False
         self._heartbeat = Heartbeat(run_dir, dist.get_rank())
-        is_first_on_node = int(os.environ["LOCAL_RANK"]) == 0
+        is_first_on_node = rank_place().local_rank == 0
         self._sampler = GpuSampler() if is_first_on_node else None
         self._first_reading = self._sampler.read() if self._sampler else None
         self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ from electra_dist.run.folder import SAVE_FILE, STOP_FILE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds
+_UNIX_TIME = re.compile(r"[0-9]{1,12}")  # Slurm may also say "Unknown".
 _LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
 _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take longer than those so far
 
@@ -43,7 +45,7 @@ class JobEndTime:
     def __init__(self) -> None:
         """Read the end of this process's Slurm job, if there is one."""
         unix_time = os.environ.get(_JOB_END, "")
-        self.monotonic = time.monotonic() + float(unix_time) - time.time() if unix_time.isdigit() else None
+        self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
 
     def environment(self) -> dict[str, str]:
         """Return the variable for processes that are started now; empty without Slurm."""

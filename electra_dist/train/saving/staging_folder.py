@@ -23,6 +23,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from electra_dist.config import Config
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.run.folder import STAGING_DIR
 from electra_dist.run.node_strikes import node_name
 from electra_dist.run.process_identity import ProcessIdentity, is_of_this_machine, is_running, this_process
@@ -31,7 +32,7 @@ from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
-from electra_dist.train.node_cache import has_several_nodes, is_first_on_node, node_cache_folder
+from electra_dist.train.node_cache import is_first_on_node, node_cache_folder
 
 _OWNER_FILE = "owner.json"  # in a staging folder: the process that uses it
 _NAME_CHARACTERS = 16  # of the digest of the run folder's path, which is part of the name of a staging folder
@@ -57,7 +58,7 @@ def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience
     """
     run_dir = Path(config.run_dir)
     all_targets_on_s3 = all(target.local_path(STAGING_DIR) is None for target in targets)
-    if not all_targets_on_s3 or not has_several_nodes():
+    if not all_targets_on_s3 or not rank_place().has_several_nodes:
         return run_dir / STAGING_DIR
     folder = staging_folder(run_dir, node_cache_folder(config).path)
     if is_first_on_node():

@@ -272,10 +272,10 @@ TRAINING = (
     ),
     Mutant(
         name="engine: a port that is in use is taken",
-        file="electra_dist/engine/meeting_port.py",
-        original="    except OSError:\n        return False\n\n\ndef _port_file",
-        mutated="    except OSError:\n        return True\n\n\ndef _port_file",
-        test="tests/engine/test_meeting_port.py::test_the_first_free_port_from_the_given_one_is_taken",
+        file="electra_dist/engine/rank_environment.py",
+        original="    except OSError:\n        return False\n",
+        mutated="    except OSError:\n        return True\n",
+        test="tests/engine/test_meeting_port.py::test_a_port_in_use_is_one_line_that_names_the_option",
     ),
     Mutant(
         name="engine: Adam's moments are planned with four bytes a parameter",
