@@ -40,7 +40,7 @@ _READ_S = 10.0  # seconds for which a peer may send nothing after a request; lon
 _STALLED_S = 20.0  # seconds without progress after which a node stops waiting for an owner that is still fetching
 _LONGEST_S = 300.0  # seconds after which a node stops waiting for an owner, even if its fetch makes progress
 _AWAY_S = 60.0  # seconds for which a peer that failed is not asked again
-_LEAST_BYTES_PER_S = 1e6  # a peer that sends more slowly than this has failed
+LEAST_BYTES_PER_S = 1e6  # a peer that sends more slowly than this has failed
 _PAUSE_S = 0.05  # seconds between two requests for a shard that the owner is still fetching
 _OWNERS_ASKED = 2  # number of peers that are asked for a shard before it is fetched from the store
 _CHUNK = 1 << 20  # most bytes that are read at a time
@@ -224,10 +224,10 @@ def _receive(answer: http.client.HTTPResponse, num_bytes: int, destination: Path
         destination: Existing file, whose content is replaced.
 
     Raises:
-        _PeerFailure: The connection broke, the body ended early, or it came more slowly than `_LEAST_BYTES_PER_S`.
+        _PeerFailure: The connection broke, the body ended early, or it came more slowly than `LEAST_BYTES_PER_S`.
         StoreError: The file cannot be written.
     """
-    deadline = time.monotonic() + _READ_S + num_bytes / _LEAST_BYTES_PER_S
+    deadline = time.monotonic() + _READ_S + num_bytes / LEAST_BYTES_PER_S
     num_received = 0
     with writable(destination), destination.open("r+b") as out:
         while num_received < num_bytes:

@@ -2,14 +2,17 @@
 
 Guarantee: the server sends only shards of the run's corpus, and only for requests with the token of this start of the
 run. The socket is bound to one address, that of this node in the cluster's network. A shard that is not in the cache
-yet is fetched by this node from the store of the corpus, once, however many nodes ask for it.
+yet is fetched by this node from the store of the corpus, once, however many nodes ask for it. Whoever has no token
+takes at most 256 descriptors of this process (64 from one address), for five seconds each, and no thread.
 
-How: a request is held for up to two seconds until the shard is in the cache, and the file is then sent. If the shard
-is still being fetched after that, the answer is 202 (Accepted), with the number of bytes that this node has fetched so
-far, so that the other node sees whether the fetch makes progress. While a file is sent, a shared flock keeps the cache
-from deleting it.
+How: one thread accepts all connections and reads the heads of their requests without blocking. A connection above the
+limits takes the place of the oldest one that has not sent its request. A request with the token gets a thread. It is
+held for up to two seconds until the shard is in the cache, and the file is then sent. If the shard is still being
+fetched after that, or too many requests are being answered, the answer is 202 (Accepted), with the number of bytes
+that this node has fetched so far, so that the other node sees whether the fetch makes progress. While a file is sent,
+a shared flock keeps the cache from deleting it.
 
-Cost: a thread for each request; the file is sent by the operating system (sendfile).
+Cost: a thread that sleeps, and one for each request; the file is sent by the operating system (sendfile).
 
 Limits: the transfer is not encrypted.
 """
@@ -19,25 +22,46 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hmac
-import http.server
 import re
+import selectors
+import socket
 import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 from electra_dist.data.corpus_manifest import CorpusManifest, ShardEntry
 from electra_dist.data.node_disk_cache import NodeCache
-from electra_dist.data.shard_cache.peer_group import PROGRESS_HEADER, Address
+from electra_dist.data.shard_cache.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 
 _HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
-_SILENT_S = 30.0  # seconds after which a connection over which no bytes pass is closed
+_SILENT_S = 30.0  # seconds after which an answer of which no byte can be sent is given up
 _SCAN_S = 0.5  # seconds for which a count of the fetched bytes is reused before the folder is listed again
+_POLL_S = 0.1  # longest time between two looks at the deadlines
+_BACKLOG = 512  # Connections of many nodes come at the same time, when a window begins.
+_HEAD_S = 5.0  # seconds within which a connection must have sent its whole request
+_HEAD_BYTES = 4096  # most bytes of a request; one of another node has some 200
+_MOST_WAITING = 256  # connections that have not sent their request
+_MOST_WAITING_OF_ADDRESS = 64
+_MOST_ANSWERED = 512  # requests with the token that are being answered
+_MOST_ANSWERED_OF_ADDRESS = 128
+_REQUEST = re.compile(rb"GET (\S+) HTTP/1\.[01]")
+_TOKEN = re.compile(rb"authorization:[ \t]*Bearer (\S+)[ \t]*", re.IGNORECASE)
 _PATH = re.compile(r"/([0-9a-f]{64})")
+
+
+@dataclass
+class _Connection:
+    """Connection of another node, or of a stranger."""
+
+    socket: socket.socket
+    host: str
+    deadline: float  # `time.monotonic()` at which it is closed
+    head: bytearray = field(default_factory=bytearray)  # what has been received of the request
 
 
 class ShardServer:
@@ -58,12 +82,18 @@ class ShardServer:
         Raises:
             OSError: The address is not one of this node, or the port is in use.
         """
-        self._token = token
+        self._token = token.encode()
         self._served: _ServedCache | None = None
-        self._http = _HttpServer((host, port), _Handler)
-        self._http.owner = self
-        self.address = Address(host, self._http.server_address[1])
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), daemon=True)
+        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address = Address(host, self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waiting: list[_Connection] = []  # without a whole request yet, the oldest first
+        self._answered: list[_Connection] = []  # with the token, each in a thread of its own
+        self._lock = threading.Lock()  # of `_answered`
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="shard-server", daemon=True)
         self._thread.start()
 
     def serve(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
@@ -78,19 +108,115 @@ class ShardServer:
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
-        """Stop listening and answering; fetches that have begun go on in threads that end with the process."""
-        self._http.shutdown()
-        self._http.server_close()
+        """Stop listening and reading requests; what has begun goes on in threads that end with the process."""
+        self._is_closed = True
         self._thread.join()
 
-    def is_allowed(self, authorization: str) -> bool:
-        """Return whether the Authorization header of a request has the token of this start of the run."""
-        return hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode())
+    def _run(self) -> None:
+        """Accept connections, read requests and close what is late, until `close` is called; the body of a thread."""
+        with self._listener, self._selector:
+            while not self._is_closed:
+                # Requests are read before the next connection is accepted: who sends one at once is not displaced.
+                events = self._selector.select(_POLL_S)
+                for key, _ in events:
+                    if key.data is not None:
+                        self._read(key.data)
+                if any(key.data is None for key, _ in events):
+                    self._accept()
+                self._close_late()
+            for connection in list(self._waiting):
+                self._drop(connection)
 
-    @property
-    def served(self) -> _ServedCache | None:
-        """Return the cache whose shards are sent to other nodes; None before `serve` is called."""
-        return self._served
+    def _accept(self) -> None:
+        """Accept one connection; the oldest ones without a request make room for it."""
+        try:
+            accepted, (host, *_) = self._listener.accept()
+        except OSError:  # It is gone again, or this process has no descriptor left.
+            time.sleep(_POLL_S)
+            return
+        accepted.setblocking(False)
+        of_host = [connection for connection in self._waiting if connection.host == host]
+        if len(of_host) >= _MOST_WAITING_OF_ADDRESS:
+            self._drop(of_host[0])
+        elif len(self._waiting) >= _MOST_WAITING:
+            self._drop(self._waiting[0])
+        connection = _Connection(accepted, host, time.monotonic() + _HEAD_S)
+        self._waiting.append(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> None:
+        """Read what a connection has sent; answer its request in a thread once it is whole and has the token."""
+        try:
+            received = connection.socket.recv(_HEAD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        connection.head += received
+        is_whole = b"\r\n\r\n" in connection.head
+        if not is_whole:
+            if not received or len(connection.head) > _HEAD_BYTES:
+                self._drop(connection)
+            return
+        request, *headers = bytes(connection.head).partition(b"\r\n\r\n")[0].split(b"\r\n")
+        tokens = [match[1] for match in map(_TOKEN.fullmatch, headers) if match is not None]
+        is_allowed = len(tokens) == 1 and hmac.compare_digest(tokens[0], self._token)
+        match = _REQUEST.fullmatch(request)
+        if match is None or not is_allowed:
+            with contextlib.suppress(OSError):
+                _send_head(connection.socket, HTTPStatus.BAD_REQUEST if is_allowed else HTTPStatus.FORBIDDEN)
+            self._drop(connection)
+            return
+        self._forget(connection)
+        self._answer_in_thread(connection, match[1].decode("latin-1"))
+
+    def _answer_in_thread(self, connection: _Connection, path: str) -> None:
+        """Begin to answer a request with the token, or put it off if too many are being answered."""
+        connection.socket.settimeout(_SILENT_S)
+        connection.deadline = time.monotonic() + _HOLD_S + _SILENT_S
+        with self._lock:
+            num_of_host = sum(other.host == connection.host for other in self._answered)
+            is_busy = len(self._answered) >= _MOST_ANSWERED or num_of_host >= _MOST_ANSWERED_OF_ADDRESS
+            if not is_busy:
+                self._answered.append(connection)
+        if is_busy:
+            with contextlib.suppress(OSError), connection.socket:
+                _send_head(connection.socket, HTTPStatus.ACCEPTED, self._served.fetched_bytes() if self._served else 0)
+            return
+        threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
+
+    def _answer(self, connection: _Connection, path: str) -> None:
+        """Answer a request with the token, and close the connection. The body of a thread.
+
+        A connection that breaks is ignored, because the other node then fetches the shard from the store.
+        """
+        try:
+            with contextlib.suppress(OSError), connection.socket:
+                _answer_request(connection, path, self._served)
+        finally:
+            with self._lock:
+                self._answered.remove(connection)
+
+    def _close_late(self) -> None:
+        """Close the connections whose request has not come in time, and end answers that take too long."""
+        now = time.monotonic()
+        for connection in [connection for connection in self._waiting if connection.deadline < now]:
+            self._drop(connection)
+        with self._lock:
+            for connection in self._answered:
+                if connection.deadline < now:
+                    with contextlib.suppress(OSError):
+                        connection.socket.shutdown(socket.SHUT_RDWR)  # Its thread then closes it.
+
+    def _forget(self, connection: _Connection) -> None:
+        """No longer wait for the request of a connection."""
+        self._waiting.remove(connection)
+        self._selector.unregister(connection.socket)
+
+    def _drop(self, connection: _Connection) -> None:
+        """Close a connection whose request has not been answered."""
+        self._forget(connection)
+        connection.socket.close()
 
 
 class _ServedCache:
@@ -161,73 +287,53 @@ class _ServedCache:
             return self._fetched_bytes
 
 
-class _HttpServer(http.server.ThreadingHTTPServer):
-    """HTTP server that answers each request in a thread of its own; the threads do not keep the process alive."""
+def _answer_request(connection: _Connection, path: str, served: _ServedCache | None) -> None:
+    """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not.
 
-    daemon_threads = True
-    request_queue_size = 512  # Connections of many nodes come at the same time, when a window begins.
-    owner: ShardServer
+    202: the shard is still being fetched. 404: the corpus has no such shard. 503: the shard cannot be fetched. (The
+    token was checked before: 403.)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that broke, because the other node then fetches the shard from the store."""
+    Raises:
+        OSError: The connection broke.
+    """
+    if served is None:
+        time.sleep(_SCAN_S)
+        _send_head(connection.socket, HTTPStatus.ACCEPTED)
+        return
+    match = _PATH.fullmatch(path)
+    if match is None or match[1] not in served.entries:
+        _send_head(connection.socket, HTTPStatus.NOT_FOUND)
+        return
+    entry = served.entries[match[1]]
+    connection.deadline += entry.bytes / LEAST_BYTES_PER_S
+    try:
+        served.wait_for(entry.sha256)
+        stream = served.cache.path(entry).open("rb")
+    except (FutureTimeout, FileNotFoundError):
+        # FileNotFoundError: the shard was deleted to make room after it had been fetched; the next request fetches it
+        # again.
+        _send_head(connection.socket, HTTPStatus.ACCEPTED, served.fetched_bytes())
+        return
+    except UserError:
+        _send_head(connection.socket, HTTPStatus.SERVICE_UNAVAILABLE)
+        return
+    with stream:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _send_head(connection.socket, HTTPStatus.OK, content_bytes=entry.bytes)
+        connection.socket.sendfile(stream)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Handler of one connection, over which another node asks for shards."""
+def _send_head(connection: socket.socket, status: HTTPStatus, fetched_bytes: int = 0, content_bytes: int = 0) -> None:
+    """Send the status and the headers of an answer.
 
-    server: _HttpServer
-    timeout = _SILENT_S
+    Args:
+        fetched_bytes: Number of bytes that this node has fetched, for a node that waits for a shard.
+        content_bytes: Size of the body.
 
-    def do_GET(self) -> None:
-        """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not.
-
-        202: the shard is still being fetched. 403: the token is wrong. 404: the corpus has no such shard. 503: the
-        shard cannot be fetched.
-        """
-        if not self.server.owner.is_allowed(self.headers.get("Authorization", "")):
-            self._answer(HTTPStatus.FORBIDDEN)
-            return
-        served = self.server.owner.served
-        if served is None:
-            time.sleep(_SCAN_S)
-            self._answer(HTTPStatus.ACCEPTED)
-            return
-        match = _PATH.fullmatch(self.path)
-        if match is None or match[1] not in served.entries:
-            self._answer(HTTPStatus.NOT_FOUND)
-            return
-        digest = match[1]
-        try:
-            served.wait_for(digest)
-            self._send_shard(served, digest)
-        except (FutureTimeout, FileNotFoundError):
-            # FileNotFoundError: the shard was deleted to make room after it had been fetched; the next request
-            # fetches it again.
-            self._answer(HTTPStatus.ACCEPTED, served.fetched_bytes())
-        except UserError:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
-
-    def _send_shard(self, served: _ServedCache, digest: str) -> None:
-        """Send the file of a shard, which a shared flock protects from deletion meanwhile.
-
-        Raises:
-            FileNotFoundError: The shard is no longer in the cache.
-        """
-        entry = served.entries[digest]
-        with served.cache.path(entry).open("rb") as stream:
-            with contextlib.suppress(OSError):
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Length", str(entry.bytes))
-            self.end_headers()
-            self.connection.sendfile(stream)
-
-    def _answer(self, status: HTTPStatus, fetched_bytes: int = 0) -> None:
-        """Send an answer without a body, with the number of bytes that this node has fetched in a header."""
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.send_header(PROGRESS_HEADER, str(fetched_bytes))
-        self.end_headers()
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Print nothing, so that the requests of other nodes do not fill the log of this rank."""
+    Raises:
+        OSError: The connection broke.
+    """
+    lines = [f"HTTP/1.0 {status.value} {status.phrase}", f"Content-Length: {content_bytes}"]
+    lines += [f"{PROGRESS_HEADER}: {fetched_bytes}", "", ""]
+    connection.sendall("\r\n".join(lines).encode("ascii"))

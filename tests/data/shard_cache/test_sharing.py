@@ -5,7 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import http.client
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ from support.remote_store import Remote
 
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.row_order import RowOrder
-from electra_dist.data.shard_cache import peer_group
+from electra_dist.data.shard_cache import peer_group, shard_server
 from electra_dist.data.shard_cache.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache.shard_server import ShardServer
 from electra_dist.data.verified_shards import ShardCache
@@ -254,3 +257,137 @@ def test_only_requests_with_the_token_are_answered(large: Any, make_nodes: Calla
     assert status(f"/{digest}", **token) == 200
     for path in (f"/{'0' * 64}", "/../corpus.json", "/", f"/{digest}/"):
         assert status(path, **token) == 404
+
+
+# Opens connections without the token: half of them stay silent, half send a byte now and then, and each one that the
+# server closes is opened again, 50 at a time. It prints a line when all are open once, and ends with its input.
+SILENT_CLIENTS = """
+import contextlib, resource, select, socket, sys, time
+count, ports = int(sys.argv[1]), [int(port) for port in sys.argv[2:]]
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+sockets = {}
+begun = 0
+while not select.select([sys.stdin], [], [], 0.05 if begun >= count else 0)[0]:
+    again = 50
+    for number in range(count):
+        if number not in sockets:
+            if begun >= count:
+                again -= 1
+                if again < 0:
+                    continue
+            sockets[number] = socket.create_connection(("127.0.0.1", ports[number % len(ports)]), 5)
+            sockets[number].setblocking(False)
+            begun += 1
+            if begun == count:
+                print("open", flush=True)
+        try:
+            if number // len(ports) % 2:
+                sockets[number].send(b"G")
+            if sockets[number].recv(100) == b"":
+                raise ConnectionError
+        except BlockingIOError:
+            pass
+        except OSError:
+            sockets.pop(number).close()
+"""
+
+
+@contextlib.contextmanager
+def silent_clients(count: int, *addresses: Address) -> Iterator[None]:
+    """Keep connections of another process to servers open, none of which sends a request, while the block runs."""
+    ports = [str(address.port) for address in addresses]
+    command = [sys.executable, "-c", SILENT_CLIENTS, str(count), *ports]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"open\n"
+            yield
+        finally:
+            process.kill()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.real_start
+def test_a_thousand_silent_connections_take_no_thread_and_few_descriptors_and_the_run_goes_on(
+    large: Any, make_nodes: Callable[..., list[Node]]
+) -> None:
+    nodes = make_nodes(large, 2)
+    before, threads = num_descriptors(), threading.active_count()
+    most = 0
+
+    def look(step: int) -> None:
+        nonlocal most
+        most = max(most, num_descriptors())
+
+    with silent_clients(1000, *[node.server.address for node in nodes]):
+        assert threading.active_count() == threads
+        read_epochs(nodes, 2, look)
+        connection = http.client.HTTPConnection(*nodes[0].server.address, timeout=30)
+        connection.request("GET", f"/{large.manifest.shards[0].sha256}", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert connection.getresponse().status == 200
+        connection.close()
+    assert most - before < 2 * (shard_server._MOST_WAITING_OF_ADDRESS + 1) + 60  # 60: files of shards, requests
+    assert set(fetches(nodes)) == {entry.name for entry in large.manifest.shards}
+
+
+def test_connections_without_a_whole_request_are_closed_in_time(
+    large: Any, make_nodes: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_server, "_HEAD_S", 0.2)
+    (node,) = make_nodes(large, 1)
+    before = num_descriptors()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(node.server.address, 5)) for _ in range(3)]
+        _, slow, long = clients
+        slow.sendall(b"GET /")
+        long.sendall(b"GET /" + b"a" * 100_000)
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(100) == b""  # closed without an answer
+            client.close()
+    deadline = time.monotonic() + 10
+    while num_descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_descriptors() == before
+
+
+def test_one_address_does_not_displace_another_and_all_have_a_limit(
+    large: Any, make_nodes: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_server, "_HEAD_S", 600.0)
+    monkeypatch.setattr(shard_server, "_MOST_WAITING_OF_ADDRESS", 4)
+    monkeypatch.setattr(shard_server, "_MOST_WAITING", 6)
+    (node,) = make_nodes(large, 1)
+
+    def connect(host: str) -> socket.socket:
+        client = socket.create_connection(node.server.address, 5, source_address=(host, 0))
+        stack.callback(client.close)
+        return client
+
+    with contextlib.ExitStack() as stack:
+        first = connect("127.0.0.2")
+        many = [connect("127.0.0.3") for _ in range(9)]
+        for closed in many[:5]:
+            assert closed.recv(1) == b""
+        others = [connect(f"127.0.1.{number}") for number in range(1, 4)]
+        assert first.recv(1) == b""  # the oldest of all
+        request = f"GET /{large.manifest.shards[0].sha256} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+        for client in (many[-1], others[-1]):
+            client.sendall(request.encode())
+            assert client.recv(12) == b"HTTP/1.0 200"
+
+
+def test_requests_above_the_limit_are_put_off(
+    large: Any, make_nodes: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_server, "_MOST_ANSWERED_OF_ADDRESS", 0)
+    node, _ = make_nodes(large, 2)
+    request = f"GET /{large.manifest.shards[0].sha256} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    with socket.create_connection(node.server.address, 5) as client:
+        client.sendall(request.encode())
+        assert client.recv(12) == b"HTTP/1.0 202"
