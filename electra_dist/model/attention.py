@@ -34,6 +34,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
+from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
 # there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
@@ -199,5 +200,6 @@ def _flex_function(compiled: bool) -> Callable[..., Any]:
     """
     if not compiled:
         return flex_attention
+    keep_compiled_code(user_cache_folder() / "compiled")
     function: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     return function

@@ -16,18 +16,15 @@ GPU and has not been run.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import ExampleBounds
-
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+from electra_dist.store.user_cache import keep_compiled_code
 
 
 def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = "inductor") -> None:
@@ -41,11 +38,7 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
         backend: backend of torch.compile; tests pass their own.
     """
     if cache is not None:
-        # Importing torch's inductor writes torch's default into the variable, so the default does not count as a
-        # choice of the user.
-        chosen_by_user = os.environ.get(CACHE_VARIABLE) not in (None, default_cache_dir())
-        if not chosen_by_user:
-            os.environ[CACHE_VARIABLE] = str(cache.absolute())
+        keep_compiled_code(cache)
     for encoder in module.modules():
         if isinstance(encoder, Encoder):
             encoder.register_forward_pre_hook(_allow_any_number_of_sequences)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, Literal
@@ -120,6 +121,19 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing_folders:
         sync_folder(path.parent)
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether a path is a folder that belongs to this user and that no other user may read or write.
+
+    A folder of a known name in a shared directory, such as /tmp, may be used only if it is: another user may have made
+    it, or a link of this name.
+    """
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077 == 0
 
 
 def sync_folder(folder: Path) -> None:

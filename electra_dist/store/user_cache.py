@@ -1,12 +1,16 @@
-"""The folder in which this user's commands keep what they can make again: measured rates, shards fetched from S3."""
+"""The folders in which this user's commands keep what they can make again: rates, shards from S3, compiled code."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
+
+COMPILED_CODE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared folder for temporary files
 
 
 @functools.cache
@@ -22,3 +26,15 @@ def user_cache_folder() -> Path:
         folder = tempfile.mkdtemp(prefix="electra-dist-cache-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return Path(folder)
+
+
+def keep_compiled_code(folder: Path) -> None:
+    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already.
+
+    torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
+    user who makes it first has his code executed. Importing torch's inductor writes this default into the environment
+    variable, so the default does not count as a choice of the user.
+    """
+    torchs_default = Path(tempfile.gettempdir()) / _TORCHS_FOLDER
+    if os.environ.get(COMPILED_CODE_VARIABLE, str(torchs_default)).startswith(str(torchs_default)):
+        os.environ[COMPILED_CODE_VARIABLE] = str(folder.absolute())

@@ -44,6 +44,7 @@ from electra_dist.run.folder import (
 from electra_dist.run.lease.run_lease import RunLease, hold_lease
 from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience, print_line
+from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.train.health.error_relay import report_once, reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
@@ -354,6 +355,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         backend=config.kernels.backend,
         count_V=token_counts,
     )
+    if local_device().type == "cuda":  # The choice of attention may compile FlexAttention.
+        keep_compiled_code(node_cache_folder(config).path / "compiled")
     # Ranks whose GPUs or packages differ may come to different results.
     choices = gather(list(choose_attention(config, local_device().type)))
     objective.attention = agree_on_attention([AttentionChoice(*choice) for choice in choices])

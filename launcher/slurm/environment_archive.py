@@ -94,7 +94,8 @@ def staging_lines(archive: str) -> str:
     """Return shell commands for a node that unpack an archive on the node's own disk and put it first in PYTHONPATH.
 
     The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier job
-    has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed.
+    has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed. Neither is
+    it if the folder is a link, of another user, or open to others: they could have put their own code there.
 
     Args:
         archive: path of the archive, on a file system that all nodes can read.
@@ -104,12 +105,16 @@ def staging_lines(archive: str) -> str:
     archive={shlex.quote(archive)}
     staged=${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/electra-dist-environments-$(id -u)
     mkdir -p -m 700 "$staged"
-    if [ -O "$staged" ] && [ ! -d "$staged/{name}" ]; then
+    is_private() {{
+        [ -d "$1" ] && [ ! -L "$1" ] && [[ $(stat -c '%u %a' "$1") =~ ^$(id -u)" "[0-7]?[0-7]00$ ]]
+    }}
+    is_private "$staged" || echo "$staged is not private; packages are imported from the shared file system"
+    if is_private "$staged" && [ ! -d "$staged/{name}" ]; then
         unpacked=$(mktemp -d "$staged/unpacking.XXXXXX")
         tar -xf "$archive" -C "$unpacked" && mv -T "$unpacked" "$staged/{name}"
         rm -rf "$unpacked" # What is left if the disk is full, or another job was faster.
     fi
-    if [ -O "$staged" ] && [ -d "$staged/{name}" ]; then
+    if is_private "$staged" && [ -d "$staged/{name}" ]; then
         export PYTHONPATH="$staged/{name}${{PYTHONPATH:+:$PYTHONPATH}}"
     fi"""
 

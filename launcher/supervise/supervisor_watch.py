@@ -25,6 +25,7 @@ from pathlib import Path
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.run.process_identity import ProcessIdentity, is_running, this_process
 from electra_dist.shown_text.escapes import printable
+from electra_dist.store.atomic_files import is_private
 
 _GRACE_S = 120.0  # how long the rank may take to save and end
 _POLL_S = 1.0  # between two looks at the supervisor, on a kernel without pidfd_open (before Linux 5.3)
@@ -45,9 +46,12 @@ def write_owner(state: Path, mark: str) -> None:
 
 
 def is_state_folder_of(state: Path, mark: str) -> bool:
-    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
+    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder.
+
+    The folder is in a shared directory. Nothing is read in one that another user may have made.
+    """
     try:
-        return (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
+        return is_private(state) and (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
     except OSError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.real_runs import tiny_tree
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store, without_tilde
-from electra_dist.store.user_cache import user_cache_folder
+from electra_dist.store.user_cache import COMPILED_CODE_VARIABLE, keep_compiled_code, user_cache_folder
 from launcher.preflight.disk_space_checks import needs
 from launcher.slurm.submission import with_absolute_paths
 
@@ -69,3 +70,30 @@ def test_a_tilde_that_stands_for_no_folder_is_refused_in_one_line(path: str) -> 
     for place in places(path):
         with pytest.raises(UserError, match="or this user has no home folder; write the whole path, or set HOME"):
             place()
+
+
+def test_compiled_code_is_not_kept_in_the_shared_folder_that_is_torchs_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    for before in (None, default_cache_dir()):
+        monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
+        if before is not None:
+            monkeypatch.setenv(COMPILED_CODE_VARIABLE, before)
+        keep_compiled_code(tmp_path / "own")
+        assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / "own")
+    keep_compiled_code(tmp_path / "later")  # the first choice stays, and so does that of a user
+    assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / "own")
+
+
+def test_flex_attention_is_compiled_into_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from electra_dist.model import attention
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    attention._flex_function.__wrapped__(compiled=True)
+    assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / ".cache" / "electra-dist" / "compiled")

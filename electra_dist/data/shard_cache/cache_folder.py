@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.errors import StoreError
-from electra_dist.store.atomic_files import writable
+from electra_dist.store.atomic_files import is_private, writable
 
 SHARDS_DIR = "electra-dist-shards"  # in a cache folder; nobody else keeps files there, so those in it may be deleted
 _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")  # environment variables that name a temporary directory of the job
@@ -100,8 +100,7 @@ def _make_private(path: Path) -> None:
     """
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()  # A link itself counts as open to others, whatever it points to.
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not is_private(path):
         raise StoreError(
             f"{path}: others may read or write it, or it belongs to another user or is a link; set data.cache_dir "
             f"to a folder of your own"

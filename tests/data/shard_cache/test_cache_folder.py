@@ -66,6 +66,14 @@ def test_a_folder_of_ones_own_that_is_open_to_others_is_refused(tmp_path: Path, 
         choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_number_is_refused(tmp_path: Path, mounts: Path) -> None:
+    (tmp_path / "disk" / NAME).mkdir(mode=0o700)
+    os.chown(tmp_path / "disk" / NAME, 65534, 65534)
+    with pytest.raises(StoreError, match=r"belongs to another user"):
+        choose(tmp_path, nodes=2, TMPDIR=tmp_path / "disk")
+
+
 def test_a_folder_that_another_user_has_created_under_the_name_of_ones_own_is_refused(
     tmp_path: Path, mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,3 +89,27 @@ def test_a_changed_environment_has_another_archive_and_an_equal_one_is_not_packe
 def test_the_own_packages_are_packed_wherever_they_are_installed() -> None:
     names = {packed.name for packed in environment_files([], OWN_PACKAGES)}
     assert {"electra_dist/config.py", "launcher/pretrain.py", "electra_kernels/keyed_random.py"} <= names
+
+
+@pytest.mark.parametrize("planted", ["link", "other mode", "other user"])
+def test_code_in_a_folder_that_another_user_could_have_made_is_not_imported(
+    archive: Path, tmp_path: Path, planted: str
+) -> None:
+    """The name of the folder follows from the user's number, and that of the environment in it from its archive."""
+    node_disk, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    folder = node_disk / f"electra-dist-environments-{os.getuid()}"
+    node_disk.mkdir()
+    code = (elsewhere if planted == "link" else folder) / archive.stem / "staged_package"
+    code.mkdir(parents=True)
+    (code / "__init__.py").write_text("VERSION = 666\n")
+    code.parent.parent.chmod(0o777 if planted == "other mode" else 0o700)
+    if planted == "link":
+        folder.symlink_to(elsewhere)
+    if planted == "other user":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 65534, 65534)
+    done = stage(archive, node_disk)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""  # PYTHONPATH
+    assert "is not private" in done.stdout

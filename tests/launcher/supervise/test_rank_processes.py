@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from electra_dist.run.marked_processes import MARK, is_alive, mark_of, marked_pids
-from launcher.supervise.rank_processes import RankProcesses, condensed
+from launcher.supervise.rank_processes import RankProcesses, condensed, delete_old_state_folders
+from launcher.supervise.supervisor_watch import write_owner
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):
@@ -63,3 +67,23 @@ def test_close_kills_descendants_outside_the_session_and_no_process_of_another_r
         for stranger in strangers:
             stranger.kill()
             stranger.wait()
+
+
+def test_a_state_folder_that_another_user_could_have_made_is_neither_read_nor_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mark = mark_of(tmp_path / "run", 0)
+    own, of_other_mode, with_pipe, elsewhere = [tmp_path / name for name in ("own", "mode", "pipe", "elsewhere")]
+    folders = [tmp_path / f"electra-dist-ranks-{folder.name}" for folder in (own, of_other_mode, with_pipe)]
+    for folder in (*folders, elsewhere):
+        folder.mkdir(mode=0o700)
+    for folder in (*folders[:2], elsewhere):
+        write_owner(folder, mark)
+    folders[1].chmod(0o777)
+    os.mkfifo(folders[2] / "mark")  # whoever reads it waits for ever
+    folders[2].chmod(0o755)
+    link = tmp_path / "electra-dist-ranks-link"
+    link.symlink_to(elsewhere)
+    delete_old_state_folders(mark)
+    assert [folder.exists() for folder in (*folders, link, elsewhere)] == [False, True, True, True, True]
