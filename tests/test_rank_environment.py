@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import REPOSITORY
 
-from electra_dist.engine.rank_environment import RankPlace, check_address, check_device, rank_place, whole_number
+from electra_dist.engine.rank_environment import RankPlace, check_device, check_meeting, rank_place, whole_number
 from electra_dist.errors import UserError
 
 GROUP = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_PORT": "29500"}
@@ -50,20 +50,20 @@ def test_a_value_that_is_no_number_is_refused_by_name(name: str) -> None:
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_SIZE is 2"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
-        ({"RANK": None}, "WORLD_SIZE is 4, but RANK is not set"),
     ],
 )
-def test_values_that_contradict_each_other_are_refused(changes: dict[str, str | None], reason: str) -> None:
-    group = {name: value for name, value in {**GROUP, **changes}.items() if value is not None}
+def test_values_that_contradict_each_other_are_refused(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        rank_place(group)
+        rank_place({**GROUP, **changes})
 
 
 def test_names_of_machines_and_devices_and_counts_of_slurm_are_checked() -> None:
-    check_address("127.0.0.1")
+    check_meeting("127.0.0.1")
     for host in ("no machine", "x" * 70, "a..b", ""):
         with pytest.raises(UserError, match="MASTER_ADDR"):
-            check_address(host)
+            check_meeting(host)
+    with pytest.raises(UserError, match="WORLD_SIZE is 2, but RANK is not set"):
+        check_meeting("127.0.0.1", {"WORLD_SIZE": "2"})
     check_device({"DS_ACCELERATOR": "cpu"})
     with pytest.raises(UserError, match="DS_ACCELERATOR is 'tpu'; set it to cuda or cpu"):
         check_device({"DS_ACCELERATOR": "tpu"})

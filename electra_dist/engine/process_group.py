@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
-from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_address, check_port, rank_place, whole_number
+from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_meeting, check_port, rank_place, whole_number
 from electra_dist.errors import UserError
 from electra_dist.run.marked_processes import MARK
 
@@ -41,6 +41,7 @@ def init_distributed() -> None:
         UserError: a variable of the launcher cannot be used, or the port is in use and a user has chosen it.
     """
     place = rank_place()
+    check_meeting(os.environ.get("MASTER_ADDR", _SINGLE_RANK["MASTER_ADDR"]))
     for name, value in _SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", _ANY_FREE_PORT if place.world_size == 1 else _DEFAULT_PORT)
@@ -54,11 +55,10 @@ def init_distributed() -> None:
         _share_cores(place.ranks_on_node)
     local_device()
     _ask_cuda_for_free_memory(get_accelerator())
-    if not dist.is_initialized():
-        check_address(os.environ["MASTER_ADDR"])
-        # A supervisor has chosen a free port. If that has been taken since, it starts the ranks again with another.
-        if place.rank == 0 and MARK not in os.environ:
-            check_port(whole_number("MASTER_PORT", 0))
+    # A supervisor has chosen a free port. If that has been taken since, it starts the ranks again with another.
+    is_chosen_by_supervisor = MARK in os.environ
+    if place.rank == 0 and not dist.is_initialized() and not is_chosen_by_supervisor:
+        check_port(whole_number("MASTER_PORT", 0))
     deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
 
 

@@ -52,8 +52,6 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace:
     size_variable = "LOCAL_SIZE" if "LOCAL_SIZE" in environment else "LOCAL_WORLD_SIZE"
     ranks_on_node = whole_number(size_variable, 1, environment)
     port = whole_number("MASTER_PORT", 0, environment)
-    if world_size > 1 and "RANK" not in environment:
-        raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
     if not rank < world_size:
         raise _refused(f"RANK is {rank}, but WORLD_SIZE is {world_size}, so the ranks have the numbers below it")
     if not 1 <= ranks_on_node <= world_size:
@@ -86,11 +84,14 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
     return int(text)
 
 
-def check_address(host: str) -> None:
-    """Raise UserError if there is no machine of the name at which the ranks are to meet.
+def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError if this rank cannot meet the others: it has no number, or there is no machine of that name.
 
     A name server that does not answer is no proof: torch then tries again.
     """
+    world_size = whole_number("WORLD_SIZE", 1, environment)
+    if world_size > 1 and "RANK" not in environment:
+        raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
     if not host:
         raise _refused("MASTER_ADDR is empty")
     try:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from electra_dist.engine.rank_environment import check_address, rank_place
+from electra_dist.engine.rank_environment import check_meeting, rank_place
 from electra_dist.errors import UserError
 from electra_dist.nvml import GpuProbe
 from electra_dist.run.environment_record import check_gpus
@@ -94,7 +94,7 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     import torch.distributed as dist
 
     backend = _backend()
-    check_address(os.environ.setdefault("MASTER_ADDR", "127.0.0.1"))
+    check_meeting(os.environ.setdefault("MASTER_ADDR", "127.0.0.1"))
     os.environ.setdefault("MASTER_PORT", "29500")
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.engine.rank_environment import rank_place
+from electra_dist.engine.rank_environment import whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.gpu_cores import VISIBLE_DEVICES, bind_to_gpu
 from electra_dist.store.atomic_files import replacing
@@ -62,10 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, pretrain_arguments = parser.parse_known_args(argv)
     if args.visible_devices is not None:
         os.environ[VISIBLE_DEVICES] = args.visible_devices  # DeepSpeed's launcher has set it to 0, 1, ...
-    place = rank_place()
-    rank = place.rank
+    rank = whole_number("RANK", 0)
     outlive_the_reader()
-    bind_to_gpu(place.local_rank, os.environ)
+    bind_to_gpu(whole_number("LOCAL_RANK", 0), os.environ)
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)
