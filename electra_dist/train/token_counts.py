@@ -61,7 +61,12 @@ def unigram_counts(
     if counts_of_builder is not None:
         return counts_of_builder
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
-    counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size).tolist() if file.exists() else None)
+
+    def stored_counts() -> list[int] | None:
+        count_V = read_counts(file, vocab_size) if file.exists() else None
+        return None if count_V is None else count_V.tolist()
+
+    counts_of_earlier_start = from_rank_0(stored_counts)
     if counts_of_earlier_start is not None:
         return np.array(counts_of_earlier_start, np.int64)
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
