@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.real_runs import REPOSITORY, free_port
+from support.real_runs import REPOSITORY
 
 from electra_dist.engine.rank_environment import check_port, is_free
 from electra_dist.errors import UserError
@@ -41,37 +42,29 @@ def listener() -> Iterator[socket.socket]:
         server.close()
 
 
-def start_rank(rank: int, port: int, temporary: Path) -> subprocess.Popen[bytes]:
-    """Start one of two ranks as a child of this process, as those of a run are children of DeepSpeed's launcher."""
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(temporary)}
-    return subprocess.Popen([sys.executable, "-c", MEET], env={**os.environ, **place}, stdout=subprocess.PIPE)
-
-
 @pytest.mark.multiproc
 def test_a_file_that_another_user_has_planted_sends_no_rank_to_another_port(tmp_path: Path) -> None:
     """An earlier version read the port from a file whose name follows from the process list."""
-    port = free_port()
-    launcher = psutil.Process()
-    with socket.create_server(("127.0.0.1", 0)) as attacker:
-        attacker.settimeout(0.0)
-        planted = tmp_path / f"electra-dist-port-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}-{port}"
-        planted.write_text(str(attacker.getsockname()[1]))
-        planted.chmod(0o644)
-        if os.getuid() == 0:
-            os.chown(planted, 65534, 65534)
-        last = start_rank(1, port, tmp_path)
-        ranks = [start_rank(0, port, tmp_path), last]
+    with socket.create_server(("127.0.0.1", 0)) as attacker, socket.create_server(("127.0.0.1", 0)) as rank_0:
+        port = rank_0.getsockname()[1]
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(tmp_path)}
+        rank_1 = subprocess.Popen([sys.executable, "-c", MEET], env={**os.environ, **place}, stderr=subprocess.DEVNULL)
         try:
-            outputs = [rank.communicate(timeout=120)[0].decode().split()[-2:] for rank in ranks]
+            launcher = psutil.Process(psutil.Process(rank_1.pid).ppid())
+            name = f"electra-dist-port-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}-{port}"
+            prepared = tmp_path / "prepared"
+            prepared.write_text(str(attacker.getsockname()[1]))
+            prepared.chmod(0o644)
+            if os.getuid() == 0:
+                os.chown(prepared, 65534, 65534)
+            prepared.rename(tmp_path / name)
+            connected, _, _ = select.select([attacker, rank_0], [], [], 120)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        with pytest.raises(BlockingIOError):
-            attacker.accept()
-    assert outputs == [[str(port), "3"]] * 2
-    assert list(tmp_path.iterdir()) == [planted]
+            rank_1.kill()
+            rank_1.wait()
+    assert connected == [rank_0]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_port_in_use_is_one_line_that_names_the_option(
