@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from electra_dist.errors import UserError
-from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.finetune.input_files import parse_json_line, split_lines
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _SUFFIXES = (".jsonl", ".txt")
@@ -74,12 +74,10 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
         raw = read_regular(file, MOST_DATA_BYTES)
         digest.update(f"{file.name} {len(raw)}\n".encode())
         digest.update(raw)
-        try:
-            text = raw.decode("utf-8-sig").rstrip()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
-        lines = text.split("\n")
-        if not text:
+        lines = split_lines(raw, file)
+        while lines and not lines[-1].strip():
+            lines.pop()
+        if not lines:
             raise UserError(f"{file}: no sentences; add at least one pair, or remove the file")
         if file.suffix == ".jsonl":
             pairs += [_pair_of_object(file, number, line) for number, line in enumerate(lines, start=1)]
@@ -121,18 +119,16 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
         line: text of the line.
 
     Raises:
-        UserError: the line is not a JSON object, or lacks one of the two sentences.
+        UserError: the line is not a JSON object, lacks one of the two sentences, or has a value that is no text.
     """
-    try:
-        record = parse_json_object(line)
-    except DamagedJson:
-        raise UserError(f"{file}:{number}: not a JSON object; write one object per line") from None
+    json_line = parse_json_line(file, number, line)
+    record = json_line.record
     for key in ("sentence_good", "sentence_bad"):
-        sentence = record.get(key)
-        if not isinstance(sentence, str) or not sentence.strip():
+        if record.get(key) is None or not json_line.text(key).strip():
             raise UserError(f"{file}:{number}: no sentence in `{key}`; add the key with its sentence")
-    kind = record.get("UID") or record.get("linguistics_term") or file.stem
-    return SentencePair(kind=str(kind), good=record["sentence_good"], bad=record["sentence_bad"])
+    kind_keys = [key for key in ("UID", "linguistics_term") if record.get(key) not in (None, "")]
+    kind = json_line.name(kind_keys[0]) if kind_keys else file.stem
+    return SentencePair(kind=kind, good=record["sentence_good"], bad=record["sentence_bad"])
 
 
 def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:

@@ -8,6 +8,7 @@ highest label of the training data are taken.
 from __future__ import annotations
 
 import math
+from decimal import Decimal, InvalidOperation
 
 import numpy as np
 import torch
@@ -36,12 +37,13 @@ class LabelTargets:
 
         Raises:
             UserError: the range of a regression is taken from `train`, and a label in it is not a finite number; or
-                the labels of a classification are, and there is only one.
+                the labels of a classification are, and there is only one, an empty one, one with a tab or a line end,
+                or one number written in two ways.
         """
         self.labels: tuple[str, ...] = ()
         self.span = (0.0, 1.0)
         if spec.kind == "classification":
-            self.labels = spec.labels or tuple(sorted(set(train.label)))
+            self.labels = spec.labels or _labels_of(train)
             if len(self.labels) == 1:
                 raise UserError(
                     f"{train.file}: every example has the label `{self.labels[0]}`; a classification needs two labels "
@@ -88,6 +90,39 @@ class LabelTargets:
         if self._has_limits:
             value_N = value_N.clip(low, high)
         return [f"{value:.6g}" for value in value_N]
+
+
+def _labels_of(train: Texts) -> tuple[str, ...]:
+    """Return the labels of a file for a classification, sorted, each once.
+
+    Raises:
+        UserError: a label is empty or has a tab or a line end in it, or two labels are one number written in two ways,
+            such as 1 and 1.0; the message names the file and the line.
+    """
+    labels = tuple(sorted(set(train.label)))
+    label_of: dict[Decimal, str] = {}
+    for label in labels:
+        place = f"{train.file}:{train.line[train.label.index(label)]}"
+        if not label:
+            raise UserError(f"{place}: the label is empty; write a label, or remove the line")
+        if set(label) & set("\t\r\n"):
+            raise UserError(f"{place}: the label has a tab or a line end in it, which tables cannot hold; remove it")
+        number = _number_in(label)
+        if number is not None and label_of.setdefault(number, label) != label:
+            raise UserError(
+                f"{place}: the label `{label}` is the same number as the label `{label_of[number]}` of other lines; "
+                f"write it in one way, or name the labels by words"
+            )
+    return labels
+
+
+def _number_in(label: str) -> Decimal | None:
+    """Return the number that a label is; None if it is another text."""
+    try:
+        number = Decimal(label)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() and "_" not in label else None  # Python reads 1_1 as 11
 
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from electra_dist.errors import UserError
+from electra_dist.finetune.input_files import parse_json_line, split_lines
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import readable
-from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from electra_dist.tokenizer import TextTokenizer
 
@@ -88,15 +88,13 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
         label: column of the label, of the same kind.
 
     Raises:
-        UserError: the file is not UTF-8, has no examples, a column is missing, or a line is not a JSON object.
+        UserError: the file is not UTF-8, has no examples, a column is missing, a line of TSV has more columns than the
+            header, or a line of JSONL is not a JSON object with text in these columns.
     """
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
-    try:
-        lines = raw.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
-    numbered_lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    lines = split_lines(raw, file)
+    numbered_lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
     # The cells of a row are those of the requested columns: first text, second text if there is one, label.
     columns = [text_a, label] if text_b is None else [text_a, text_b, label]
@@ -182,13 +180,14 @@ def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Co
         one of the columns.
 
     Raises:
-        UserError: the header lacks a column.
+        UserError: the header lacks a column, or a line has cells with text after those of the header.
     """
     has_header = not isinstance(columns[0], int)
     if has_header:
         header_line = lines[0][1] if lines else ""
         indices = _header_indices(file, header_line, columns)
         example_lines = lines[1:]
+        _check_widths(file, len(header_line.split("\t")), example_lines)
     else:
         indices = [int(column) for column in columns]
         example_lines = lines
@@ -200,6 +199,17 @@ def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Co
         else:
             rows.append((number, None))
     return rows
+
+
+def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]) -> None:
+    """Raise UserError for a line with text after its last column: a tab within a text has shifted its cells."""
+    for number, line in lines:
+        cells = line.split("\t")
+        if any(cell.strip() for cell in cells[num_columns:]):
+            raise UserError(
+                f"{file}:{number}: {len(cells)} columns where the header has {num_columns}; replace the tabs within "
+                f"texts by spaces, or use a .jsonl file"
+            )
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
@@ -229,23 +239,21 @@ def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[
         columns: the keys to select.
 
     Returns:
-        (line number, values of the keys) for each line, in the order of `columns`. Values that are not strings, such
-        as numeric labels, are converted with `str`.
+        (line number, values of the keys) for each line, in the order of `columns`. The last one, the label, may be a
+        number; the others are texts.
 
     Raises:
-        UserError: a line is not a JSON object, or lacks a key.
+        UserError: a line is not a JSON object, lacks a key, or has a value that is no text.
     """
+    *text_keys, label_key = map(str, columns)
     rows: list[Row] = []
     for number, line in lines:
-        try:
-            record = parse_json_object(line)
-        except DamagedJson:
-            raise UserError(f"{file}:{number}: not a JSON object; write one object per line") from None
-        missing = [column for column in columns if column not in record]
+        json_line = parse_json_line(file, number, line)
+        missing = [column for column in columns if column not in json_line.record]
         if missing:
             raise UserError(
-                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(record)}: "
+                f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(json_line.record)}: "
                 f"name one of these, or add the key"
             )
-        rows.append((number, [str(record[str(column)]) for column in columns]))
+        rows.append((number, [*map(json_line.text, text_keys), json_line.name(label_key)]))
     return rows

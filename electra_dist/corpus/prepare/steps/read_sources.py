@@ -18,7 +18,7 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSect
 from electra_dist.corpus.prepare.source_plan import PlannedFile, read_plan
 from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
 from electra_dist.corpus.prepare.steps.web_pages import PAGE_FORMATS, read_pages
-from electra_dist.corpus.text_decoding import RawDocument, SkippedDocument, decode
+from electra_dist.corpus.text_decoding import RawDocument, SkippedDocument, decode, name_of_value
 from electra_dist.corpus.text_readers import DocumentStream
 
 IS_HTML = "is_html"  # key of a document's metadata until its text is extracted
@@ -81,11 +81,11 @@ class ReadSources(PipelineStep):
 
 
 def _url_of(raw: RawDocument, url_field: str | None) -> str | None:
-    """Return the address in a JSON document that has been decoded before; None if it has none."""
+    """Return the address in a JSON document that has been decoded before, as encodable text; None if it has none."""
     if not raw.is_json or url_field is None or raw.data is None:
         return None
     url = json.loads(raw.data.decode("utf-8-sig", "replace")).get(url_field)
-    return url if isinstance(url, str) else None
+    return name_of_value(url) if isinstance(url, str) else None
 
 
 def _with_url(details: dict[str, Any], url: str | None) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Reads what the files of fine-tuning data have in common: lines of UTF-8, JSON objects, and the text within these.
+
+Guarantee: a JSON value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of
+other types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer
+takes: none of them becomes a word such as "None".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from electra_dist.errors import UserError
+from electra_dist.store.json_file import DamagedJson, parse_json_object
+
+_LINE_END = re.compile(r"\r*\n|\r")
+_MAX_SHOWN_CHARS = 40  # of a value in an error message
+
+
+class NotText(ValueError):
+    """Error for a JSON value that is no text; the message describes the value."""
+
+
+class JsonLine(NamedTuple):
+    """JSON object of a line of a file, whose values are read with the line's number in every error."""
+
+    place: str  # FILE:LINE
+    record: dict[str, Any]
+
+    def text(self, key: str) -> str:
+        """Return the text that the object has under `key`.
+
+        Raises:
+            UserError: the value is no text.
+        """
+        try:
+            return as_text(self.record[key])
+        except NotText as error:
+            raise UserError(
+                f"{self.place}: the value of `{key}` is no text, but {error}; write a text in quotes, or remove the "
+                f"line"
+            ) from None
+
+    def name(self, key: str) -> str:
+        """Return the label, id or other name that the object has under `key`.
+
+        Raises:
+            UserError: the value is neither text nor a number.
+        """
+        try:
+            return as_name(self.record[key])
+        except NotText as error:
+            raise UserError(
+                f"{self.place}: the value of `{key}` is neither text nor a number, but {error}; write a text in "
+                f"quotes or a number, or remove the line"
+            ) from None
+
+
+def split_lines(data: bytes, file: Path) -> list[str]:
+    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped.
+
+    A line ends at a line feed, a carriage return, or both, as in text files that Python opens; at no other character.
+
+    Args:
+        data: the content of the file.
+        file: its path, for the message.
+
+    Raises:
+        UserError: the file is not UTF-8.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+    return _LINE_END.split(text)
+
+
+def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
+    """Parse a line of a file as a JSON object.
+
+    Args:
+        file: the file, for messages.
+        number: number of the line, from 1, for messages.
+        line: the text of the line.
+
+    Raises:
+        UserError: the line is not a JSON object.
+    """
+    try:
+        return JsonLine(f"{file}:{number}", parse_json_object(line))
+    except DamagedJson as error:
+        raise UserError(f"{file}:{number}: not a JSON object ({error}); write one object per line") from None
+
+
+def as_text(value: object) -> str:
+    """Return a JSON value if it is text.
+
+    Raises:
+        NotText: it has another type, or contains half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        shown = json.dumps(value)
+        raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ord(value[error.start])
+        raise NotText(f"has half of a surrogate pair, \\u{half:04x}, at character {error.start}") from None
+    return value
+
+
+def as_name(value: object) -> str:
+    """Return a label, an id or another name in JSON: text as it is, a number in Python's notation.
+
+    Raises:
+        NotText: the value is neither text nor a finite number.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return str(value) if is_number else as_text(value)
