@@ -17,6 +17,7 @@ import pytest
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
+from electra_dist.finetune.tagging.tagged_files import TaggedSentence, read_tagged_file
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
 
@@ -66,6 +67,47 @@ TSV = {
     "1 and 1.0": ("text\tkind\none\t1\ntwo\t0\nsix\t1.0\n", r"train\.tsv:4: the label `1\.0` is the same number"),
     "empty label": ("text\tkind\none\t\ntwo\tb\n", r"train\.tsv:2: the label is empty"),
 }
+COLUMNS = {
+    "CoNLL-2003": ("-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\nPeter NNP B-NP B-PER\n", None),
+    "spaces at the ends, several between": ("EU  B-ORG \n rejects   O\n\n \nPeter B-PER", None),
+    "Unicode spaces in words": ("Anna\u00a0Maria B-PER\na\u3000b\u2028c O\nx\x0b\x0c\x1c\x85y O\n\u00a0 O\n", None),
+    "Unicode spaces in words, tabs": ("Anna\u00a0Maria\tB-PER\n\u2009x\u2009\tO\nNew York\tB-LOC\n", None),
+    "old line ends": ("EU B-ORG\rrejects O\r\rPeter B-PER\r", None),
+    "Windows line ends": ("\ufeffEU\tB-ORG\r\nrejects\tO\r\n\r\nPeter\tB-PER\r\n", None),
+    "comments": ("# id 1\nEU B-ORG\nrejects O\n\n# text = Vitamin O\nPeter B-PER\n\n# end of file\n", None),
+    "comments, tabs": ("# id 1\tdomain=en\tx\nEU\tB-ORG\nrejects\tO\n\n# text = a\nPeter\tB-PER\n", None),
+    "the word #": ("# O\n5 O\n# O\n\n#nice O\n#Apple B-ORG\n", None),
+    "the word #, four columns": ("# # I-NP O\n5 CD I-NP O\nEU NNP I-NP B-ORG\n", None),
+    "comment as wide as words": ("# 1\nEU B-ORG\n", r"train\.txt:1: `# 1` may be a comment"),
+    "a sentence and its tags": ("EU rejects\tB-ORG O\nPeter\tB-PER\n", r"train\.txt:1: the tag `B-ORG O` has a space"),
+    "tags after the words": ("EU rejects B-ORG O\nPeter B-PER\n", r"train\.txt:2: 2 columns, but line 1 has 4"),
+    "words and tags with slashes": ("The/DT cat/NN sat/VB\nA/DT dog/NN\n", r":2: 2 columns, but line 1 has 3"),
+    "line of words, line of tags": ("EU rejects it\nB-ORG O O\n\nIt rains\nO O\n", r":4: 2 columns, but line 1 has 3"),
+    "word with a space": ("EU B-ORG\nNew York B-LOC\n", r"train\.txt:2: 3 columns, but line 1 has 2"),
+    "no-break space as separator": ("EU B-ORG\nrejects\u00a0O\n", r"train\.txt:2: `rejects\u00a0O` has no tag"),
+    "no-break space after a tag": ("EU\tB-ORG\nrejects\tO\u00a0\n", r"train\.txt:2: the tag `O\u00a0` has a space"),
+    "no word": ("EU\tB-ORG\n\tX\tO\n", r"train\.txt:2: `\tX\tO` has no word"),
+    "no tag": ("EU\tNNP\tB-ORG\nrejects\tVBZ\t\n", r"train\.txt:2: .* has no tag"),
+    "numbered words": ("1\tEU\tB-ORG\n2\trejects\tO\n\n1\tPeter\tB-PER\n", r"column has numbers in place of words"),
+    "CoNLL-U of another name": ("1-2\tam\t_\n1\ta\tDET\n2\tm\tX\n", r"name the file train\.conllu if"),
+    "document first": ("doc1 0 EU B-ORG\ndoc1 1 it O\n", r"every word is `doc1`; put the words into the first column"),
+    "without its words": ("a O\nb O\n\n_ B-ORG\n_ O\n", r"train\.txt:4: all 2 words are underscores"),
+}  # fmt: skip
+CONLLU = {
+    "spaces in words": ("1\tAnna\u00a0Maria\t_\tPROPN\t_\t_\t0\t_\t_\t_\n2\ta b\t_\tX\t_\t_\t1\t_\t_\t_\n", None),
+    "multiword token, empty node, comments": (
+        "# text = am _\n1-2\tam\t_\t_\t_\t_\t_\t_\t_\t_\n1\ta\t_\tX\t_\t_\t0\t_\t_\t_\n"
+        "1.1\t_\t_\t_\t_\t_\t_\t_\t_\t_\n2\t_\t_\tPUNCT\t_\t_\t1\t_\t_\t_\n\n# end\n",
+        None,
+    ),
+    "Windows line ends": ("\ufeff1\t#\t_\tSYM\t_\t_\t0\t_\t_\t_\r\n\r\n1\t____\t_\tPUNCT\t_\t_\t0\t_\t_\t_\r\n", None),
+    "without its words": (
+        "1\t_\t_\tX\t_\t_\t0\t_\t_\t_\n2\t___\t_\tX\t_\t_\t1\t_\t_\t_\n",
+        r"sentence at line 1: all 2 words are underscores",
+    ),
+    "no form": ("1\t\t_\tX\t_\t_\t0\t_\t_\t_\n", r"line 1: word 1 .* FORM and UPOS must not be empty"),
+    "no tag": ("1\ta\t_\t\t_\t_\t0\t_\t_\t_\n", r"UPOS  and HEAD 0; IDs must count from 1, FORM and UPOS must not"),
+}  # fmt: skip
 
 
 def refusal(error: pytest.ExceptionInfo[UserError], message: str) -> None:
@@ -105,6 +147,51 @@ def test_tables_are_read_as_the_csv_module_reads_them_or_refused(tmp_path: Path,
     rows = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     expected = [] if message is not None else [(row["text"], row["kind"]) for row in rows]
     check_texts(tmp_path, "train.tsv", content, message, expected)
+
+
+def column_sentences(text: str) -> list[TaggedSentence]:
+    """Read words and tags as the script of CoNLL-2003 in the library datasets does, which splits at the separator."""
+    sentences: list[list[tuple[str, str]]] = [[]]
+    has_comments = text.count("# ") > 0 and "= " in text
+    for line in io.StringIO(text.removeprefix("\ufeff"), newline=None):
+        line = line.strip("\n ")
+        if not line or line.startswith("-DOCSTART-"):
+            sentences.append([])
+        elif not (has_comments and line.startswith("# ")):
+            cells = line.split("\t") if "\t" in line else [cell for cell in line.split(" ") if cell]
+            sentences[-1].append((cells[0], cells[-1]))
+    return [TaggedSentence(*map(tuple, zip(*sentence, strict=True))) for sentence in sentences if sentence]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_are_read_as_the_script_of_conll_2003_reads_them_or_refused(tmp_path: Path, name: str) -> None:
+    content, message = COLUMNS[name]
+    file = tmp_path / "train.txt"
+    file.write_bytes(content.encode())
+    if message is None:
+        assert read_tagged_file(file) == column_sentences(content)
+        return
+    with pytest.raises(UserError) as error:
+        read_tagged_file(file)
+    refusal(error, message)
+
+
+@pytest.mark.parametrize("name", CONLLU)
+def test_treebanks_have_the_words_whose_id_is_an_integer_or_are_refused(tmp_path: Path, name: str) -> None:
+    content, message = CONLLU[name]
+    file = tmp_path / "train.conllu"
+    file.write_bytes(content.encode())
+    if message is not None:
+        with pytest.raises(UserError) as error:
+            read_tagged_file(file)
+        refusal(error, message)
+        return
+    expected = []
+    for block in re.split("\n\n", content.removeprefix("\ufeff").replace("\r\n", "\n")):
+        words = [line.split("\t") for line in block.split("\n") if re.match(r"\d+\t", line)]
+        if words:
+            expected.append(TaggedSentence(tuple(word[1] for word in words), tuple(word[3] for word in words)))
+    assert read_tagged_file(file) == expected
 
 
 PAIRS = {

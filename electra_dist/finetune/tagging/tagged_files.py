@@ -1,25 +1,32 @@
 """Reads sentences of tagged words from CoNLL-U files or from files with columns, as CoNLL-2003 has them.
 
-Guarantee: every line belongs to a sentence or separates two; a line that fits neither is an error with its number.
+Guarantee: every line belongs to a sentence, separates two, or is a comment; a line that fits none of these is an error
+with its number. A file of another layout is refused: lines of different widths, tags with spaces in them, numbers or
+underscores in place of the words.
 
 How: the suffix decides the format. In `.conllu`, the tag of a word is its universal part of speech. In all others, a
-line has the word in its first and the tag in its last column, separated by tabs, or by spaces if it has no tab. An
-empty line ends a sentence. Lines that begin with -DOCSTART- separate documents and are left out.
+line has the word in its first and the tag in its last column, separated by tabs, or by spaces if it has no tab. No
+other character separates columns, so a word may contain a no-break space. An empty line ends a sentence. Lines that
+begin with -DOCSTART- separate documents and are left out. So are comments: lines that begin with `#` and a space or
+tab, stand before the words of a sentence, and have another number of columns than all words.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.treebank.conllu_files import read_conllu
+from electra_dist.finetune.input_files import split_lines
+from electra_dist.finetune.treebank.conllu_files import check_words, read_conllu
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _COLUMN_SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob2")
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation", "testa")}
 _MIN_COLUMNS = 2  # word and tag
+_WORD_NUMBER = re.compile(r"\d+([-.]\d+)?")  # as the first column of CoNLL-U has them
 
 
 class TaggedSentence(NamedTuple):
@@ -27,6 +34,27 @@ class TaggedSentence(NamedTuple):
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
+
+
+class _Line(NamedTuple):
+    """Line of a file in columns that is not empty."""
+
+    number: int  # from 1
+    text: str
+    columns: list[str]
+    has_tabs: bool  # whether tabs separate its columns, otherwise spaces
+
+    @property
+    def layout(self) -> tuple[bool, int]:
+        """Return whether tabs separate the columns, and the number of columns."""
+        return self.has_tabs, len(self.columns)
+
+    @classmethod
+    def parse(cls, number: int, text: str) -> _Line:
+        """Divide a line without spaces at its ends into columns."""
+        has_tabs = "\t" in text
+        columns = [column.strip(" ") for column in text.split("\t")] if has_tabs else re.split(" +", text)
+        return cls(number, text, columns, has_tabs)
 
 
 def find_tagged_file(folder: Path, split: str) -> Path:
@@ -61,28 +89,16 @@ def read_tagged_file(file: Path) -> list[TaggedSentence]:
     """
     if file.suffix == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
-    try:
-        lines = read_regular(file, MOST_DATA_BYTES).decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
     sentences = []
-    words: list[str] = []
-    tags: list[str] = []
-    for number, line in enumerate([*lines, ""], start=1):  # the empty line at the end ends the last sentence
-        text = line.strip()
-        if not text:
-            if words:
-                sentences.append(TaggedSentence(tuple(words), tuple(tags)))
-            words = []
-            tags = []
-        elif not text.startswith("-DOCSTART-"):
-            word, tag = _word_and_tag(file, number, text)
-            words.append(word)
-            tags.append(tag)
+    for lines in _sentence_lines(file):
+        words = tuple(line.columns[0] for line in lines)
+        check_words(words, f"{file}:{lines[0].number}")
+        sentences.append(TaggedSentence(words, tuple(line.columns[-1] for line in lines)))
     if not sentences:
         raise UserError(
             f"{file}: no sentences; write a word and its tag on each line, and an empty line between sentences"
         )
+    _check_first_column(file, sentences)
     return sentences
 
 
@@ -91,18 +107,80 @@ def tags_of(sentences: Sequence[TaggedSentence]) -> tuple[str, ...]:
     return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
 
 
-def _word_and_tag(file: Path, number: int, line: str) -> tuple[str, str]:
-    """Return the first and the last column of a line.
-
-    Args:
-        file: the file, for messages.
-        number: number of the line, from 1.
-        line: the line without white space at its ends.
+def _sentence_lines(file: Path) -> list[list[_Line]]:
+    """Return the lines of each sentence of a file in columns, without comments.
 
     Raises:
-        UserError: the line has one column only.
+        UserError: the file is not UTF-8, or a line is no word with its tag.
     """
-    columns = line.split("\t") if "\t" in line else line.split()
-    if len(columns) < _MIN_COLUMNS:
-        raise UserError(f"{file}:{number}: `{line}` has no tag; write the word, a tab and its tag")
-    return columns[0].strip(), columns[-1].strip()
+    blocks: list[list[_Line]] = [[]]
+    for number, text in enumerate(split_lines(read_regular(file, MOST_DATA_BYTES), file), start=1):
+        if not text.strip(" \t"):
+            blocks.append([])
+        elif not text.startswith("-DOCSTART-"):
+            blocks[-1].append(_Line.parse(number, text.strip(" ")))
+
+    other_lines = [line for block in blocks for line in block[_num_marked(block) :]]
+    layouts = {line.layout for line in other_lines}
+    tags = {line.columns[-1] for line in other_lines}
+    sentences = []
+    for block in blocks:
+        num_marked = _num_marked(block)
+        for line in block[:num_marked]:
+            if line.layout in layouts and line.columns[-1] not in tags:
+                raise UserError(
+                    f"{file}:{line.number}: `{line.text}` may be a comment, or the word # with a tag that no other "
+                    f"line has; remove comments from the file"
+                )
+        sentences.append([line for line in block[:num_marked] if line.layout in layouts] + block[num_marked:])
+    _check_columns(file, [line for lines in sentences for line in lines])
+    return [lines for lines in sentences if lines]
+
+
+def _num_marked(block: Sequence[_Line]) -> int:
+    """Return how many lines at the beginning of a sentence look like comments: # and a space or a tab."""
+    for number, line in enumerate(block):
+        if line.columns[0] != "#" and not line.columns[0].startswith("# "):
+            return number
+    return len(block)
+
+
+def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
+    """Raise UserError for the first line that is no word with its tag, or that has another width than those before.
+
+    Lines with tabs may leave out the columns between word and tag. Lines with spaces may not, because a word with a
+    space in it looks like that.
+    """
+    first_of: dict[bool, _Line] = {}  # the first line with tabs, and the first one without
+    for line in lines:
+        if len(line.columns) < _MIN_COLUMNS or not line.columns[0] or not line.columns[-1]:
+            what = "word" if not line.columns[0] else "tag"
+            raise UserError(f"{file}:{line.number}: `{line.text}` has no {what}; write the word, a tab and its tag")
+        tag = line.columns[-1]
+        if any(map(str.isspace, tag)):
+            raise UserError(
+                f"{file}:{line.number}: the tag `{tag}` has a space in it; write one word, a tab and its tag on each "
+                f"line"
+            )
+        if line.has_tabs and len(line.columns) == _MIN_COLUMNS:
+            continue
+        first = first_of.setdefault(line.has_tabs, line)
+        if len(line.columns) != len(first.columns):
+            raise UserError(
+                f"{file}:{line.number}: {len(line.columns)} columns, but line {first.number} has "
+                f"{len(first.columns)}; write one word, a tab and its tag on each line"
+            )
+
+
+def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None:
+    """Raise UserError if the first column of a file with several words has numbers only, or one word only."""
+    words = [word for sentence in sentences for word in sentence.words]
+    if len(words) == 1:
+        return
+    if all(map(_WORD_NUMBER.fullmatch, words)):
+        raise UserError(
+            f"{file}: the first column has numbers in place of words; remove it, or name the file {file.stem}.conllu "
+            f"if it is in CoNLL-U format"
+        )
+    if len(set(words)) == 1:
+        raise UserError(f"{file}: every word is `{words[0]}`; put the words into the first column")

@@ -128,7 +128,11 @@ class TaggingTask(Task):
         train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
         digested = name.encode() + train_bytes + b"\0" + dev_bytes
         self.digest = hashlib.sha256(digested).hexdigest()
-        self.notes = []
+        self.notes = [
+            f"{file}: {len(sentences)} sentences, {sum(len(sentence.words) for sentence in sentences)} words, "
+            f"{len(tags_of(sentences))} different tags"
+            for file, sentences in ((train_file, self.train), (dev_file, self.dev))
+        ]
         unknown_tags = sorted(set(tags_of(self.dev)) - set(self.tags))
         if unknown_tags:
             self.notes.append(

@@ -1,7 +1,8 @@
 """Reads sentences of a treebank from CoNLL-U files: words with their parts of speech and heads.
 
 Guarantee: words are the syntactic words of the tree; lines of multiword tokens (ID 1-2) and of empty nodes (ID 5.1)
-are left out, as the format prescribes. Every other line that does not fit the format is an error with its number.
+are left out, as the format prescribes. Every other line that does not fit the format is an error with its number, and
+so is a sentence that has underscores in place of its words.
 
 Source: https://universaldependencies.org/format.html
 """
@@ -9,13 +10,14 @@ Source: https://universaldependencies.org/format.html
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from electra_dist.errors import UserError
+from electra_dist.finetune.input_files import split_lines
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 
 _NUM_COLUMNS = 10
@@ -67,30 +69,44 @@ def read_conllu(file: Path) -> list[Sentence]:
     Raises:
         UserError: the file is not UTF-8, has no sentence, or has a line that does not fit the format.
     """
-    try:
-        lines = read_regular(file, MOST_DATA_BYTES).decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
     sentences = []
-    for first_line, columns_of_words in _blocks(file, lines):
+    for first_line, columns_of_words in _blocks(file, split_lines(read_regular(file, MOST_DATA_BYTES), file)):
         num_words = len(columns_of_words)
         heads = []
         for number, columns in enumerate(columns_of_words, start=1):
             head = columns[_HEAD]
             is_head = head.isdecimal() and int(head) <= num_words and int(head) != number
-            if not is_head or columns[_ID] != str(number) or columns[_UPOS] == "_":
+            is_empty = not columns[_FORM] or columns[_UPOS] in ("", "_")
+            if not is_head or columns[_ID] != str(number) or is_empty:
                 raise UserError(
                     f"{file}: sentence at line {first_line}: word {number} has ID {columns[_ID]}, UPOS "
-                    f"{columns[_UPOS]} and HEAD {head}; IDs must count from 1, UPOS must not be empty, and HEAD must "
-                    f"be another word or 0, up to {num_words}: correct the file"
+                    f"{columns[_UPOS]} and HEAD {head}; IDs must count from 1, FORM and UPOS must not be empty, and "
+                    f"HEAD must be another word or 0, up to {num_words}: correct the file"
                 )
             heads.append(int(head))
         words = tuple(columns[_FORM] for columns in columns_of_words)
         tags = tuple(columns[_UPOS] for columns in columns_of_words)
+        check_words(words, f"{file}: sentence at line {first_line}")
         sentences.append(Sentence(words=words, tags=tags, heads=tuple(heads)))
     if not sentences:
         raise UserError(f"{file}: no sentences; name a treebank in CoNLL-U format")
     return sentences
+
+
+def check_words(words: Sequence[str], place: str) -> None:
+    """Raise UserError if a sentence has underscores in place of its words, as treebanks without their text have.
+
+    A sentence of one such word may be a ruled line of a text.
+
+    Args:
+        words: the words of the sentence.
+        place: file and line of the sentence, for the message.
+    """
+    if len(words) > 1 and not "".join(words).strip("_"):
+        raise UserError(
+            f"{place}: all {len(words)} words are underscores, as in a treebank that is published without its text; "
+            f"add the words from its source, which its README names"
+        )
 
 
 def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
@@ -102,15 +118,14 @@ def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]
     words: list[list[str]] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):
-        text = line.rstrip("\r")
-        if text.startswith("#"):
+        if line.startswith("#"):
             continue
-        if not text.strip():
+        if not line.strip(" \t"):
             if words:
                 yield first_line, words
             words = []
             continue
-        columns = text.split("\t")
+        columns = line.split("\t")
         if len(columns) != _NUM_COLUMNS:
             raise UserError(
                 f"{file}:{number}: {len(columns)} columns in place of {_NUM_COLUMNS}; CoNLL-U separates them by tabs"
