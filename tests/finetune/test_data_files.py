@@ -17,6 +17,8 @@ import pytest
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.sentences.pair_files import SentencePair, read_pair_files
+from electra_dist.finetune.squad.passage_windows import read_squad
+from electra_dist.finetune.squad.squad_task import SquadTask
 from electra_dist.finetune.tagging.tagged_files import TaggedSentence, read_tagged_file
 from electra_dist.finetune.texts.text_specs import TextSpec
 from electra_dist.finetune.texts.text_task import TextTask
@@ -224,3 +226,95 @@ def test_minimal_pairs_have_the_kind_that_they_name_and_no_carriage_return(tmp_p
 
     assert pairs[:3] == [SentencePair(kind, "a\u00a0b", "\U0001f600") for kind in ("term", "7", "p")]
     assert pairs[3:] == [SentencePair("z", "good one", "bad one")]
+
+
+CONTEXT = "The old house is near the river."  # "the river" is at 22 to 31, "The" at 0
+RIVER = {"text": "the river", "answer_start": 22}
+QUESTIONS: dict[str, tuple[dict, int | None, int | None]] = {
+    # name -> (fields other than id and question, start of the answer in version 1 and in version 2); -1: without an
+    # answer (version 2) or not in the passage; None: left out
+    "plain": ({"answers": [RIVER], "is_impossible": False}, 22, 22),
+    "negative start": ({"answers": [{**RIVER, "answer_start": -1}]}, 22, 22),
+    "start after the end": ({"answers": [{**RIVER, "answer_start": 10**6}]}, 22, 22),
+    "start as text": ({"answers": [{**RIVER, "answer_start": "22"}]}, 22, 22),
+    "start as a fraction": ({"answers": [{**RIVER, "answer_start": 22.0}]}, 22, 22),
+    "no is_impossible": ({"answers": [RIVER]}, 22, 22),
+    "null is_impossible": ({"answers": [RIVER], "is_impossible": None}, 22, 22),
+    "no answers": ({"answers": []}, None, -1),
+    "null answers": ({"answers": None, "is_impossible": True}, None, -1),
+    "answers missing": ({}, None, -1),
+    "impossible with plausible answer": ({"answers": [RIVER], "is_impossible": True}, 22, -1),
+    "empty answer": ({"answers": [{"text": " ", "answer_start": 3}]}, None, -1),
+    "empty answer before another": ({"answers": [{"text": "", "answer_start": 0}, RIVER]}, 22, 22),
+    "elsewhere": ({"answers": [{"text": "the sea", "answer_start": -1}]}, -1, -1),
+    "null answer": ({"answers": [{**RIVER, "text": None}]}, None, None),
+    "half a pair": ({"answers": [{**RIVER, "text": "\ud83d"}]}, None, None),
+    "answer as text": ({"answers": ["the river"]}, None, None),
+    "answers as object": ({"answers": {"text": ["the river"], "answer_start": [22]}}, None, None),
+    "no start": ({"answers": [{"text": "the river", "answer_start": None}]}, None, None),
+    "is_impossible of another type": ({"answers": [RIVER], "is_impossible": "maybe"}, None, None),
+    "null question": ({"answers": [RIVER], "question": None}, None, None),
+    "half a pair in the question": ({"answers": [RIVER], "question": "\ude00?"}, None, None),
+    "list as id": ({"answers": [RIVER], "id": [1]}, None, None),
+    "boolean as id": ({"answers": [RIVER], "id": True}, None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_each_question_of_a_file_like_squad_is_used_or_left_out_and_counted(tmp_path: Path, version: int) -> None:
+    """The ids are integers; two more questions are no object, and of a passage that is no text."""
+    entries: list[object] = []
+    expected = []
+    for number, (fields, *starts) in enumerate(QUESTIONS.values()):
+        entries.append({"id": number, "question": "where?", **fields})
+        if starts[version - 1] is not None:
+            expected.append((str(number), starts[version - 1]))
+    paragraphs = [{"context": CONTEXT, "qas": [*entries, "where?"]}]
+    paragraphs += [{"context": context, "qas": entries[:1]} for context in (None, "half \ud83d")]
+    label = {1: "v1.1", 2: "v2.0"}[version]
+    for stem in ("train", "dev"):
+        (tmp_path / f"{stem}-{label}.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+
+    file = read_squad(tmp_path / f"train-{label}.json", version)
+    task = SquadTask(version, tmp_path)
+
+    assert [(question.id, question.start) for question in file.questions] == expected
+    assert {question.text for question in file.questions} == {"where?"}
+    assert sum(map(len, file.left_out.values())) == len(entries) + 3 - len(expected)
+    assert file.left_out["their passage is no text"] == [len(entries) + 2, len(entries) + 3]
+    assert sum("because their passage is no text; first: question" in note for note in task.notes) == 2
+
+
+def test_development_questions_with_an_id_of_another_are_left_out_and_training_questions_are_not(
+    tmp_path: Path,
+) -> None:
+    entries = [{"id": number, "question": "where?", "answers": [RIVER]} for number in (7, "7", 8)]
+    for stem in ("train", "dev"):
+        text = json.dumps({"data": [{"paragraphs": [{"context": CONTEXT, "qas": entries}]}]})
+        (tmp_path / f"{stem}-v1.1.json").write_text(text)
+
+    task = SquadTask(1, tmp_path)
+
+    assert [question.id for question in task.train.questions] == ["7", "7", "8"]
+    assert [question.id for question in task.dev.questions] == ["7", "8"]
+    dev_file = tmp_path / "dev-v1.1.json"
+    assert task.notes == [
+        f"{dev_file}: 1 questions are left out, because they have the id of an earlier question; first: question 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([], r"train-v1\.1\.json: no questions, 1 left out because they have no answer; replace it"),
+        ([{"text": "sea", "answer_start": 0}], r"train-v1\.1\.json: no answer is in the passage of its question"),
+    ],
+)
+def test_a_file_of_which_no_question_can_be_used_is_refused(tmp_path: Path, answers: list, message: str) -> None:
+    entries = [{"id": 1, "question": "where?", "answers": answers}]
+    for stem in ("train", "dev"):
+        text = json.dumps({"data": [{"paragraphs": [{"context": CONTEXT, "qas": entries}]}]})
+        (tmp_path / f"{stem}-v1.1.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        SquadTask(1, tmp_path)
+    refusal(error, message)

@@ -6,6 +6,7 @@ with the most context: the number of tokens to the left or to the right, whichev
 context` in google-research/electra). An answer is the text of the passage from the first character of its first token
 to the last character of its last token, so a prediction is text of the file, not of the vocabulary.
 
+Each question is used, or left out and counted with a reason; one that cannot be used does not end the others.
 Training uses the first gold answer. If the text at `answer_start` differs from it, the nearest occurrence in the
 passage is used; a question whose answer does not occur in the passage is left out of training and counted.
 
@@ -15,19 +16,21 @@ This module uses the character offsets of the tokens instead, which are exact.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NotRequired
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.input_files import NotText, as_name, as_text
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.store.atomic_files import readable
-from electra_dist.store.json_file import parse_json, validate_json
+from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from electra_dist.tokenizer import TextTokenizer
 
@@ -47,10 +50,11 @@ class Question(NamedTuple):
 
 
 class SquadFile(NamedTuple):
-    """Contents of a SQuAD file: all passages, and all questions with the numbers of their passages."""
+    """Contents of a SQuAD file: all passages, and the questions that can be used, with their passages' numbers."""
 
     passages: list[str]
     questions: list[Question]
+    left_out: dict[str, list[int]]  # reason -> numbers of the questions in the file, from 1, that are left out for it
 
 
 class Passage(NamedTuple):
@@ -103,27 +107,11 @@ class AnswerWindow(NamedTuple):
     owned: list[bool]  # for each passage token of the window: whether this window has the most context for it
 
 
-class _Answer(TypedDict):
-    """Gold answer of a question in a SQuAD file."""
-
-    text: str
-    answer_start: int  # character of the passage
-
-
-class _Entry(TypedDict):
-    """Question in a SQuAD file."""
-
-    id: str
-    question: str
-    answers: list[_Answer]
-    is_impossible: NotRequired[bool]  # version 2 only
-
-
 class _Paragraph(TypedDict):
-    """Passage of a SQuAD file with its questions."""
+    """Passage of a SQuAD file with its questions, each of which is checked by itself."""
 
-    context: str
-    qas: list[_Entry]
+    context: object
+    qas: list[object]
 
 
 class _Article(TypedDict):
@@ -139,62 +127,122 @@ class _Squad(TypedDict):
 
 
 _SQUAD = TypeAdapter(_Squad)
+_LIST = TypeAdapter(list[Any])
 
 
-def read_squad(file: Path, version: int) -> SquadFile:
-    """Read all passages and questions of a SQuAD JSON file.
+class _LeftOut(Exception):
+    """Exception for a question that cannot be used; its message is the reason, one of a fixed list."""
+
+
+def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
+    """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
 
     Args:
         file: JSON in the official format, UTF-8.
-        version: 1 or 2; version 2 files have `is_impossible` for every question.
+        version: 1 or 2; in version 2, questions may have no answer.
+        unique_ids: whether to leave out a question with the id of an earlier one, because predictions are by id.
 
     Raises:
-        UserError: the file is not a SQuAD file of that version, or has no questions.
+        UserError: the file is not a SQuAD file of that version, or has no question that can be used.
     """
     try:
         with readable(file):
             content = read_regular(file, MOST_DATA_BYTES)
         articles = validate_json(_SQUAD, parse_json(content))["data"]
-        passages: list[str] = []
-        questions: list[Question] = []
-        for article in articles:
-            for paragraph in article["paragraphs"]:
-                passage_number = len(passages)
-                passage_text = paragraph["context"]
-                passages.append(passage_text)
-                for entry in paragraph["qas"]:
-                    questions.append(_parse_question(entry, passage_number, passage_text, version))
-    except (ValueError, KeyError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(
-            f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
-        ) from None
-    if not questions:
-        raise UserError(f"{file}: no questions; replace it with a SQuAD {version} file that has some")
-    return SquadFile(passages, questions)
+    except DamagedJson as error:
+        raise _other_format(file, version, str(error)) from None
+    result = SquadFile([], [], {})
+    is_marked = False  # whether some question says whether it has an answer, as those of version 2 do
+    number = 0
+    ids: set[str] = set()
+    for paragraph in itertools.chain.from_iterable(article["paragraphs"] for article in articles):
+        passage_number = len(result.passages)
+        passage_text = _text_or_none(paragraph["context"])
+        result.passages.append(passage_text or "")
+        for entry in paragraph["qas"]:
+            number += 1
+            is_marked |= isinstance(entry, dict) and "is_impossible" in entry
+            try:
+                question = _parse_question(entry, passage_number, passage_text, version)
+                if unique_ids and question.id in ids:
+                    raise _LeftOut("they have the id of an earlier question")
+            except _LeftOut as reason:
+                result.left_out.setdefault(str(reason), []).append(number)
+            else:
+                ids.add(question.id)
+                result.questions.append(question)
+    if not result.questions:
+        reasons = "".join(f", {len(numbers)} left out because {reason}" for reason, numbers in result.left_out.items())
+        raise UserError(f"{file}: no questions{reasons}; replace it with a SQuAD {version} file that has some")
+    if version == 2 and not is_marked and all(question.answers for question in result.questions):
+        raise _other_format(file, version, "no key 'is_impossible'")
+    return result
 
 
-def _parse_question(entry: _Entry, passage: int, passage_text: str, version: int) -> Question:
+def _other_format(file: Path, version: int, reason: str) -> UserError:
+    """Return the error for a file that is not in the format of a version of SQuAD."""
+    return UserError(
+        f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
+    )
+
+
+def _parse_question(entry: object, passage: int, passage_text: str | None, version: int) -> Question:
     """Convert one entry of the list `qas` of a SQuAD file into a `Question`.
+
+    In version 2 a question without gold answers, or that is marked `is_impossible`, has none, as in the official
+    script. Gold answers without text are dropped.
 
     Args:
         entry: the entry as parsed JSON.
         passage: number of its passage in the file.
-        passage_text: the passage, in which the first gold answer is located.
+        passage_text: the passage, in which the first gold answer is located; None if it is no text.
         version: 1 or 2; only questions of version 2 may have no answer.
 
     Raises:
-        ValueError: the question has no answer, although it is of version 1 or not marked `is_impossible`.
-        KeyError: the entry lacks a key of this version's format.
+        _LeftOut: the question cannot be used.
     """
-    is_impossible = version == 2 and entry["is_impossible"]
-    if is_impossible:
-        return Question(entry["id"], entry["question"], passage, answers=(), start=-1)
-    if not entry["answers"]:
-        raise ValueError(f"question {entry['id']} has no answer")
-    answers = tuple(answer["text"] for answer in entry["answers"])
-    start = _nearest_occurrence(passage_text, answers[0], entry["answers"][0]["answer_start"])
-    return Question(entry["id"], entry["question"], passage, answers, start)
+    if passage_text is None:
+        raise _LeftOut("their passage is no text")
+    if not isinstance(entry, dict):
+        raise _LeftOut("they are no JSON objects")
+    try:
+        question_id = as_name(entry.get("id"))
+        text = as_text(entry.get("question"))
+    except NotText:
+        raise _LeftOut("their id or question is no text") from None
+    is_impossible = entry.get("is_impossible")
+    if is_impossible not in (None, False, True):
+        raise _LeftOut("their is_impossible is neither true nor false")
+    answers = [] if version == 2 and is_impossible else _parse_answers(entry.get("answers") or [])
+    if not answers and version == 1:
+        raise _LeftOut("they have no answer")
+    start = _nearest_occurrence(passage_text, *answers[0]) if answers else -1
+    return Question(question_id, text, passage, tuple(answer for answer, _ in answers), start)
+
+
+def _parse_answers(answers: object) -> list[tuple[str, int]]:
+    """Return the gold answers of a question that have text, each with its `answer_start`, or 0 if that is negative.
+
+    Raises:
+        _LeftOut: they are no list of objects with a text and a number.
+    """
+    parsed = []
+    try:
+        for answer in validate_json(_LIST, answers):
+            text, start = as_text(answer["text"]), int(answer["answer_start"])
+            if text.strip():
+                parsed.append((text, max(start, 0)))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise _LeftOut("their answers are no list of texts, each with the number answer_start") from None
+    return parsed
+
+
+def _text_or_none(value: object) -> str | None:
+    """Return a JSON value if it is text, otherwise None."""
+    try:
+        return as_text(value)
+    except NotText:
+        return None
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.hf_heads import span_head
 from electra_dist.finetune.output.text_files import TextFile
@@ -58,8 +59,8 @@ class SquadTask(Task):
     def __init__(self, version: int, data: Path) -> None:
         """Read the training and development files.
 
-        Training questions whose answer does not occur in the passage are left out; a remark in `notes` has their
-        number.
+        Questions that cannot be used, and training questions whose answer does not occur in the passage, are left out;
+        remarks in `notes` have their numbers.
 
         Args:
             version: 1 for SQuAD 1.1, 2 for SQuAD 2.0.
@@ -68,7 +69,7 @@ class SquadTask(Task):
                 development file dev-v1.1.split-heldout.json.
 
         Raises:
-            UserError: a file is missing, or is not a SQuAD file of that version.
+            UserError: a file is missing, is not a SQuAD file of that version, or has no question that can be used.
         """
         self.version = version
         self.name = f"squad{version}"
@@ -77,11 +78,20 @@ class SquadTask(Task):
         train_file = _find(data, f"train-{label}.json", f"dev-{label}.split-train.json")
         dev_file = _find(data, f"dev-{label}.json", f"dev-{label}.split-heldout.json")
         self.train = read_squad(train_file, version)
-        self.dev = read_squad(dev_file, version)
+        self.dev = read_squad(dev_file, version, unique_ids=True)
         train_bytes, dev_bytes = (read_regular(file, MOST_DATA_BYTES) for file in (train_file, dev_file))
         self.digest = hashlib.sha256(train_bytes + dev_bytes).hexdigest()
         num_lost = sum(_is_lost(question) for question in self.train.questions)
         self.notes = []
+        for file, content in ((train_file, self.train), (dev_file, self.dev)):
+            for reason, numbers in content.left_out.items():
+                self.notes.append(
+                    f"{file}: {len(numbers)} questions are left out, because {reason}; first: question {numbers[0]}"
+                )
+        if num_lost == len(self.train.questions):
+            raise UserError(
+                f"{train_file}: no answer is in the passage of its question; replace it with a SQuAD {version} file"
+            )
         if num_lost > 0:
             self.notes.append(f"{train_file}: {num_lost} questions whose answer is not in the passage are left out")
 
