@@ -153,7 +153,6 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
         other_medians = [
             f"{name} {percent(summary, value)}" for name, value in summary.medians.items() if name != summary.metric
         ]
-        failed_seeds = ", ".join(map(str, summary.failed))
         table.add_row(
             summary.task,
             summary.metric,
@@ -161,13 +160,21 @@ def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
             percent(summary, summary.low),
             percent(summary, summary.high),
             str(len(summary.scores)),
-            failed_seeds or "none",
+            _failed_seeds(summary),
             ", ".join(other_medians),
         )
     average = glue_average(summaries)
     if average is not None:
         table.add_row("GLUE", "mean of 8", f"{100 * average:.1f}")
     return table
+
+
+def _failed_seeds(summary: SeedSummary) -> str:
+    """Return how many seeds failed, and which, as in "2 of 5 (seeds 0, 3)"; "none" if no seed did."""
+    if not summary.failed:
+        return "none"
+    noun = "seed" if len(summary.failed) == 1 else "seeds"
+    return f"{len(summary.failed)} of {len(summary.scores)} ({noun} {', '.join(map(str, summary.failed))})"
 
 
 def percent(summary: SeedSummary, value: float | None) -> str:

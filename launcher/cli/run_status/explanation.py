@@ -57,7 +57,22 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
     if snapshot.submitted_by:
         look = f"squeue --name={snapshot.job_name}    # if it lists a job, do not submit another one"
         return [look, snapshot.submitted_by] if snapshot.queue_is_unknown else [snapshot.submitted_by]
-    return [f"deepspeed --module launcher.pretrain --config {run}/{CONFIG_FILE}"]
+    return _start_with_the_same_ranks(snapshot)
+
+
+def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
+    """Return the commands that start the run with as many ranks on each host as its last start had.
+
+    Another number of ranks reads the same rows, but its sums are rounded in another order.
+    """
+    run = shlex.quote(str(snapshot.run))
+    program = f"--module launcher.pretrain --config {run}/{CONFIG_FILE}"
+    if len(snapshot.ranks_of_hosts) > 1:
+        lines = [f"{host} slots={num_ranks}" for host, num_ranks in snapshot.ranks_of_hosts.items()]
+        write_hostfile = f"printf '%s\\n' {shlex.join(lines)} > {run}/hostfile"
+        return [write_hostfile, f"deepspeed --hostfile {run}/hostfile {program}"]
+    num_ranks = sum(snapshot.ranks_of_hosts.values())
+    return [f"deepspeed --num_gpus {num_ranks} {program}" if num_ranks else f"deepspeed {program}"]
 
 
 def _describe_event(snapshot: RunSnapshot, event: Record) -> str:

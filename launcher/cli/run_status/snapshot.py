@@ -14,6 +14,7 @@ from electra_dist.analysis.run_classification import RunEvidence, State, run_sta
 from electra_dist.config import Config
 from electra_dist.config_file import load_config
 from electra_dist.errors import UserError
+from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, METRICS_FILE, SLURM_DIR
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.jsonl import Record
@@ -52,6 +53,7 @@ class RunSnapshot:
     strikes: list[Strike]
     queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
+    ranks_of_hosts: dict[str, int]  # ranks of the last start on each host; empty before the first start
     owner: tuple[LeaseOwner, float] | None  # holder of the run folder's lease, Unix time of renewal; None: nobody
 
     @cached_property
@@ -232,6 +234,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
         strikes=read_strikes(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
         submitted_by=_submit_command(newest_script) if newest_script else "",
+        ranks_of_hosts=read_environment(run).get("hosts", {}),
         owner=read_owner(run),
     )
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import UserError
+from electra_dist.run.environment_record import write_environment
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease.run_lease import take_lease
 from electra_dist.run.node_strikes import Strike, add_strike, node_name
@@ -235,6 +236,31 @@ def test_a_dead_run_without_slurm_is_shown_with_the_deepspeed_command(run: Path)
     page = shown(run)
     assert page[0].endswith(": dead (crash, 50s ago)")
     assert commands(page) == [f"deepspeed --module launcher.pretrain --config {run}/config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ({"n1": 2}, ["deepspeed --num_gpus 2 --module launcher.pretrain --config {run}/config.yaml"]),
+        (
+            {"n1": 8, "n2": 4},
+            [
+                r"printf '%s\n' 'n1 slots=8' 'n2 slots=4' > {run}/hostfile",
+                "deepspeed --hostfile {run}/hostfile --module launcher.pretrain --config {run}/config.yaml",
+            ],
+        ),
+    ],
+)
+def test_the_command_that_goes_on_starts_as_many_ranks_as_before(
+    run: Path, hosts: dict[str, int], expected: list[str]
+):
+    """A start with another number of ranks is not equal to the run bit by bit."""
+    (run / "slurm" / "submission-0001.sh").unlink()
+    (run / "slurm" / "jobs.jsonl").unlink()
+    ledger(run, event("crash", 50, step=12))
+    world_size = sum(hosts.values())
+    write_environment(run, world_size, [host for host, num_ranks in hosts.items() for _ in range(num_ranks)])
+    assert commands(shown(run)) == [command.format(run=run) for command in expected]
 
 
 def test_a_node_with_a_strike_is_shown_with_its_reason(run: Path):
