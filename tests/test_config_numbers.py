@@ -126,3 +126,13 @@ def test_numbers_of_ranks_and_rows_are_found_without_counting_up_to_them() -> No
     assert one_row.possible_ranks() == [1, prime]
     assert one_row.fitting_micro_batch(prime) == 1
     assert one_row.fitting_micro_batch(2) == 0
+
+
+@pytest.mark.usefixtures("quickly_loaded")
+@pytest.mark.parametrize("key", ["optimizer.eps", "optimizer.lr", "model.layer_norm_eps"])
+def test_a_number_that_is_0_in_float32_is_refused(key: str) -> None:
+    """Such an epsilon prevents no division by 0: Adam's update of a weight without a gradient would be NaN."""
+    for value in ("1.0e-300", "1.0e-45"):
+        with pytest.raises(UserError, match=f"{key}.*must be at least 1e-30"):
+            load_config(DEMO, [f"{key}={value}"])
+    assert loaded(f"{key}=1.0e-30") is not None

@@ -27,6 +27,7 @@ def _without_tilde(folder: str) -> str:
 
 _MOST = 2**53  # Larger integers are not exact as floats, and products of them with a size do not fit into 64 bits.
 _MOST_FLOAT = 1e30  # A larger one, or its square root times a count, is no float32.
+_LEAST_FLOAT = 1e-30  # A smaller one, or its square, may be 0 in float32.
 Positive = Annotated[int, Field(gt=0, le=_MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
 # Number of rows of a step, of features, or of entries of a table. No useful one is larger, and memory or lists of this
@@ -65,10 +66,12 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _floats_are_float32(cls, value: Any) -> Any:
-        """Return the value of a key unchanged; raise ValueError if a float in it is too large to compute with."""
+        """Return the value of a key unchanged; raise ValueError if a float in it is no float32, or only as a 0."""
         for number in _floats_in(value):
             if abs(number) > _MOST_FLOAT:
                 raise ValueError(f"a number must be between -{_MOST_FLOAT:g} and {_MOST_FLOAT:g}")
+            if 0.0 < abs(number) < _LEAST_FLOAT:
+                raise ValueError(f"a number other than 0 must be at least {_LEAST_FLOAT:g} in size")
         return value
 
 
