@@ -43,6 +43,11 @@ def ends(run: SubmittedRun) -> list[tuple[str, int, str]]:
     return [(r["job"], r["restart"], r["verdict"]) for r in read_jobs(run.folder) if r["event"] == "end"]
 
 
+def num_begun(run: SubmittedRun) -> int:
+    """Return how many starts of all jobs have begun."""
+    return sum(record["event"] == "begin" for record in read_jobs(run.folder))
+
+
 def seconds_of_starts(run: SubmittedRun) -> list[float]:
     """Return how long the ranks of each start ran that stopped because its job ended soon, the first one first."""
     seconds = []
@@ -83,7 +88,7 @@ def test_a_requeued_job_and_the_standby_job_that_it_submits_run_to_their_own_end
     job, standby = run.jobs
     run.wait_for_checkpoint(3)
     slurm.slurm("scancel", standby)  # as a person may do: the job submits another one when it starts again
-    wait_for(lambda: len(ends(run)) == 2, 300, run.log)
+    wait_for(lambda: num_begun(run) == 3, 300, run.log)
     slurm.slurm("scancel", job)  # whether Slurm starts it or its standby job first is not certain
     wait_for(lambda: ends(run)[-1][0] != job, 300, run.log)
     (run.folder / "exit-n1").write_text("78")  # ends the run
