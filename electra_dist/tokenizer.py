@@ -4,12 +4,13 @@ Guarantee: encoding never yields [PAD], [CLS], [SEP] or [MASK], whatever the tex
 text become the word-pieces of `[`, `sep` and `]`, because BERT's pre-tokenizer cuts at brackets and the encoder knows
 no special tokens. An unknown word becomes [UNK], as in BERT.
 
-How: Hugging Face's library `tokenizers` (BertNormalizer, BertPreTokenizer, WordPiece) encodes words with the tokens of
-a vocab.txt, which `corpus/vocab.py` can train. Words of more than 100 characters become [UNK]. BERT ends a word at
-every space and encodes each word independently of the others. The ids of a line are therefore the ids of its
-space-separated words, one after another. Words repeat, so a dictionary keeps the ids of words that were encoded
-before, and the library encodes new ones only. With a tokenizer.json the library encodes whole lines
-(`tokenizer_json.py`).
+How: a vocab.txt is read as transformers reads it: white space at the end of a line is no part of its token, and of
+several lines with one token the last one counts. Hugging Face's library `tokenizers` (BertNormalizer,
+BertPreTokenizer, WordPiece) encodes words with the tokens of a vocab.txt, which `corpus/vocab.py` can train. Words of
+more than 100 characters become [UNK]. BERT ends a word at every space and encodes each word independently of the
+others. The ids of a line are therefore the ids of its space-separated words, one after another. Words repeat, so a
+dictionary keeps the ids of words that were encoded before, and the library encodes new ones only. With a
+tokenizer.json the library encodes whole lines (`tokenizer_json.py`).
 
 Cost: 1 to 2 million tokens a second on one core, where the library alone encodes 0.5 million. The dictionary holds at
 most 100 MB.
@@ -33,6 +34,7 @@ from electra_dist.tokenizer_json import TokenizerJson, is_tokenizer_json
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_FILE = "vocab.txt"  # Name of the file beside corpus.json, also if its content is a tokenizer.json.
 MAX_WORD_CHARS = 100
+BYTE_ORDER_MARK = "\ufeff"  # some editors put it at the beginning of a file in UTF-8
 _MAX_KNOWN_WORDS = 1 << 19  # Keeps the dictionary of known words below 100 MB.
 
 
@@ -63,7 +65,8 @@ class Vocabulary:
     """Vocabulary of a tokenizer: its tokens with their ids, and its five special tokens.
 
     A vocabulary of WordPiece is a vocab.txt with one token per line; the line number, counted from 0, is the token's
-    id. The vocabulary of any other tokenizer is a tokenizer.json in the format of Hugging Face's tokenizers.
+    id. A blank line, or one whose token comes again later, is an id that no text yields. The vocabulary of any other
+    tokenizer is a tokenizer.json in the format of Hugging Face's tokenizers.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -74,33 +77,24 @@ class Vocabulary:
             name: Path or URL of the file, for error messages.
 
         Raises:
-            UserError: A special token is missing, or a token occurs twice; or the content is a tokenizer.json that
-                cannot be loaded, or whose special tokens can be reached from text.
+            UserError: A special token is missing; or the content is a tokenizer.json that cannot be loaded, or whose
+                special tokens can be reached from text.
         """
         self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
+        self._text = text.removesuffix("\n") + "\n"
+        text = text.removeprefix(BYTE_ORDER_MARK)
         if is_tokenizer_json(text):
             self.tokenizer_json = TokenizerJson(text, name)
             self.tokens = self.tokenizer_json.tokens
             self._ids = self.tokenizer_json.ids
-            self._text = text.removesuffix("\n") + "\n"
             return
-        self.tokens = text.removesuffix("\n").split("\n")
-        self._text = "\n".join(self.tokens) + "\n"
+        self.tokens = [line.rstrip() for line in text.removesuffix("\n").split("\n")]
         self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
         missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
         if missing:
             raise UserError(
                 f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
                 f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
-            )
-        if len(self._ids) < len(self.tokens):
-            # `self._ids` maps a token to its last line. So a line to which its token is not mapped is repeated later.
-            repeated = next(token for token_id, token in enumerate(self.tokens) if self._ids[token] != token_id)
-            first_line = self.tokens.index(repeated) + 1
-            last_line = self._ids[repeated] + 1
-            raise UserError(
-                f"{name}: line {first_line} `{repeated}` comes twice (again in line {last_line}); give a vocabulary "
-                "without repeated lines"
             )
 
     @classmethod
@@ -133,7 +127,7 @@ class Vocabulary:
             data: content of the file, UTF-8; `\\r\\n` also ends a line.
             name: path or URL of the file, for messages.
             expected: the SHA-256 that the vocabulary must have; None if nothing names one, as for a model of another
-                program. Then only the special tokens are required, and no token may occur twice.
+                program. Then only the special tokens are required.
 
         Raises:
             ManifestMismatch: the digest is another one.
@@ -151,6 +145,8 @@ class Vocabulary:
         has_lines_of_digest = expected is not None and _lines_sha256(text) == expected.sha256
         if expected is not None and not has_lines_of_digest:
             check_digest(data, name, expected)
+        if expected is None:
+            text = text.removeprefix(BYTE_ORDER_MARK)  # where a digest is known, the text must keep it
         return cls(text, name)
 
     @property

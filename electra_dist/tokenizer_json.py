@@ -7,7 +7,9 @@ How: in this project the five special tokens have the names that BERT gives them
 [CLS] and [SEP] are the tokens that the file's post-processor puts before and after a text. If it has no post-processor
 that does so, they are found by the names that they have in common tokenizers, like the other three.
 
-Limits: normalisation and lower-casing are those of the file. Its settings for padding and truncation are ignored.
+Limits: normalisation and lower-casing are those of the file. Its settings for padding and truncation are ignored. A
+special token of the file without one of the five roles, such as a marker of entities, is found in text like any other
+added token.
 """
 
 from __future__ import annotations
@@ -66,17 +68,23 @@ class TokenizerJson:
             UserError: the file cannot be loaded, no token has the role of one of the special tokens, or the name of a
                 special token in a text is encoded as a special token.
         """
-        try:
-            encoder = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001  (the library raises plain Exceptions)
-            raise UserError(f"{name}: cannot be loaded as a tokenizer.json ({error}); copy the file again") from None
-        encoder.no_padding()
-        encoder.no_truncation()
-        encoder.encode_special_tokens = True  # encodes the names of special tokens in a text like other text
-        self._encoder = encoder
-        self.ids: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
+        content = json.loads(text)
+        tokenizer = _load(text, name)
+        self._text = text
+        self.ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.tokens = _tokens_by_id(self.ids)
-        self.special = _special_ids(self.ids, json.loads(text), name)
+        self.special = _special_ids(self.ids, content, name)
+        model = content["model"]
+        unknown = model.get("unk_token")
+        if model.get("type") in ("WordPiece", "WordLevel") and unknown not in model["vocab"]:
+            raise UserError(
+                f"{name}: its model has no token {unknown} (unk_token) for unknown words; copy the file again"
+            )
+        if model.get("dropout"):
+            raise UserError(
+                f"{name}: model.dropout draws the tokens of a text at random; set it to null, as for a trained model"
+            )
+        self._encoder = _encoder_of_text(tokenizer, content, self.special, name)
         self._check_specials_are_out_of_reach(name)
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
@@ -118,20 +126,20 @@ class TokenizerJson:
     def for_hugging_face(self) -> str:
         """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes.
 
-        If the post-processor of the original file adds no tokens, it is replaced by one that puts the tokens of these
-        roles around texts and pairs of texts, as in the rows of a corpus.
+        If the post-processor of the original file makes other rows of texts and pairs of texts than this project, or
+        gives the second text of a pair the token type of the first, it is replaced by one that makes the same rows.
         """
-        content = json.loads(self._encoder.to_str())
-        adds_no_tokens = content.get("post_processor") is None or content["post_processor"]["type"] == "ByteLevel"
-        if adds_no_tokens:
-            cls = self.tokens[self.special["[CLS]"]]
-            sep = self.tokens[self.special["[SEP]"]]
-            self._encoder.post_processor = tokenizers.processors.TemplateProcessing(
-                single=f"{cls} $A {sep}",
-                pair=f"{cls} $A {sep} $B {sep}",
+        tokenizer = tokenizers.Tokenizer.from_str(self._text)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        cls, sep = (self.tokens[self.special[role]] for role in ("[CLS]", "[SEP]"))
+        if ends_of_rows(json.loads(self._text).get("post_processor"), with_types=True) != (cls, sep):
+            tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+                single=f"{cls}:0 $A:0 {sep}:0",
+                pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
                 special_tokens=[(cls, self.special["[CLS]"]), (sep, self.special["[SEP]"])],
             )
-        return self._encoder.to_str(pretty=False)
+        return tokenizer.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
         """Raise UserError if the name of a special token in a text is encoded as a special token other than [UNK].
@@ -148,6 +156,72 @@ class TokenizerJson:
                         f"{name}: the characters {text} in a text are encoded as the special token {role}; give "
                         f"another tokenizer, whose model does not reach its special tokens"
                     )
+
+
+def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
+    """Return the tokens X and Y if a post-processor makes rows `X A Y` and `X A Y B Y`, like those of this project.
+
+    Args:
+        post_processor: entry `post_processor` of a tokenizer.json.
+        with_types: whether B and the Y after it must have token type 1, and everything before them type 0.
+
+    Returns:
+        (X, Y); None if it makes other rows.
+    """
+    if post_processor is None:
+        return None
+    if post_processor["type"] == "BertProcessing":
+        return post_processor["cls"][0], post_processor["sep"][0]
+    if post_processor["type"] == "Sequence":
+        parts = [part for part in post_processor["processors"] if part["type"] != "ByteLevel"]
+        return ends_of_rows(parts[0], with_types) if len(parts) == 1 else None
+    if post_processor["type"] != "TemplateProcessing":
+        return None
+    pair = [next(iter(piece.items())) for piece in post_processor["pair"]]  # (kind, {"id": ..., "type_id": ...})
+    single = [next(iter(piece.items())) for piece in post_processor["single"]]
+    names = [value["id"] for _, value in pair]
+    if len(names) != 5 or [value["id"] for _, value in single] != names[:3]:
+        return None
+    cls, first, sep, second, last = names
+    types = [value["type_id"] for _, value in pair]
+    has_types = types == [0, 0, 0, 1, 1] or not with_types
+    ids = post_processor["special_tokens"]
+    has_one_id = all(len(ids[name]["ids"]) == 1 for name in (cls, sep))
+    return (cls, sep) if (first, second, sep) == ("A", "B", last) and has_types and has_one_id else None
+
+
+def _load(text: str, name: str) -> tokenizers.Tokenizer:
+    """Load a tokenizer.json with Hugging Face's tokenizers; raise UserError with the file's name if that fails."""
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001  (the library raises plain Exceptions)
+        raise UserError(f"{name}: cannot be loaded as a tokenizer.json ({error}); copy the file again") from None
+
+
+def _encoder_of_text(
+    tokenizer: tokenizers.Tokenizer, content: dict[str, Any], special: dict[str, int], name: str
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer that encodes the names of the five special tokens in a text like other text.
+
+    The library can do so for all special tokens of a file together only. The others, such as markers of entities, are
+    therefore declared to be ordinary added tokens.
+
+    Args:
+        tokenizer: the loaded file.
+        content: the parsed file, which is changed.
+        special: ids of the five special tokens.
+        name: path or URL of the file, for error messages.
+    """
+    others = [token for token in content.get("added_tokens") or () if token["special"]]
+    others = [token for token in others if token["id"] not in special.values()]
+    if others:
+        for token in others:
+            token["special"] = False
+        tokenizer = _load(json.dumps(content), name)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _tokens_by_id(ids: dict[str, int]) -> list[str]:

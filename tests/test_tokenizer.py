@@ -70,7 +70,6 @@ def test_the_dictionary_stays_small(vocabulary: Vocabulary, monkeypatch: pytest.
     [
         ("a\nb\n", r"no line \[PAD\] \[UNK\] \[CLS\] \[SEP\] \[MASK\]"),
         ("[PAD]\n[UNK]\n[CLS]\n[MASK]\na\n", r"no line \[SEP\]"),
-        ("\n".join(SPECIAL_TOKENS) + "\na\nb\na\n", "line 6 `a` comes twice"),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -80,6 +79,27 @@ def test_what_is_no_vocabulary_is_refused(tmp_path: Path, text: str, message: st
         Vocabulary.read(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("end", ["", " ", "\t", "\u00a0", "\r", " \r"])
+def test_white_space_at_line_ends_and_a_byte_order_mark_are_no_part_of_a_token(tmp_path: Path, end: str) -> None:
+    tokens = [*SPECIAL_TOKENS, "the", "dog", "##s"]
+    text = "\ufeff" + "".join(f"{token}{end}\n" for token in tokens)
+    (tmp_path / "vocab.txt").write_text(text, "utf-8", newline="")
+    vocabulary = Vocabulary.read(tmp_path / "vocab.txt")
+    assert vocabulary.tokens == tokens
+    assert WordPieceTokenizer(vocabulary, True).encode(["The dogs"]) == [[5, 6, 7]]
+    again = Vocabulary(vocabulary.text, "again")
+    assert (again.tokens, again.sha256) == (vocabulary.tokens, vocabulary.sha256)
+
+
+def test_the_last_of_several_lines_with_one_token_counts(tmp_path: Path) -> None:
+    lines = ["[UNK]", *SPECIAL_TOKENS, "the", "", "", "dog", "the", "##s", "dog"]
+    (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n")
+    vocabulary = Vocabulary.read(tmp_path / "vocab.txt")
+    assert vocabulary.size == len(lines)
+    assert vocabulary.special == {token: number for number, token in enumerate(SPECIAL_TOKENS, start=1)}
+    assert WordPieceTokenizer(vocabulary, True).encode(["the dogs", "x"]) == [[10, 12, 11], [2]]
 
 
 def test_unreadable_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -31,10 +31,8 @@ from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.backbone import Backbone
 from electra_dist.pretrained.hf_conversion import State, standalone
-from electra_dist.pretrained.hugging_face_folder import (
-    read_hugging_face_model_config,
-    read_hugging_face_vocabulary,
-)
+from electra_dist.pretrained.hugging_face_folder import read_hugging_face_model_config
+from electra_dist.pretrained.hugging_face_tokenizer import read_hugging_face_vocabulary
 from electra_dist.pretrained.load_towers import convert_weights, read_weights
 from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
@@ -80,6 +78,7 @@ class Pretrained:
         reads_masks: bool = True,
         gives_energies: bool = False,
         trained_length: int | None = None,
+        may_have_unused_rows: bool = False,
     ) -> Pretrained:
         """Take one tower (generator or discriminator) out of a state dict that holds both.
 
@@ -95,11 +94,18 @@ class Pretrained:
             gives_energies: whether a discriminator's outputs are energies of tokens, as objective `electric` trains
                 them, and not logits of "replaced".
             trained_length: tokens of a row in training; None if it is not known.
+            may_have_unused_rows: whether the model's embeddings may have more rows than the vocabulary has tokens, as
+                in models of other programs.
 
         Raises:
             UserError: the vocabulary has another size than the model, or the model has no such tower.
         """
-        _check_vocabulary(name, vocabulary, model)
+        num_unused = model.vocab_size - vocabulary.size
+        if num_unused < 0 or (num_unused and not may_have_unused_rows):
+            raise UserError(
+                f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
+                f"vocab.txt that the model was trained with"
+            )
         tower_state = _tower_state(state, model, tower)
         embedding_size = tower_state["embeddings.word.weight"].shape[1]  # the generator's tables may be narrower
         return cls(
@@ -372,7 +378,6 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
     tower: TowerName = "generator" if predicts_tokens else "discriminator"
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
-    _check_vocabulary(str(folder), vocabulary, model)
     layer_matches = [_LAYER.match(name) for name in weights]
     num_layers = len({match[1] for match in layer_matches if match is not None})
     if num_layers < model.discriminator.num_layers:
@@ -394,13 +399,5 @@ def _from_hugging_face(folder: Path) -> Pretrained:
         reads_masks=record is None or _reads_masks(record.objective, record.tower),
         gives_energies=record is not None and _gives_energies(record.objective, record.tower),
         trained_length=None if record is None else record.seq_len,
+        may_have_unused_rows=True,
     )
-
-
-def _check_vocabulary(name: str, vocabulary: Vocabulary, model: ModelConfig) -> None:
-    """Raise UserError if the vocabulary of a model, which has a name for messages, has another size than the model."""
-    if vocabulary.size != model.vocab_size:
-        raise UserError(
-            f"{name}: the vocabulary has {vocabulary.size} entries, but the model has {model.vocab_size}; use the "
-            f"vocab.txt that the model was trained with"
-        )

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from support.fake_nvml import pynvml as fake_nvml
-from transformers import ElectraForPreTraining
+from transformers import AutoTokenizer, ElectraForPreTraining
 
 from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
@@ -114,6 +115,45 @@ def test_the_states_of_a_row_do_not_depend_on_padding_or_on_other_rows(encoder: 
     states_in_batch = backbone(torch.tensor([PAIR_ROW, [*SINGLE_ROW, *[PAD] * num_pads]]))
 
     torch.testing.assert_close(states_in_batch[1, : len(SINGLE_ROW)], states_alone[0])
+
+
+def test_an_export_with_a_tokenizer_that_keeps_accents_is_read_as_transformers_reads_it(
+    model: ModelConfig, vocabulary: Vocabulary, encoder: Pretrained, tmp_path: Path
+) -> None:
+    words = [*vocabulary.tokens[:-2], "b\u00e4r", "the\u4e2d"]
+    ids = {token: number for number, token in enumerate(words)}
+    file = tokenizers.BertWordPieceTokenizer(ids, strip_accents=False, handle_chinese_chars=False).to_str()
+    (tmp_path / "vocab.txt").write_text(file)
+    state = build_towers(model, 3).state_dict()
+    export_discriminator(state, model, encoder.special, tmp_path / "vocab.txt", True, tmp_path / "hf")
+
+    loaded = load_pretrained(str(tmp_path / "hf"))
+
+    text = "The B\u00c4R the\u4e2d ba\u0308r"
+    (row,) = loaded.tokenizer.encode([text])
+    assert [loaded.vocabulary.tokens[number] for number in row][:3] == ["the", "b\u00e4r", "the\u4e2d"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == [2, *row, 3]
+    again = Pretrained.from_state("run", state, model, Vocabulary(file, "tokenizer.json"), lowercase=True)
+    assert again.tokenizer.encode([text]) == [row]
+
+
+def test_a_vocabulary_with_fewer_lines_than_the_embeddings_have_rows_is_read(
+    model: ModelConfig, vocabulary: Vocabulary, encoder: Pretrained, tmp_path: Path
+) -> None:
+    state = build_towers(model, 3).state_dict()
+    vocab = vocabulary_file(vocabulary, tmp_path)
+    export_discriminator(state, model, encoder.special, vocab, True, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    lines = vocabulary.text.splitlines()[:-5]
+    (tmp_path / "hf" / "vocab.txt").write_text("\n".join([*lines, "", "the", ""]) + "\n")
+
+    loaded = load_pretrained(str(tmp_path / "hf"))
+
+    assert loaded.model.vocab_size == vocabulary.size
+    (row,) = loaded.tokenizer.encode(["the"])
+    assert row == [len(lines) + 1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("the")["input_ids"] == [2, *row, 3]
+    assert loaded.backbone()(torch.tensor([[2, *row, 3]])).isfinite().all()
 
 
 def test_folders_without_an_electra_model_and_too_small_vocabularies_are_refused(
