@@ -18,6 +18,7 @@ most 100 MB.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -255,6 +256,17 @@ class WordPieceTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each word of one text, whose words are separated by spaces.
+
+        BERT encodes each word independently of the others, so these are the ids of the words by themselves.
+        """
+        return self.encode(words)
+
+    def split_lines(self, text: str) -> list[str]:
+        """Return the lines of a text, whose ids, one after another, are those of the text."""
+        return text.splitlines()
+
     def _limit_memory(self, new_words: list[str]) -> None:
         """Empty the cache of words if it has too many, and remove very long words from it, which rarely repeat.
 
@@ -283,6 +295,9 @@ class JsonTokenizer:
             tokenizer_json: From `Vocabulary.tokenizer_json`.
         """
         self._tokenizer = tokenizer_json
+        first, second, both = tokenizer_json.encode(["a", "b", "a b"])
+        # Byte-level tokens contain the space before a word, so the space must be there; WordPiece drops it.
+        self._line_end = "" if first + second == both else " "
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
@@ -291,6 +306,35 @@ class JsonTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for."""
         return self._tokenizer.encode_with_offsets(text)
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each word of one text, whose words are separated by spaces.
+
+        The words are encoded together, because a token may contain the space before it. A token that contains parts of
+        two words, or only the space after a word, counts to the first. A word without a token gives [].
+        """
+        starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
+        ids_of_words: list[list[int]] = [[] for _ in words]
+        ids, offsets = self._tokenizer.encode_with_offsets(" ".join(words))
+        for token_id, (start, _) in zip(ids, offsets, strict=True):
+            ids_of_words[bisect.bisect_right(starts, start) - 1].append(token_id)
+        return ids_of_words
+
+    def split_lines(self, text: str) -> list[str]:
+        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends.
+
+        Each line begins with the space in place of the line end before it, if the tokens of this tokenizer contain
+        spaces. Lines of white space are added to the line after them; those at the end of the text are left out.
+        """
+        lines = []
+        line_and_space = ""
+        for line in text.splitlines():
+            line_and_space += line
+            if line.strip():
+                lines.append(line_and_space)
+                line_and_space = ""
+            line_and_space += self._line_end
+        return lines
 
 
 TextTokenizer = WordPieceTokenizer | JsonTokenizer

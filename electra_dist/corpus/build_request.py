@@ -22,7 +22,8 @@ from electra_dist.corpus.text_readers import InputFile
 from electra_dist.data.corpus_manifest import TokenizerEntry
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
-BUILDER_VERSION = 2  # increase it when the same input begins to give other rows
+# Kind of vocabulary -> number; increase it when the same input begins to give other rows with such a vocabulary.
+_BUILDER_VERSIONS = {"wordpiece": 2, "bpe": 3}
 _EXAMPLES = 0  # number by which `example_seed` is derived from the seed of the corpus
 _ORDER = 1  # number by which `order_seed` is derived from it
 _GROUP_SHARDS = 4  # size of a group of input files, as a multiple of the size of a shard
@@ -84,7 +85,7 @@ class BuildRequest:
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
-            "version": BUILDER_VERSION,
+            "version": _BUILDER_VERSIONS[self.vocabulary.kind],
             "seq_len": self.seq_len,
             "seed": self.seed,
             "text_field": self.text_field,

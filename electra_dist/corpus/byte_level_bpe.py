@@ -83,9 +83,9 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
         """Yield the lines of all texts, and count them."""
         nonlocal num_lines
         for text in texts:
-            for line in text.splitlines():
+            for number, line in enumerate(text.splitlines()):
                 num_lines += 1
-                yield line
+                yield line if number == 0 else " " + line  # as in a corpus, where a line end is a space
 
     tokenizer.train_from_iterator(lines(), trainer)
     if not num_lines:

@@ -198,7 +198,7 @@ class ChunkProcessor:
             outcomes: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
         """
         for batch in _batches(texts):
-            lines_of_texts = [document.text.splitlines() for document in batch]
+            lines_of_texts = [self._tokenizer.split_lines(document.text) for document in batch]
             all_lines = [line for lines in lines_of_texts for line in lines]
             ids_of_all_lines = self._tokenizer.encode(all_lines)
             start = 0  # index in `ids_of_all_lines` of the first line of the text

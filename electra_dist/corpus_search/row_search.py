@@ -10,7 +10,7 @@ row that it lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,16 +102,22 @@ class RowSearch:
         """Return whether all corpora have side files, which a search for a source or a document needs."""
         return None not in self._origins
 
-    def rows_with_text(self, tokens: list[int], least: int) -> FoundRows:
+    def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
         """Return the rows that contain at least `least` consecutive tokens of a text; all shards are read.
 
         Args:
-            tokens: token ids of the text (`tokens_of_text`).
-            least: number of consecutive tokens, at least 1.
+            forms: token ids of the text in each of its forms (`tokens_of_text`).
+            least: number of consecutive tokens, at least 1; of a shorter form, all tokens must be there.
         """
         special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
-        blocks = rows_of_shards(self._store, self._manifest, self._progress(range(len(self._manifest.shards))))
-        found = np.array(list(rows_with_tokens(blocks, tokens, special_ids, least)), np.int64).reshape(-1, 3)
+        longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
+        for block in rows_of_shards(self._store, self._manifest, self._progress(range(len(self._manifest.shards)))):
+            for tokens in forms:
+                for row in rows_with_tokens([block], tokens, special_ids, min(least, len(tokens))):
+                    place = (row.shard, row.row)
+                    longest_runs[place] = max(row.num_tokens, longest_runs.get(place, 0))
+        rows = [(*place, longest) for place, longest in sorted(longest_runs.items())]
+        found = np.array(rows, np.int64).reshape(-1, 3)
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
@@ -207,8 +213,11 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     return len(search.rows_with_documents().rows) if search.has_side_files else 0
 
 
-def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[int]:
-    """Return the token ids of a text in the vocabulary of a corpus; each line is tokenized by itself, as in a build.
+def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[list[int]]:
+    """Return the token ids of a text in the vocabulary of a corpus, where each line is tokenized as in a build.
+
+    Byte-level tokens contain the space before a word. Such a text has two forms: one for the beginning of a document,
+    and one for a place after other text. For other vocabularies they are equal, and the result has one form.
 
     Raises:
         ManifestMismatch: vocab.txt is not that of the corpus.
@@ -216,7 +225,11 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[in
     """
     vocabulary = read_corpus_vocabulary(store, manifest.tokenizer)
     tokenizer = new_tokenizer(vocabulary, manifest.tokenizer.lowercase)
-    tokens = [token for line in tokenizer.encode(text.splitlines()) for token in line]
-    if not tokens:
+    forms: list[list[int]] = []
+    for beginning in ("", "\n"):
+        tokens = [token for line in tokenizer.encode(tokenizer.split_lines(beginning + text)) for token in line]
+        if tokens and tokens not in forms:
+            forms.append(tokens)
+    if not forms:
         raise UserError("TEXT: has no token; give at least one word")
-    return tokens
+    return forms

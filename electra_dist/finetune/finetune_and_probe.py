@@ -39,6 +39,8 @@ from electra_dist.pretrained.load_encoder import Pretrained
 _PROBE_BATCH = 64  # examples per forward pass of a probe
 _PROBE_SETTINGS = {"max_length", "both_orders"}  # the settings that a probe's result depends on
 PROBED_LAYERS = "all"  # part of a probe's identity, so that results of older versions (last layer only) are not used
+# Part of the identity of a result on tagged words with a tokenizer.json; older versions encoded each word by itself.
+WORDS_OF_TAGS = "with the spaces between them"
 PROBE_SEED = 0  # stands in a probe's result, which has nothing random in it
 
 
@@ -245,4 +247,6 @@ def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: st
     }
     if mode == "probe":
         tree["layers"] = PROBED_LAYERS
+    if task.name in ("ner", "tagging") and encoder.vocabulary.tokenizer_json is not None:
+        tree["words"] = WORDS_OF_TAGS
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

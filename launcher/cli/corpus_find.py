@@ -112,8 +112,8 @@ def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | N
     """
     if query.text is None:
         return search.rows_with_documents(), None
-    tokens = tokens_of_text(query.text, corpora.store, corpora.manifest)
-    return search.rows_with_text(tokens, min(least or _DEFAULT_LEAST, len(tokens))), len(tokens)
+    forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
+    return search.rows_with_text(forms, least or _DEFAULT_LEAST), max(map(len, forms))
 
 
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:

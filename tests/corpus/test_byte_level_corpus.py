@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.byte_level import TEXTS, byte_level_vocabulary
 from support.modern_models import modern_model, random_towers
 from transformers import AutoModelForTokenClassification, AutoTokenizer
@@ -26,7 +29,7 @@ from electra_dist.pretrained.hf_export import export_towers
 from electra_dist.pretrained.load_encoder import load_pretrained
 from electra_dist.pretrained.starting_weights import check_vocabulary
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, new_tokenizer
 from launcher.cli.main import app
 
 VOCABULARY = byte_level_vocabulary()
@@ -55,8 +58,75 @@ def test_the_rows_of_a_corpus_hold_the_text(
             added = {VOCABULARY.special[token] for token in ("[PAD]", "[CLS]", "[SEP]")}
             decoded += stock.decode([token for token in row if token not in added], skip_special_tokens=False)
         shard.close()
-    assert len(decoded) == sum(len(text.replace("\n", "")) for text in texts)
+    assert len(decoded) == sum(len(text) for text in texts)  # each line end has become a space
     assert decoded.count("saw") == sum(text.count("saw") for text in texts)
+
+
+def decoded_rows(corpus: Path) -> list[str]:
+    """Return the text of each row, decoded by the library, without the tokens that a build has added."""
+    manifest = read_manifest(open_store(str(corpus), None))
+    stock = tokenizers.Tokenizer.from_str(VOCABULARY.text)
+    added = {VOCABULARY.special[token] for token in ("[PAD]", "[CLS]", "[SEP]")}
+    texts = []
+    for entry in manifest.shards:
+        shard = Shard(corpus / entry.name, manifest.seq_len, manifest.numpy_dtype)
+        for row in shard.rows(np.arange(shard.num_rows)).tolist():
+            texts.append(stock.decode([token for token in row if token not in added], skip_special_tokens=False))
+        shard.close()
+    return texts
+
+
+def test_decoded_rows_are_the_texts_with_spaces_as_line_ends(
+    jsonl_file: Callable[..., Path], build_request: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    texts = [
+        *TEXTS,
+        "The quick fox jumps over the\nlazy dog",
+        "a\n\nparagraph\n\n\nand another",
+        "\n\tcode:\n    if x:\n        y = 1",
+        "trailing space \n\u00c4rger\n\U0001f600 \u4e2d\u6587\nend",
+    ]
+    request = build_request(
+        jsonl_file(texts), vocabulary=VOCABULARY, tokenizer="bpe", seq_len=256, packing="none", short_target_prob=0.0
+    )
+    build_corpus(request)
+    assert sorted(decoded_rows(tmp_path / "corpus")) == sorted(text.replace("\n", " ") for text in texts)
+
+
+def test_a_text_is_found_at_the_beginning_of_a_document_and_after_other_text(
+    jsonl_file: Callable[..., Path], build_request: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    texts = ["lazy dogs sleep", "over the lazy dogs sleep", "over the\nlazy dogs\nsleep", "the crazy dogs sleep"]
+    build_corpus(build_request(jsonl_file(texts), vocabulary=VOCABULARY, tokenizer="bpe", packing="none"))
+    found = CliRunner().invoke(app, ["corpus", "find", str(tmp_path / "corpus"), "lazy dogs sleep", "--json"])
+    assert found.exit_code == 0, found.output
+    numbers = [row["row"] for row in json.loads(found.stdout)["rows"]]
+    rows = decoded_rows(tmp_path / "corpus")
+    assert sorted(rows[number] for number in numbers) == sorted(text.replace("\n", " ") for text in texts[:3])
+
+
+lines = st.lists(st.one_of(st.sampled_from(["the dog", "", "  ", " a", "b ", "\t"]), st.text(max_size=5)), max_size=8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(lines)
+def test_lines_of_a_text_together_are_the_text_with_spaces_as_line_ends(lines: list[str]) -> None:
+    text = "\n".join(line for line in lines if len(line.splitlines()) <= 1).replace("\r", "")
+    tokenizer = new_tokenizer(VOCABULARY, lowercase=False)
+    split = tokenizer.split_lines(text)
+    ids = [token for line in tokenizer.encode(split) for token in line]
+    stock = tokenizers.Tokenizer.from_str(VOCABULARY.text)
+    expected = " ".join(text.splitlines())
+    decoded = stock.decode(ids, skip_special_tokens=False)
+    assert decoded == expected[: len(decoded)]
+    assert not expected[len(decoded) :].strip()
+    assert all(line.strip() for line in split)
+
+
+def test_lines_of_word_pieces_stay_as_they_are() -> None:
+    tokens = {token: number for number, token in enumerate([*SPECIAL_TOKENS, "a", "b", "[", "]"])}
+    vocabulary = Vocabulary(tokenizers.BertWordPieceTokenizer(tokens, strip_accents=False).to_str(), "tokenizer.json")
+    assert new_tokenizer(vocabulary, lowercase=False).split_lines("a\nb a") == ["a", "b a"]
 
 
 def test_the_commands_train_a_tokenizer_and_refuse_one_of_the_other_kind(

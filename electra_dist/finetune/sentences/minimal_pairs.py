@@ -20,6 +20,7 @@ Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discrim
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,6 +57,23 @@ class PairScore(NamedTuple):
     standard_error: float  # of the accuracy, over the choice of pairs
 
 
+class _SingleTokens:
+    """Container of the words that are a single token, both at the beginning of a text and after a space."""
+
+    def __init__(self, encoder: Pretrained) -> None:
+        """Store the model, whose tokenizer decides; its vocabulary may have other tokens for a word after a space."""
+        self._encoder = encoder
+        self._is_single: dict[object, bool] = {}  # the words that were looked up before
+
+    def __contains__(self, word: object) -> bool:
+        """Return whether a word is a single token other than [UNK]."""
+        if word not in self._is_single:
+            ids_of_words = self._encoder.tokenizer.encode_words([str(word), str(word)])
+            is_known = [self._encoder.special.unk] not in ids_of_words
+            self._is_single[word] = is_known and all(len(ids) == 1 for ids in ids_of_words)
+        return self._is_single[word]
+
+
 def score_minimal_pairs(
     encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet, seed: int = 0
 ) -> list[PairScore]:
@@ -78,7 +96,7 @@ def score_minimal_pairs(
     Raises:
         UserError: the model has no pretraining head, or its vocabulary lacks the words to form any pair.
     """
-    pairs_of = make_pairs(encoder.vocabulary.ids, num_pairs, seed)  # phenomenon -> its pairs
+    pairs_of = make_pairs(_SingleTokens(encoder), num_pairs, seed)  # phenomenon -> its pairs
     all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
     if not all_pairs:
         raise UserError(
@@ -184,13 +202,12 @@ def _sentence_scores(
     log-probability that the word that differs is the original one. Scores of different kinds are not comparable.
     """
     special = encoder.special
-    id_of = encoder.vocabulary.ids
     ids = []
     positions = []  # for each row, the index of the word that differs
     for pair in pairs:
         for sentence in (pair.good, pair.bad):
-            word_ids = [id_of[word] for word in sentence]
-            ids.append([special.cls, *word_ids, special.sep])
+            word_ids = encoder.tokenizer.encode_words(sentence)  # one id for each word
+            ids.append([special.cls, *itertools.chain.from_iterable(word_ids), special.sep])
             positions.append(1 + pair.position)  # [CLS] shifts every word by one
 
     if not predicts_tokens(encoder):

@@ -1,9 +1,9 @@
 """Makes tagging a fine-tuning task: one label for each word, such as a part of speech or a named entity.
 
 Guarantee: every word of the development data gets exactly one prediction. A sentence that is longer than the model's
-rows is cut between two words into several rows. A word is cut into pieces by itself; its label is predicted from the
-state of its first piece, and its other pieces have no label, as in google-research/electra and in Hugging Face's
-`aggregation_strategy="first"`.
+rows is cut between two words into several rows. The words are encoded as a text in which spaces separate them, as a
+pipeline of Hugging Face reads them. The label of a word is predicted from the state of its first piece, and its other
+pieces have no label, as in google-research/electra and in Hugging Face's `aggregation_strategy="first"`.
 
 How: the head is one Dense(H -> N) over the states, without dropout, as in google-research/electra. The loss is the
 mean cross-entropy over the words of a batch.
@@ -227,7 +227,7 @@ def tagged_rows(sentences: Sequence[TaggedSentence], encoder: Pretrained, max_le
     for number, sentence in enumerate(sentences):
         ids = [special.cls]
         places: list[int] = []
-        for encoded in encoder.tokenizer.encode(sentence.words):
+        for encoded in encoder.tokenizer.encode_words(sentence.words):
             pieces = (encoded or [special.unk])[:room]
             if len(ids) - 1 + len(pieces) > room:
                 rows.append(TaggedRow(number, [*ids, special.sep], places))
