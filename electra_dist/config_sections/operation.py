@@ -109,7 +109,10 @@ class LogConfig(Section):
 
 
 class CorpusConfig(Section):
-    """Settings of `electra-dist corpus build`, which turns text into rows and shards; training does not read them."""
+    """Settings of `electra-dist corpus build`, which turns text into rows and shards.
+
+    Training reads only `max_unk_rate`.
+    """
 
     packing: Literal["rows", "none"] = Field(
         default="rows",
@@ -161,6 +164,12 @@ class CorpusConfig(Section):
         description="What happens to a document with bytes that are not UTF-8. skip: the whole document is left out. "
         "replace: it is used without these bytes (U+FFFD takes their place, which the tokenizer drops). The report of "
         "the build counts the documents and the bytes in both cases.",
+    )
+    max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="Largest share of [UNK] among the tokens of a source with which a corpus is built, or a run "
+        "begins. Text that becomes [UNK] has another language or script than the vocabulary, or the vocabulary is "
+        "damaged. A source with 5 % or more is named in the output. 1: any share is accepted.",
     )
     origins: bool = Field(
         default=True,

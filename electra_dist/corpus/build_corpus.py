@@ -31,6 +31,7 @@ from functools import partial
 from electra_dist.corpus.build_console import BuildConsole
 from electra_dist.corpus.build_request import BuildRequest
 from electra_dist.corpus.report.read_counts import of_skipped
+from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens
 from electra_dist.corpus.sentence_pairs import MIN_SEQ_LEN
 from electra_dist.corpus.stages.bucket_rows import RowSettings, start_making_rows
 from electra_dist.corpus.stages.build_records import BuildRecords, CorpusOrder, ReadGroup
@@ -38,7 +39,7 @@ from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.input_groups import InputGroup, group_inputs
 from electra_dist.corpus.stages.join_parts import JoinedCorpus, join_parts, read_joined
 from electra_dist.corpus.stages.read_group import ReadSettings, ReadTask, start_reading
-from electra_dist.corpus.stages.row_sample import row_bytes_per_document_byte
+from electra_dist.corpus.stages.row_sample import sample_rows
 from electra_dist.corpus.stages.source_epochs import refuse_unknown_sources, source_epochs
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.stages.workers import WorkerPool
@@ -256,7 +257,8 @@ class _PartOfBuild:
         The result follows from the records of all groups, so all parts of a build decide the same.
 
         Raises:
-            UserError: `corpus.source_epochs`, `source_shares` or `licences` do not fit the sources of the inputs.
+            UserError: `corpus.source_epochs`, `source_shares` or `licences` do not fit the sources of the inputs, or
+                a sample of the text has too many [UNK].
         """
         request = self._request
         records = self._group_records()
@@ -268,7 +270,15 @@ class _PartOfBuild:
         refuse_unknown_sources("corpus.licences", request.corpus.licences, source_bytes)
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
         spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
-        row_bytes = total_bytes * row_bytes_per_document_byte(spills, request.rules(), request.example_seed)
+        sample = sample_rows(spills, request.rules(), request.example_seed)
+        # A build that would be refused at its end because of them should not do its work first.
+        remarks_on_unknown_tokens(
+            {"a sample of the text": sample.unknown},
+            request.corpus.max_unk_rate,
+            "corpus.max_unk_rate",
+            self._store.url,
+        )
+        row_bytes = total_bytes * sample.row_bytes_per_document_byte
         num_buckets, shards_per_bucket = divide_into_buckets(total_bytes, row_bytes / request.shard_bytes)
         return CorpusOrder(
             **request.input_names(),

@@ -35,8 +35,9 @@ _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 class BuildRequest:
     """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
-    All fields except `num_workers`, `output`, `endpoint_url`, `skipped_inputs`, `prepared`, `corpus.origins` and
-    `corpus.licences` decide the bytes of the corpus: a change of one of them needs another output folder.
+    All fields except `num_workers`, `output`, `endpoint_url`, `skipped_inputs`, `prepared`, `corpus.origins`,
+    `corpus.licences` and `corpus.max_unk_rate` decide the bytes of the corpus: a change of one of them needs another
+    output folder.
     """
 
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
@@ -96,7 +97,7 @@ class BuildRequest:
     def notes(self) -> BuildNotes:
         """Return the settings that a build records although they affect neither the shards nor corpus.json."""
         sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
-        return BuildNotes(with_origins=self.corpus.origins, sources=sources)
+        return BuildNotes(with_origins=self.corpus.origins, sources=sources, max_unk_rate=self.corpus.max_unk_rate)
 
     def input_names(self) -> dict[str, Any]:
         """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.

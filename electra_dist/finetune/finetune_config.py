@@ -28,6 +28,7 @@ from electra_dist.errors import UserError
 
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
+_NO_IDENTITY = ("max_unk_rate",)  # fields on which no result depends
 _LATER_KEYS = ("span_head",)  # newer fields, whose defaults are how versions without these fields computed results
 
 
@@ -94,6 +95,11 @@ class FinetuneConfig(Section):
         description="longest example or SQuAD window, in tokens with [CLS] and [SEP]; longer examples are truncated. "
         "At most the model's max_positions",
     )
+    max_unk_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5,
+        description="largest share of [UNK] among the tokens of the training examples; a task with more is refused, "
+        "because the model's vocabulary does not fit its texts. 1: any share is accepted",
+    )
     both_orders: bool = Field(
         default=True,
         description="for tasks with symmetric pairs (MRPC, STS): train on (A, B) and on (B, A), which doubles the "
@@ -135,7 +141,7 @@ class FinetuneConfig(Section):
         Args:
             only: names of the fields to return; None for all.
         """
-        values = self.model_dump(mode="json", include=None if only is None else set(only))
+        values = self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
         for key in _LATER_KEYS:
             if values.get(key) == type(self).model_fields[key].default:
                 del values[key]

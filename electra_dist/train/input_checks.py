@@ -15,6 +15,8 @@ from electra_kernels.backend_choice import resolve
 from electra_dist.checkpoint.checkpoint_stores import open_targets
 from electra_dist.config import Config, DataConfig
 from electra_dist.config_checks import check_targets_are_separate
+from electra_dist.corpus.report.build_report import read_report
+from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.phases.run_corpora import RunCorpora, describe_tokenizer, open_run_corpora
@@ -134,6 +136,32 @@ def open_training_corpora(config: Config) -> RunCorpora:
         _check_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
     return corpora
+
+
+def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> list[str]:
+    """Return a line for each source of the training corpora of which many tokens are [UNK]; refuse too many.
+
+    The reports of their builds (build.json) are read; nothing is known about a corpus without one.
+
+    Args:
+        config: the resolved config, whose `corpus.max_unk_rate` is the largest share that is accepted.
+        corpora: the training corpora.
+        begins: whether the run begins at step 0; one that goes on is not refused.
+
+    Raises:
+        UserError: a source has a larger share of [UNK].
+    """
+    max_rate = config.corpus.max_unk_rate if begins else 1.0
+    lines = []
+    for phase in corpora.phases:
+        try:
+            report = read_report(phase.store)
+        except UserError:
+            continue  # a damaged report: a run does not need it
+        if report is not None:
+            counts = unknown_tokens_of_report(report)
+            lines += remarks_on_unknown_tokens(counts, max_rate, "corpus.max_unk_rate", phase.url)
+    return lines
 
 
 def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:

@@ -14,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from electra_kernels.native import cpu_library
 
+from electra_dist.checkpoint.checkpoint_manifest import committed
 from electra_dist.checkpoint.checkpoint_stores import check_targets, open_targets
 from electra_dist.checkpoint.restore_state import set_all_aside
 from electra_dist.collectives import from_rank_0, gather
@@ -48,7 +49,7 @@ from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.train.health.error_relay import report_once, reported_exit_code
 from electra_dist.train.health.rank_monitor import RankMonitor
 from electra_dist.train.health.stop_request import StopRequest
-from electra_dist.train.input_checks import RunInputs, check_inputs
+from electra_dist.train.input_checks import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.node_cache import describe_caches, node_cache_folder, shard_folder
 from electra_dist.train.reporting.time_accounting import seconds_since_process_start
 from electra_dist.train.restart_pause import pause_after_lost_storage, record_lost_storage
@@ -245,6 +246,8 @@ def _train(
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
     if from_scratch:
         notes = notes + from_rank_0(lambda: wait(lambda: _set_earlier_run_aside(config)))
+    begins = from_scratch or not any(committed(target) for target in open_targets(config))
+    notes = notes + from_rank_0(lambda: wait(lambda: remarks_on_corpora(config, inputs.corpora, begins)))
     token_counts = _count_tokens(config, inputs, patience) if needs_token_counts(config.objective) else None
     module = build_module(config, special, token_counts)
     notes = notes + _build_notes(config, module)

@@ -18,6 +18,7 @@ from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
 from electra_dist.corpus.report.report_tables import input_table, length_line, plural, remarks, source_table
 from electra_dist.corpus.report.source_notes import find_preparations
+from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
 from electra_dist.shown_text.console import Console
@@ -189,7 +190,8 @@ def _print_report(report: BuildReport | None, console: Console) -> None:
     console.print(input_table(report))
     console.print(source_table(report))
     console.print(length_line(report), soft_wrap=True)
-    for line in remarks(report):
+    unknown = unknown_tokens_of_report(report)
+    for line in [*remarks(report), *remarks_on_unknown_tokens(unknown, 1.0, "corpus.max_unk_rate", "sources")]:
         console.print(line, soft_wrap=True)
 
 

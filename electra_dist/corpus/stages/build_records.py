@@ -59,7 +59,7 @@ PARAMETERS_LEFT_OUT: dict[str, Any] = {
     "source_shares": {},
 }
 # Keys of the config section `corpus` that affect neither the shards nor corpus.json.
-NO_PARAMETERS = ("origins", "licences")
+NO_PARAMETERS = ("origins", "licences", "max_unk_rate")
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
 _NOTES_KEY = _FOLDER + "notes.json"
@@ -117,6 +117,7 @@ class BuildNotes(Section):
     sources: SourceNotes = Field(
         default=SourceNotes(), description="licences of the sources and counts of `corpus prepare`, for build.json"
     )
+    max_unk_rate: float = Field(default=1.0, description="largest share of [UNK] in a source (corpus.max_unk_rate)")
 
 
 class FinishedBucket(Section):
@@ -187,7 +188,7 @@ class BuildRecords:
 
         From then on, a build with other parameters is refused in the same folder. The first call decides whether the
         build writes side files, so that a corpus has them for all shards or for none; a build that an earlier version
-        began writes no side files. Of the licences, those of the newest call are used.
+        began writes no side files. Of the other notes, those of the newest call are used.
 
         Args:
             parameters: JSON values that, with the text, determine the corpus.

@@ -21,6 +21,7 @@ from electra_dist.corpus.origins.origin_table import joined
 from electra_dist.corpus.report.build_report import BuildReport, make_report, read_report, write_report
 from electra_dist.corpus.report.document_counts import add_sources
 from electra_dist.corpus.report.read_counts import add_counts
+from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.corpus.row_packing import row_dtype
 from electra_dist.corpus.stages.bucket_rows import put_shard, sum_counts
 from electra_dist.corpus.stages.build_records import (
@@ -102,7 +103,8 @@ def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -
         resumed_shards: shards that were finished before this build began; only passed on in the result.
 
     Raises:
-        UserError: a part is missing, there is no build in the folder, or no document gave a row.
+        UserError: a part is missing, there is no build in the folder, no document gave a row, or a source has too many
+            [UNK].
         ManifestMismatch: vocab.txt is not that of the build.
         StoreError: the output cannot be read or written.
     """
@@ -143,9 +145,12 @@ class _Join:
                 self._store.delete(VOCAB_FILE)
             raise self._nothing_usable(search.joined(stream.skipped).summary())
         notes = self._records.notes()
-        heldout = self._write_heldout(notes.with_origins)
         documents = add_sources(bucket.sources for bucket in self._buckets)
         report = make_report(search, stream, documents, self._parameters["undecodable"], notes.sources)
+        remarks_on_unknown_tokens(
+            unknown_tokens_of_report(report), notes.max_unk_rate, "corpus.max_unk_rate", self._store.url
+        )
+        heldout = self._write_heldout(notes.with_origins)
         write_report(self._store, report)
         manifest = self._make_manifest(entries, self._totals("train"))
         if notes.with_origins:

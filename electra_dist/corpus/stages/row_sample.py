@@ -1,10 +1,12 @@
-"""Estimate from a sample how many bytes of rows the documents of a corpus give, to choose the number of shards."""
+"""Make rows of a sample of a corpus: how many bytes its documents give decides the number of shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from electra_dist.corpus.chunk_processor import Chunk, ChunkProcessor, Rules
+from electra_dist.corpus.report.unknown_tokens import UnknownTokens
 from electra_dist.corpus.stages.document_order import NUM_CELLS
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.text_decoding import RawDocument
@@ -13,11 +15,15 @@ SAMPLE_BYTES = 1_000_000  # size of the documents that are sampled; they take ab
 _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
-def row_bytes_per_document_byte(spills: Sequence[SpillFile], rules: Rules, seed: int) -> float:
-    """Return how many bytes of rows one byte of documents gives, measured on a sample.
+class RowSample(NamedTuple):
+    """What the rows of a sample of a corpus show."""
 
-    The sample is about the first megabyte of documents in the order of the corpus. If it gives no row, the result is
-    0.5.
+    row_bytes_per_document_byte: float  # 0.5 if no document of the sample gives a row
+    unknown: UnknownTokens  # counts of its tokens and of [UNK]
+
+
+def sample_rows(spills: Sequence[SpillFile], rules: Rules, seed: int) -> RowSample:
+    """Make rows of about the first megabyte of documents in the order of the corpus, and return what they show.
 
     Args:
         spills: all spill files of the build.
@@ -35,4 +41,8 @@ def row_bytes_per_document_byte(spills: Sequence[SpillFile], rules: Rules, seed:
             break
     rows = ChunkProcessor(rules).process(Chunk(documents=documents, seed=seed, heldout_seed=seed))
     row_bytes = rows.train.block.nbytes + rows.heldout.block.nbytes
-    return row_bytes / size if row_bytes else _WITHOUT_ROWS
+    counts = rows.sources.values()
+    return RowSample(
+        row_bytes_per_document_byte=row_bytes / size if row_bytes else _WITHOUT_ROWS,
+        unknown=UnknownTokens(sum(count["tokens"] for count in counts), sum(count["unk_tokens"] for count in counts)),
+    )

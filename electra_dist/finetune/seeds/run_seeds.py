@@ -15,8 +15,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_rows
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import PROBE_SEED, finetune_task, identity, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -102,6 +104,7 @@ def run_all(
             if obstacle:
                 raise UserError(obstacle)
             check_folder(model_dir, task_identity, task.name)
+        is_new = False  # whether a seed of the task must be computed
         for seed in task_seeds:
             folder = None if model_dir is None else model_dir / seed_dir(seed)
             earlier_result = finished.get((task.name, seed, task_identity))
@@ -110,6 +113,10 @@ def run_all(
                 results[task.name, seed] = earlier_result
             else:
                 jobs.append(SeedJob(task=task.name, seed=seed, identity=task_identity, folder=folder))
+                is_new = True
+        if is_new:
+            for remark in _remarks_on_unknown_tokens(encoder, task, settings):
+                note(remark)
 
     def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
         """Compute jobs one after another in this process."""
@@ -135,6 +142,13 @@ def run_all(
     for name, model_dir in model_dirs.items():
         _note_best(model_dir, [result for result in ordered_results if result.task == name], note)
     return ordered_results
+
+
+def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig) -> list[str]:
+    """Return a line if many tokens of a task's training examples are [UNK]; refuse more than `max_unk_rate`."""
+    ids = np.concatenate([np.asarray(row, np.int64) for row in task.examples(encoder, settings).ids])
+    counts = {"the training examples": unknown_tokens_of_rows(ids, encoder.vocabulary.special)}
+    return remarks_on_unknown_tokens(counts, settings.max_unk_rate, "max_unk_rate", task.name)
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:

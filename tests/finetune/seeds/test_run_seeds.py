@@ -65,6 +65,28 @@ def run(encoder: Pretrained, task: Task, out: Path, seeds: int = 2, settings: Fi
     return notes
 
 
+def test_texts_of_unknown_tokens_are_named_and_then_refused(encoder: Pretrained, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+
+    def task_with(num_unknown: int) -> Task:
+        """Return a task on texts of ten words, of which some are not in the vocabulary."""
+        text = " ".join(["the"] * (10 - num_unknown) + ["\u4e2d"] * num_unknown)
+        for stem in ("train", "dev"):
+            lines = [f"{text}\t{label}" for label in ("yes", "no") * 4]
+            (tmp_path / "data" / f"{stem}.tsv").write_text("text\tlabel\n" + "\n".join(lines) + "\n", "utf-8")
+        return open_task(TaskRequest(name="custom", data=tmp_path / "data", text_a="text", label="label"))
+
+    assert not any("[UNK]" in line for line in run(encoder, task_with(0), tmp_path / "a", seeds=1))
+    named = run(encoder, task_with(1), tmp_path / "b", seeds=1)
+    assert "custom: 10.0 % of the tokens of the training examples are [UNK]" in named[0]
+    refused = task_with(6)
+    with pytest.raises(UserError, match=r"60\.0 % of the tokens of the training examples are .* set max_unk_rate=1"):
+        run(encoder, refused, tmp_path / "c", seeds=1)
+    allowed = SHORT.model_copy(update={"max_unk_rate": 1.0})
+    assert "60.0 %" in run(encoder, refused, tmp_path / "c", seeds=1, settings=allowed)[0]
+    assert allowed.identity() == SHORT.identity()  # the key changes no result
+
+
 def test_every_seed_and_the_best_one_are_saved_and_a_second_command_adds_seeds(
     encoder: Pretrained, task: Task, tmp_path: Path
 ) -> None:

@@ -1,0 +1,63 @@
+"""Judge the share of [UNK] in tokenized texts: a vocabulary that does not fit its texts turns them into [UNK]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_dist.corpus.report.build_report import BuildReport
+from electra_dist.errors import UserError
+
+NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
+
+
+class UnknownTokens(NamedTuple):
+    """Number of the tokens of a text, without special tokens, and of those that are [UNK]."""
+
+    tokens: int
+    unk_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Return the share of [UNK]; 0 without tokens."""
+        return self.unk_tokens / self.tokens if self.tokens else 0.0
+
+
+def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int]) -> UnknownTokens:
+    """Count the tokens of rows of token ids; `special` has the ids of the special tokens by their names in BERT."""
+    num_unknown = int(np.count_nonzero(ids == special["[UNK]"]))
+    ends = [special[token] for token in ("[PAD]", "[CLS]", "[SEP]")]
+    return UnknownTokens(int(np.count_nonzero(~np.isin(ids, ends))), num_unknown)
+
+
+def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
+    """Return source -> counts of its tokens, from the report of a build."""
+    return {name: UnknownTokens(source.tokens, source.unk_tokens) for name, source in report.sources.items()}
+
+
+def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
+    """Return a line for each source with many [UNK]; refuse a source with more than `max_rate`.
+
+    Args:
+        counts: name of a source -> counts of its tokens.
+        max_rate: largest share of [UNK] that is accepted.
+        key: the setting that holds `max_rate`, for messages.
+        place: what has the sources, such as the URL of a corpus, for messages.
+
+    Raises:
+        UserError: a source has a larger share.
+    """
+    lines = []
+    for source, count in counts.items():
+        of_source = f"{place}: {100 * count.rate:.1f} % of the tokens of {source} are [UNK]"
+        if count.rate > max_rate:
+            raise UserError(
+                f"{of_source}, more than {key} {max_rate:g} allows, because the vocabulary lacks their words; give "
+                f"the vocabulary that belongs to the text, leave the source out, or set {key}=1 to accept it"
+            )
+        if count.rate >= NAMED_RATE:
+            lines.append(f"{of_source}, because the vocabulary lacks their words")
+    return lines
