@@ -134,10 +134,7 @@ class DocumentStream:
             UserError: the file is parquet or Arrow, or was given by its name.
         """
         if file.is_given or file.format in ("parquet", "arrow"):
-            raise UserError(
-                f"{file.location}: no column `{self._text_field}` of text; set --text-field to the column that holds "
-                f"it: {error}"
-            ) from None
+            raise UserError(f"{file.location}: {error}") from None
         self.counts.skipped.add("no_text_column", file.name)
 
 

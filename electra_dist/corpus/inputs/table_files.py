@@ -4,6 +4,12 @@ CSV is read as RFC 4180 defines it: a cell in quotes may hold line ends, and two
 has no quotes (IANA, text/tab-separated-values): a quote is a character like any other. The first row of both names
 the columns.
 
+A column holds text if its values are strings or bytes, however pyarrow stores them: with 32-bit or 64-bit offsets, as
+views, or once each in a dictionary or in runs. A column of nulls only gives documents without text.
+
+Arrow reads from memory or a file of its own, and where it can without threads: a thread of Arrow's that still holds an
+object of Python when the interpreter ends aborts the process.
+
 Cost: one core reads 190 MB of CSV a second.
 """
 
@@ -11,10 +17,12 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.ipc
 import pyarrow.parquet
 
@@ -26,23 +34,34 @@ _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
 _MAX_COLUMNS_SHOWN = 20  # in an error message
 _MAX_NAME_CHARS = 40
+_BINARY_OF_STRINGS = {
+    pyarrow.string(): pyarrow.binary(),
+    pyarrow.large_string(): pyarrow.large_binary(),
+    pyarrow.string_view(): pyarrow.binary_view(),
+}
 _ID_COLUMN = "id"  # optional column with the ids of the documents
 
 
 class NoTextColumn(Exception):
-    """Exception for a table without the column that holds the text; its message lists the columns that it has."""
+    """Exception for a table without a column that holds the text; its message says what the table has instead."""
 
-    def __init__(self, columns: Sequence[str]) -> None:
-        """Write the message: the names of the first 20 columns on one line, each cut to 40 characters.
+    def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
+        """Write the message: what is wrong, and the names of the first 20 columns, each cut to 40 characters.
 
         Args:
+            text_field: name of the column that was looked for.
             columns: names of the columns. The first row of data is taken for them if a CSV file has no row of names,
                 so they may be long.
+            found: what there is under this name, if it is not one column of text.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
             names.append(f"and {len(columns) - _MAX_COLUMNS_SHOWN} more")
-        super().__init__(", ".join(names))
+        reason = f" (it is {_short_name(found)})" if found else ""
+        super().__init__(
+            f"no column `{_short_name(text_field)}` of text{reason}; set --text-field to the column that holds it: "
+            f"{', '.join(names)}"
+        )
 
 
 def _short_name(column: str) -> str:
@@ -74,7 +93,7 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
         if columns is None:
             return  # an empty file
         if text_field not in columns:
-            raise NoTextColumn(columns)
+            raise NoTextColumn(text_field, columns)
         index = columns.index(text_field)
         id_index = columns.index(_ID_COLUMN) if _ID_COLUMN in columns else None
         for row in rows:
@@ -97,15 +116,13 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
     Raises:
         NoTextColumn: there is no column of that name with strings or bytes.
     """
-    table = pyarrow.parquet.ParquetFile(stream)
-    schema = table.schema_arrow
-    if text_field not in schema.names or not _is_text(schema.field(text_field).type):
-        raise NoTextColumn(schema.names)
+    source = _arrow_source(stream)
+    schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
+    _check_text_column(schema, text_field)
     columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
-    stream.seek(0)
     # Cells stay in the dictionary of their column, which has each text once, however often it is used.
-    table = pyarrow.parquet.ParquetFile(stream, read_dictionary=columns)
-    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
+    table = pyarrow.parquet.ParquetFile(source, pre_buffer=False, read_dictionary=columns)
+    for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns, use_threads=False):
         yield from _documents(batch, text_field)
 
 
@@ -123,49 +140,111 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
         ArrowException: the file is damaged or cut off.
     """
     is_file = stream.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
-    stream.seek(0)
-    reader = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
-    if text_field not in reader.schema.names or not _is_text(reader.schema.field(text_field).type):
-        raise NoTextColumn(reader.schema.names)
+    source = _arrow_source(stream)
+    options = pyarrow.ipc.IpcReadOptions(use_threads=False)
+    open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    reader = open_reader(source, options=options)
+    _check_text_column(reader.schema, text_field)
     batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
         yield from _documents(batch, text_field)
 
 
+def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
+    """Return the bytes of a file, or of a member of an archive, as a source that holds no object of Python."""
+    if not isinstance(stream, io.BytesIO):
+        return pyarrow.OSFile(os.fsencode(stream.name))
+    memory = pyarrow.BufferOutputStream()
+    memory.write(stream.getbuffer())
+    return pyarrow.BufferReader(memory.getvalue())
+
+
 def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocument]:
     """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), and the id."""
-    column = batch.column(text_field)
-    if isinstance(column, pyarrow.DictionaryArray):
-        texts = column.dictionary.cast(pyarrow.large_binary())
-        cells = (None if number is None else texts[number].as_py() for number in column.indices.to_pylist())
-    else:
-        cells = (cell.as_py() for cell in column.cast(pyarrow.large_binary()))
+    cells = _cells(batch.column(text_field))
     if not _has_ids(batch.schema):
         yield from (RawDocument(cell, is_json=False) for cell in cells)
         return
-    for cell, document_id in zip(cells, batch.column(_ID_COLUMN)):
-        yield RawDocument(cell, is_json=False, id=name_of_value(document_id.as_py()))
+    for cell, document_id in zip(cells, _ids(batch.column(_ID_COLUMN))):
+        yield RawDocument(cell, is_json=False, id=document_id)
+
+
+def _ids(column: pyarrow.Array) -> Iterator[str | None]:
+    """Yield the ids of documents from a column of integers or text; bytes that are not UTF-8 become U+FFFD."""
+    if pyarrow.types.is_integer(column.type):
+        yield from (name_of_value(value) for value in column.to_pylist())
+        return
+    for value in _cells(column):
+        yield None if value is None else value.decode("utf-8", "replace")
+
+
+def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
+    """Yield the cells of a column of text as bytes.
+
+    The cells of a dictionary are taken from it one by one: a batch of long ones could be far larger than the file.
+    """
+    if not isinstance(column, pyarrow.DictionaryArray):
+        yield from (cell.as_py() for cell in _as_bytes(column))
+        return
+    texts = _as_bytes(column.dictionary)
+    for number in column.indices.to_pylist():
+        yield None if number is None else texts[number].as_py()
 
 
 def _has_ids(schema: pyarrow.Schema) -> bool:
-    """Return whether a table has exactly one column `id`, with strings or integers, so that it gives ids."""
+    """Return whether a table has exactly one column `id`, with integers or text, so that it gives ids."""
     if schema.names.count(_ID_COLUMN) != 1:
         return False
     column_type = schema.field(_ID_COLUMN).type
-    if pyarrow.types.is_dictionary(column_type):
-        column_type = column_type.value_type
-    return (
-        pyarrow.types.is_string(column_type)
-        or pyarrow.types.is_large_string(column_type)
-        or pyarrow.types.is_integer(column_type)
-    )
+    return pyarrow.types.is_integer(column_type) or _is_text(column_type)
+
+
+def _check_text_column(schema: pyarrow.Schema, text_field: str) -> None:
+    """Raise NoTextColumn unless exactly one column has this name, and it holds text."""
+    number = schema.names.count(text_field)
+    if number == 1 and _is_text(schema.field(text_field).type):
+        return
+    found = None
+    if number == 1:
+        found = f"of type {schema.field(text_field).type}"
+    elif number > 1:
+        found = f"the name of {number} columns"
+    raise NoTextColumn(text_field, schema.names, found)
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:
-    """Return whether a column holds strings or bytes, with 32-bit or 64-bit ("large") offsets."""
+    """Return whether a column of this type holds strings, bytes or nothing but nulls, which `_as_bytes` converts."""
+    types = pyarrow.types
+    if isinstance(column_type, pyarrow.BaseExtensionType):
+        return _is_text(column_type.storage_type)
+    if types.is_dictionary(column_type) or types.is_run_end_encoded(column_type):
+        return _is_text(column_type.value_type)
     return (
-        pyarrow.types.is_string(column_type)
-        or pyarrow.types.is_large_string(column_type)
-        or pyarrow.types.is_binary(column_type)
-        or pyarrow.types.is_large_binary(column_type)
+        types.is_string(column_type)
+        or types.is_large_string(column_type)
+        or types.is_string_view(column_type)
+        or types.is_binary(column_type)
+        or types.is_large_binary(column_type)
+        or types.is_binary_view(column_type)
+        or types.is_null(column_type)
     )
+
+
+def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
+    """Return a column of text as an array of bytes, with strings in UTF-8.
+
+    Raises:
+        ArrowException: the column is damaged, such as an index that its dictionary does not have.
+    """
+    types = pyarrow.types
+    if isinstance(column.type, pyarrow.BaseExtensionType):
+        return _as_bytes(column.storage)
+    if types.is_dictionary(column.type):
+        return _as_bytes(column.dictionary).take(column.indices)
+    if types.is_run_end_encoded(column.type):
+        return _as_bytes(pyarrow.compute.run_end_decode(column))
+    # Arrow reads any memory that a damaged file points to, unless the array is checked first. A check of strings would
+    # also refuse those that are not UTF-8, of which the documents are counted one by one.
+    checked = column.cast(_BINARY_OF_STRINGS.get(column.type, column.type))
+    checked.validate(full=True)
+    return checked.cast(pyarrow.large_binary())

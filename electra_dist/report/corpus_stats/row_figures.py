@@ -155,7 +155,8 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
-    sums = counts.group_by(["source", "record_source"]).aggregate([("tokens", "sum")])
+    # Without threads of Arrow's: one that still held the array when the interpreter ends would abort the process.
+    sums = counts.group_by(["source", "record_source"], use_threads=False).aggregate([("tokens", "sum")])
     for line in sums.to_pylist():
         figures.tokens_by_source[line["source"], line["record_source"]] += line["tokens_sum"]
 

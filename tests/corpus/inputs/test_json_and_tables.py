@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.compute
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -180,3 +184,108 @@ def test_a_markdown_file_is_one_document(tmp_path: Path) -> None:
     path.write_text("# Title\n\nA paragraph.\n\nAnother.\n")
 
     assert texts_of(path) == ["# Title\n\nA paragraph.\n\nAnother."]
+
+
+CELLS = ["one", None, "na\u00efve \u4e2d\u6587 and more than twelve bytes", "one"]
+TEXT_COLUMNS = {  # ways in which a column of text is stored
+    "string": pyarrow.array(CELLS, pyarrow.string()),
+    "large_string": pyarrow.array(CELLS, pyarrow.large_string()),
+    "string_view": pyarrow.array(CELLS, pyarrow.string_view()),
+    "dictionary": pyarrow.array(CELLS).dictionary_encode(),
+    "dictionary_of_large_string": pyarrow.array(CELLS, pyarrow.large_string()).dictionary_encode(),
+    "dictionary_of_string_view": pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0, None, 1, 0]), pyarrow.array([CELLS[0], CELLS[2]], pyarrow.string_view())
+    ),
+    "binary": pyarrow.array(CELLS).cast(pyarrow.binary()),
+    "binary_view": pyarrow.array(CELLS).cast(pyarrow.binary_view()),
+    "dictionary_of_binary": pyarrow.array(CELLS).cast(pyarrow.binary()).dictionary_encode(),
+    "runs": pyarrow.compute.run_end_encode(pyarrow.array(CELLS)),
+    "json": pyarrow.ExtensionArray.from_storage(pyarrow.json_(pyarrow.string()), pyarrow.array(CELLS)),
+}
+ONLY_IN_ARROW = ("dictionary_of_string_view", "runs")  # parquet cannot hold these
+
+
+def write_table(table: pyarrow.Table, path: Path) -> Path:
+    """Write a table as parquet, as an Arrow file, or (.stream.arrow) as a stream of Arrow; return the path."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return path
+    new = pyarrow.ipc.new_stream if path.suffixes[0] == ".stream" else pyarrow.ipc.new_file
+    with new(path, table.schema) as out:
+        out.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in ("a.parquet", "a.arrow", "a.stream.arrow")
+        for kind in TEXT_COLUMNS
+        if name != "a.parquet" or kind not in ONLY_IN_ARROW
+    ],
+)
+def test_a_column_of_text_is_read_however_it_is_stored(tmp_path: Path, name: str, kind: str) -> None:
+    """The independent truth is the list of cells from which each column was made; the ids are stored the same way."""
+    path = write_table(pyarrow.table({"text": TEXT_COLUMNS[kind], "id": TEXT_COLUMNS[kind]}), tmp_path / name)
+
+    documents = list(DocumentStream(find_inputs([path])))
+
+    assert [document.data for document in documents] == [cell and cell.encode() for cell in CELLS]
+    assert [document.id for document in documents] == CELLS
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_column_of_nulls_gives_documents_without_text(tmp_path: Path, name: str) -> None:
+    path = write_table(pyarrow.table({"text": pyarrow.nulls(3)}), tmp_path / name)
+
+    assert [document.data for document in DocumentStream(find_inputs([path]))] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        (pyarrow.array([["a"]]), r"list<\w+: string>"),
+        (pyarrow.array([1.5]), "double"),
+        (pyarrow.array([{"en": "a"}]), "struct<en: string>"),
+        (pyarrow.array([1]).dictionary_encode(), "(dictionary<values=)?int64"),
+        (pyarrow.array([b"ab"], pyarrow.binary(2)), r"fixed_size_binary\[2\]"),
+    ],
+)
+def test_a_column_of_another_type_is_refused_with_its_type(
+    tmp_path: Path, name: str, column: pyarrow.Array, named: str
+) -> None:
+    path = write_table(pyarrow.table({"text": column, "body": ["a"]}), tmp_path / name)
+
+    with pytest.raises(UserError, match=rf"no column `text` of text \(it is of type {named}.*\); .*: text, body$"):
+        texts_of(path)
+
+
+def test_a_name_that_two_columns_have_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    path = write_table(table, tmp_path / "a.parquet")
+
+    with pytest.raises(UserError, match=r"no column `text` of text \(it is the name of 2 columns\)"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        (pyarrow.string(), 4, 1 << 30),  # the end of the first string
+        (pyarrow.string_view(), 8, 99),  # the number of the buffer that holds the first string
+    ],
+)
+def test_an_arrow_file_whose_cells_point_outside_of_it_is_an_error_with_its_name(
+    tmp_path: Path, kind: pyarrow.DataType, place: int, value: int
+) -> None:
+    """Arrow itself would read memory that is not the file's, and die."""
+    _, places, *data = pyarrow.array(["a text of more than twelve bytes"] * 2, kind).buffers()
+    bad_places = bytearray(places.to_pybytes())
+    bad_places[place : place + 4] = value.to_bytes(4, "little")
+    bad = pyarrow.Array.from_buffers(kind, 2, [None, pyarrow.py_buffer(bytes(bad_places)), *data])
+    path = write_table(pyarrow.table({"text": bad}), tmp_path / "a.stream.arrow")
+
+    with pytest.raises(UserError, match=r"a\.stream\.arrow: cannot be read to its end"):
+        texts_of(path)
