@@ -29,6 +29,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 NO_ENDING = "(none)"  # stands for the ending of a name that has none, in counts by ending
 _COMPRESSED_WITHIN = (".parquet", ".arrow", ".zip")  # a compressed file of these kinds is of no known kind
 _SHORT_ENDINGS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
+_FOLDERS_WITHOUT_DATA = ("_temporary", "_delta_log")  # what Spark has not finished, and its log of a table
 _USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # not digits only: numbers differ from file to file
 
 
@@ -59,6 +60,21 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
     if file_format is None or (compression and endings[-1] in _COMPRESSED_WITHIN):
         return None
     return FileKind(file_format, compression)
+
+
+def is_no_data(name: str) -> bool:
+    """Return whether Spark, pandas and pyarrow pass over a file of known kind in a folder, because of its name.
+
+    These are tables whose name, or that of a folder, begins with an underscore, except partitions such as `_year=2024`.
+    Files of other formats are passed over in the folders of Spark's own only: `_posts/a.md` is text.
+
+    Args:
+        name: path of the file below the input folder, with `/` between the parts.
+    """
+    parts = PurePosixPath(name).parts
+    if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):
+        return True
+    return name.lower().endswith(".parquet") and any(part.startswith("_") and "=" not in part for part in parts)
 
 
 def ending_of(name: str) -> str:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import braceexpand
 
-from electra_dist.corpus.inputs.file_kinds import FileKind, kind_of, known_endings
+from electra_dist.corpus.inputs.file_kinds import FileKind, is_no_data, kind_of, known_endings
 from electra_dist.corpus.inputs.folder_files import files_in_folder
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs, encodable
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreMissing, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 
@@ -176,21 +176,33 @@ class _Search:
         self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)
 
     def _add_remote(self, url: str, source: str) -> None:
-        """Add an object on S3 if the URL has a known ending, otherwise all objects below the URL.
+        """Add an object on S3, or all objects below the URL.
+
+        A URL with a known ending names an object, unless only a folder has this name, such as one of Spark's: the
+        object is looked for first, or last if the URL ends with a slash.
 
         Raises:
-            StoreError: the object is missing, or S3 refuses access.
+            StoreError: there is neither, or S3 refuses access.
         """
-        if self._kind_of(url) is not None:
+        may_be_object = self._kind_of(url) is not None
+        keys = [] if may_be_object and not url.endswith("/") else self._open(url).list()
+        if may_be_object and not keys:
             parent, _, name = url.rstrip("/").rpartition("/")
-            self._add_object(self._open(parent), name, source, is_given=True)
-            return
+            try:
+                self._add_object(self._open(parent), name, source, is_given=True)
+                return
+            except StoreMissing:
+                keys = self._open(url).list()
+                if not keys:
+                    raise
         store = self._open(url)
-        for key in store.list():
+        for key in keys:
             if _is_hidden(key):
                 self.skipped.add("hidden", key)
             elif self._kind_of(key) is None:
                 self.skipped.add("unknown_kind", key)
+            elif is_no_data(key):
+                self.skipped.add("no_data", key)
             else:
                 self._add_object(store, key, _source_of(source, key), is_given=False)
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from electra_dist.corpus.inputs.file_kinds import kind_of
+from electra_dist.corpus.inputs.file_kinds import is_no_data, kind_of
 from electra_dist.corpus.inputs.skipped_inputs import SkippedInputs
 from electra_dist.errors import UserError
 
@@ -32,15 +32,20 @@ def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = 
     while waiting:
         for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
             name = path.relative_to(folder).as_posix()
-            reason = _reason_to_skip(path, with_pages)
+            reason = _reason_to_skip(path, name, with_pages)
             if reason is None:
                 yield name, path
             else:
                 skipped.add(reason, name)
 
 
-def _reason_to_skip(path: Path, with_pages: bool) -> str | None:
+def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
     """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read.
+
+    Args:
+        path: the entry.
+        name: its path below the input folder.
+        with_pages: whether the endings of HTML pages and WARC files are known.
 
     Raises:
         UserError: `path` is a link, and a folder on the way to its target may not be entered.
@@ -54,7 +59,9 @@ def _reason_to_skip(path: Path, with_pages: bool) -> str | None:
         raise UserError(
             f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
         ) from None
-    return "unknown_kind" if kind_of(path.name, with_pages=with_pages) is None else None
+    if kind_of(path.name, with_pages=with_pages) is None:
+        return "unknown_kind"
+    return "no_data" if is_no_data(name) else None
 
 
 def _walk(

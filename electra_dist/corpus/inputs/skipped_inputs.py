@@ -10,6 +10,7 @@ from electra_dist.corpus.inputs.file_kinds import ending_of
 SKIP_REASONS = {
     "unknown_kind": "no known ending",
     "hidden": "hidden: the name begins with a dot",
+    "no_data": "named as Spark names what is no data: _temporary, _delta_log, or a table with _ before its name",
     "broken_link": "a link to nothing",
     "read_before": "a link or second path to what is read under another name",
     "not_a_file": "no regular file, such as a pipe, or a link within an archive",

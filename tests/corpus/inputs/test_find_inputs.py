@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from support.s3_server import S3Server
 
 from electra_dist.corpus.inputs.file_kinds import ending_of, kind_of
 from electra_dist.corpus.inputs.find_inputs import find_inputs, search_inputs
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreMissing, UserError
+from electra_dist.store.open_store import open_store
 
 
 def write_files(folder: Path, names: list[str]) -> None:
@@ -171,3 +173,64 @@ def test_an_error_without_a_file_to_read_counts_what_is_there(tmp_path: Path) ->
 
     with pytest.raises(UserError, match=r"no file with a known ending \(left out: \.html 2 \(no known ending\)\);"):
         find_inputs([tmp_path])
+
+
+SPARK_FILES = {  # name in a folder that Spark wrote -> reason to leave it out; None for data
+    "part-00000-1f.c000.snappy.parquet": None,
+    "date=2024-01-01/hour=01/part-00000.parquet": None,
+    "date=2024-01-02/part-00000.parquet": None,
+    "_year=2024/part-00000.parquet": None,
+    "_notes/a.md": None,
+    "_SUCCESS": "unknown_kind",
+    "_metadata": "unknown_kind",
+    "_common_metadata": "unknown_kind",
+    "_metadata.parquet": "no_data",
+    "._SUCCESS.crc": "hidden",
+    "date=2024-01-01/.part-00000.parquet.crc": "hidden",
+    "part-00000.parquet.crc": "unknown_kind",
+    "_temporary/0/task_1/part-00000.parquet": "no_data",
+    "_temporary/0/task_1/part-00000.json": "no_data",
+    "_delta_log/00000000000000000000.json": "no_data",
+    "_delta_log/00000000000000000010.checkpoint.parquet": "no_data",
+}
+
+
+@pytest.mark.parametrize("place", ["a folder", "S3", "S3 with a slash"])
+def test_a_folder_of_sparks_is_read_without_what_is_no_data(
+    tmp_path: Path, bucket: str, s3: S3Server, place: str
+) -> None:
+    """A folder on a disk and on S3 give the same files, also where the folder has the name of a file."""
+    for name in ("data.parquet", "data.parquet-2"):
+        if place == "a folder":
+            write_files(tmp_path / name, list(SPARK_FILES))
+        else:
+            store = open_store(f"{bucket}/{name}", s3.endpoint_url)
+            for file in SPARK_FILES:
+                store.write(file, b"12")
+    given = {"a folder": str(tmp_path), "S3": bucket, "S3 with a slash": bucket}[place] + "/data.parquet"
+
+    found = search_inputs([given + "/" if place == "S3 with a slash" else given], s3.endpoint_url)
+
+    assert [file.name for file in found.files] == sorted(name for name, why in SPARK_FILES.items() if why is None)
+    assert {file.source for file in found.files} == {
+        given,
+        *(f"{given}/{folder}" for folder in ("date=2024-01-01", "date=2024-01-02", "_year=2024", "_notes")),
+    }
+    reasons = {why for why in SPARK_FILES.values() if why}
+    counts = {reason: sum(numbers.values()) for reason, numbers in found.skipped.by_reason().items()}
+    assert counts == {reason: list(SPARK_FILES.values()).count(reason) for reason in reasons}
+
+
+def test_an_object_with_a_known_ending_is_no_folder_and_a_missing_one_is_an_error(bucket: str, s3: S3Server) -> None:
+    store = open_store(bucket, s3.endpoint_url)
+    for key in ("a.jsonl", "b.jsonl", "b.jsonl/part-0.jsonl"):
+        store.write(key, b"12")
+
+    def names(url: str) -> list[str]:
+        return [file.name for file in find_inputs([f"{bucket}/{url}"], s3.endpoint_url)]
+
+    assert names("a.jsonl") == names("a.jsonl/") == ["a.jsonl"]
+    assert names("b.jsonl") == ["b.jsonl"]
+    assert names("b.jsonl/") == ["part-0.jsonl"]
+    with pytest.raises(StoreMissing, match=r"c\.jsonl"):
+        names("c.jsonl")
