@@ -43,7 +43,7 @@ from electra_dist.corpus.stages.row_sample import sample_rows
 from electra_dist.corpus.stages.source_epochs import refuse_unknown_sources, source_epochs
 from electra_dist.corpus.stages.spill_file import SpillFile
 from electra_dist.corpus.stages.workers import WorkerPool
-from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.errors import ManifestMismatch, StoreError, UserError
 from electra_dist.store.open_store import open_store
 
 _MANY_BUCKETS = 1024  # a corpus of more shards than this has several shards in a bucket
@@ -150,7 +150,32 @@ class _PartOfBuild:
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
-        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before."""
+        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before.
+
+        A build that is refused or interrupted before it has read anything gives its output up, so that the corrected
+        command may have other parameters. The output of a part stays claimed, because other parts may be at work.
+        """
+        self._refuse_unknown_sources()
+        was_begun = self._records.is_begun()
+        try:
+            return self._read_and_make_rows()
+        except StoreError:
+            raise
+        except (UserError, KeyboardInterrupt):
+            if self._part == WHOLE and not was_begun and self._records.is_begun() and not self._records.has_groups():
+                self._records.give_up()
+            raise
+
+    def _refuse_unknown_sources(self) -> None:
+        """Raise UserError if the config names a source that the inputs do not have."""
+        corpus = self._request.corpus
+        sources = {file.source for file in self._request.inputs}
+        refuse_unknown_sources("corpus.source_epochs", corpus.source_epochs, sources)
+        refuse_unknown_sources("corpus.source_shares", corpus.source_shares, sources)
+        refuse_unknown_sources("corpus.licences", corpus.licences, sources)
+
+    def _read_and_make_rows(self) -> int:
+        """Do what `run` does, without giving the output up."""
         with_origins = self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes())
         if self._request.corpus.origins != with_origins:
             self._console.say(
@@ -257,8 +282,8 @@ class _PartOfBuild:
         The result follows from the records of all groups, so all parts of a build decide the same.
 
         Raises:
-            UserError: `corpus.source_epochs`, `source_shares` or `licences` do not fit the sources of the inputs, or
-                a sample of the text has too many [UNK].
+            UserError: `corpus.source_epochs` or `source_shares` do not fit the sources of the documents, or a sample of
+                the text has too many [UNK].
         """
         request = self._request
         records = self._group_records()
@@ -267,7 +292,6 @@ class _PartOfBuild:
             for source, num_bytes in record.source_bytes.items():
                 source_bytes[source] = source_bytes.get(source, 0) + num_bytes
         epochs = source_epochs(source_bytes, request.corpus.source_epochs, request.corpus.source_shares)
-        refuse_unknown_sources("corpus.licences", request.corpus.licences, source_bytes)
         total_bytes = sum(source_bytes[source] * epochs[source] for source in source_bytes)
         spills = [SpillFile(self._store, spill) for record in records for spill in record.spills]
         sample = sample_rows(spills, request.rules(), request.example_seed)

@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from support.folder_contents import file_contents, modification_times
 
-from electra_dist.corpus.build_corpus import build_corpus
+from electra_dist.corpus.build_corpus import Part, build_corpus, build_part
 from electra_dist.corpus.build_request import BuildRequest
-from electra_dist.corpus.stages import bucket_rows
+from electra_dist.corpus.stages import bucket_rows, read_group
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.tokenizer import Vocabulary
 
@@ -205,3 +207,77 @@ def test_a_build_from_other_inputs_into_a_finished_corpus_is_refused(
 
     with pytest.raises(ManifestMismatch, match="finished corpus that was built from other inputs"):
         build_corpus(build_request(inputs[:1]))
+
+
+@pytest.fixture
+def tables(prose: Prose, tmp_path: Path) -> Path:
+    """A folder with a parquet file, whose text is in the column `body`; other files are beside the folder."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": prose(60, 5)}), folder / "a.parquet")
+    (tmp_path / "damaged.parquet").write_bytes((folder / "a.parquet").read_bytes()[:500])
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"text_field": "text"}, r"no column `text` of text; set --text-field"),
+        ({"inputs": "damaged.parquet"}, r"damaged\.parquet: cannot be read to its end"),
+        ({"source_epochs": {"wiki": 2}}, r"corpus\.source_epochs: wiki is not a source of these inputs"),
+        ({"source_shares": {"wiki": 2}}, r"corpus\.source_shares: wiki is not a source of these inputs"),
+        ({"licences": {"wiki": "mit"}}, r"corpus\.licences: wiki is not a source of these inputs"),
+        ({"inputs": "lines.jsonl"}, r"no usable document among 1 \(no_text 1\)"),
+    ],
+)
+@pytest.mark.parametrize("has_vocabulary", [False, True])
+def test_a_refused_build_that_has_read_nothing_leaves_its_output_to_the_corrected_command(
+    build_request: RequestFactory,
+    tables: Path,
+    tmp_path: Path,
+    vocabulary: Vocabulary,
+    wrong: dict,
+    message: str,
+    has_vocabulary: bool,
+) -> None:
+    """The corrected command also has another seed, and gives the bytes of one in a new folder."""
+    folder = tmp_path / "corpus"
+    if has_vocabulary:
+        folder.mkdir()
+        (folder / "vocab.txt").write_text(vocabulary.text)
+    settings = {"text_field": "body", **wrong}
+    with pytest.raises(UserError, match=message):
+        build_corpus(build_request(tmp_path / settings.pop("inputs", "tables"), **settings))
+    left = file_contents(folder) if folder.exists() else {}
+    assert list(left) == (["vocab.txt"] if has_vocabulary else [])
+
+    build_corpus(build_request(tables, text_field="body", seed=9))
+
+    build_corpus(build_request(tables, "new", text_field="body", seed=9))
+    assert file_contents(folder) == file_contents(tmp_path / "new")
+
+
+def test_an_interrupted_build_that_has_read_nothing_leaves_its_output(
+    build_request: RequestFactory, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read_group, "write_spill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            build_corpus(build_request(tables, text_field="body"))
+
+    assert not build_corpus(build_request(tables, text_field="body", seed=9)).was_there
+
+
+def test_a_refused_part_leaves_the_claim_of_the_output_to_the_other_parts(
+    build_request: RequestFactory, tables: Path
+) -> None:
+    request = build_request(tables, text_field="text")
+    with pytest.raises(UserError, match="no column `text` of text"):
+        build_part(request, Part(1, 2))
+
+    with pytest.raises(ManifestMismatch, match="half-built corpus with seed = "):
+        build_part(dataclasses.replace(request, seed=9), Part(2, 2))

@@ -65,7 +65,7 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
 def is_no_data(name: str) -> bool:
     """Return whether Spark, pandas and pyarrow pass over a file of known kind in a folder, because of its name.
 
-    These are tables whose name, or that of a folder, begins with an underscore, except partitions such as `_year=2024`.
+    These are tables whose name, or that of a folder, begins with an underscore, except partitions (`_year=2024`).
     Files of other formats are passed over in the folders of Spark's own only: `_posts/a.md` is text.
 
     Args:

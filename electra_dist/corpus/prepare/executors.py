@@ -77,10 +77,13 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
     """Submit a Slurm array for each stage that is not complete; return stage -> job id.
 
     Raises:
-        UserError: sbatch is missing or refuses a job.
+        NothingSubmitted: sbatch is missing or refuses the first job.
+        UserError: it refuses another job.
     """
     if shutil.which("sbatch") is None:
-        raise UserError("executor.kind slurm: there is no sbatch on this machine; run the command on a login node")
+        raise NothingSubmitted(
+            "executor.kind slurm: there is no sbatch on this machine; run the command on a login node"
+        )
     executor: SlurmPipelineExecutor | None = None
     executors = []
     for stage in stages:
@@ -92,7 +95,9 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
         with _environment_of_submission(executor):
             executor.run()
     except subprocess.CalledProcessError as error:
-        raise UserError(f"sbatch refused a job (exit code {error.returncode}); see its message above") from None
+        has_job = any(executor.job_id not in (None, -1) for executor in executors)
+        kind = UserError if has_job else NothingSubmitted
+        raise kind(f"sbatch refused a job (exit code {error.returncode}); see its message above") from None
     jobs = {}
     for stage, executor in zip(stages, executors, strict=True):
         if executor.job_id != -1:
@@ -116,6 +121,10 @@ def forget_completed(config: PrepareConfig, stage: Stage) -> None:
 def run_folder(config: PrepareConfig, stage: Stage) -> Path:
     """Return the folder with datatrove's logs, completions and job script of a stage."""
     return Path(config.work) / stage.name / _RUN_DIR
+
+
+class NothingSubmitted(UserError):
+    """Error for a preparation of which Slurm has no job."""
 
 
 class TaskKilled(Exception):

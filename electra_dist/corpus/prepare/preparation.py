@@ -11,13 +11,21 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from electra_dist.corpus.prepare.executors import Report, completed_tasks, forget_completed, run_here, submit
+from electra_dist.corpus.prepare.executors import (
+    NothingSubmitted,
+    Report,
+    TaskKilled,
+    completed_tasks,
+    forget_completed,
+    run_here,
+    submit,
+)
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig, local_files
 from electra_dist.corpus.prepare.prepare_report import REPORT, REPORT_FILE, PrepareReport
 from electra_dist.corpus.prepare.source_plan import PLAN_FILE, SourcePlan, make_plan, write_plan
 from electra_dist.corpus.prepare.stages import Stage, make_stages
 from electra_dist.corpus.prepare.steps.document_files import DOCUMENTS_DIR, file_of_task
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreError, UserError
 from electra_dist.store.atomic_files import make_folder
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import DamagedJson, damaged_file, parse_json_object, validate_json
@@ -61,12 +69,23 @@ def check(config: PrepareConfig) -> Preparation:
 def run(preparation: Preparation, report: Report) -> None:
     """Run, on this machine or on a Ray cluster, the tasks that are not completed; return when prepare.json is written.
 
+    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may say
+    anything else.
+
     Raises:
         UserError: the work folder holds another preparation, or a task raised one, for example for a damaged file.
         TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
-    _begin(preparation)
-    run_here(preparation.config, preparation.stages, report)
+    is_new = _begin(preparation)
+    try:
+        run_here(preparation.config, preparation.stages, report)
+    except StoreError:
+        raise
+    except (UserError, TaskKilled, KeyboardInterrupt):
+        has_result = any(completed_tasks(preparation.config, stage) for stage in preparation.stages)
+        if is_new and not has_result:
+            _give_up(preparation)
+        raise
 
 
 def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
@@ -75,8 +94,13 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
     Raises:
         UserError: the work folder holds another preparation, or Slurm refuses a job.
     """
-    _begin(preparation)
-    return submit(preparation.config, preparation.stages)
+    is_new = _begin(preparation)
+    try:
+        return submit(preparation.config, preparation.stages)
+    except NothingSubmitted:
+        if is_new:
+            _give_up(preparation)
+        raise
 
 
 def finished_report(preparation: Preparation) -> PrepareReport | None:
@@ -107,8 +131,8 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
     return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
 
-def _begin(preparation: Preparation) -> None:
-    """Make the work folder and write plan.json.
+def _begin(preparation: Preparation) -> bool:
+    """Make the work folder and write plan.json; return whether there was none before.
 
     If prepare.json was deleted, the last stage, which writes it, is made to run again.
 
@@ -120,9 +144,16 @@ def _begin(preparation: Preparation) -> None:
     if not (work / PLAN_FILE).exists():
         _refuse_documents_of_others(output, preparation.stages[-1].num_tasks)
     make_folder(work)
+    is_new = not (work / PLAN_FILE).exists()
     write_plan(preparation.plan, work)
     if not output.exists(REPORT_FILE):
         forget_completed(preparation.config, preparation.stages[-1])
+    return is_new
+
+
+def _give_up(preparation: Preparation) -> None:
+    """Delete plan.json, so that another preparation may use the work folder."""
+    (Path(preparation.config.work) / PLAN_FILE).unlink(missing_ok=True)
 
 
 def _refuse_documents_of_others(output: Store, num_tasks: int) -> None:

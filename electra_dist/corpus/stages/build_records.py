@@ -112,7 +112,7 @@ class BuildNotes(Section):
 
     with_origins: bool = Field(default=False, description="whether the build writes side files (corpus.origins)")
     wrote_vocabulary: bool = Field(
-        default=False, description="whether the build has written vocab.txt; otherwise it was there before"
+        default=False, description="whether the build wrote vocab.txt, rather than found it in its output"
     )
     sources: SourceNotes = Field(
         default=SourceNotes(), description="licences of the sources and counts of `corpus prepare`, for build.json"
@@ -215,6 +215,21 @@ class BuildRecords:
         self._write(_NOTES_KEY, notes.model_copy(update={"wrote_vocabulary": wrote_vocabulary}))
         self._store.write(_BUILD_KEY, _with_digest(canonical_json(parameters)))
         return notes.with_origins
+
+    def is_begun(self) -> bool:
+        """Return whether the store holds an unfinished build, so that one with other parameters would be refused."""
+        return self._store.exists(_BUILD_KEY)
+
+    def has_groups(self) -> bool:
+        """Return whether a group of inputs was read."""
+        return bool(self._record_keys(_GROUPS))
+
+    def give_up(self) -> None:
+        """Delete all records of the build, and the vocab.txt that it wrote, so that any other build may begin here."""
+        wrote_vocabulary = self.notes().wrote_vocabulary
+        self.clear()
+        if wrote_vocabulary:
+            self._store.delete(VOCAB_FILE)
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the unfinished build in the store.

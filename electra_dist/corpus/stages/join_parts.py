@@ -139,10 +139,7 @@ class _Join:
         stream = add_counts(group.counts for _, group in sorted(self._records.groups().items()))
         search = add_counts([self._order.search]).skipped
         if not entries:
-            wrote_vocabulary = self._records.notes().wrote_vocabulary
-            self._records.clear()
-            if wrote_vocabulary:
-                self._store.delete(VOCAB_FILE)
+            self._records.give_up()
             raise self._nothing_usable(search.joined(stream.skipped).summary())
         notes = self._records.notes()
         documents = add_sources(bucket.sources for bucket in self._buckets)

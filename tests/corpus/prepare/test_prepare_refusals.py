@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from made_sources import lines
@@ -189,3 +191,28 @@ def test_a_repeated_stage_deletes_the_marks_of_its_tasks_only(write: Write, tmp_
         (folder / name).touch()
     forget_completed(config, stage)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_preparation_that_ends_before_it_has_a_result_leaves_its_work_folder_to_the_corrected_file(
+    write: Write, tmp_path: Path
+):
+    from electra_dist.corpus.prepare.preparation import check, finished_report, run, submit_to_slurm
+
+    def prepare(start: Callable[..., object], *arguments: object, **keys: Any) -> Any:
+        preparation = check(load_section(write(**keys), PrepareConfig))
+        start(preparation, *arguments)
+        return finished_report(preparation)
+
+    (tmp_path / "tables").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one text"]}), tmp_path / "tables" / "a.parquet")
+    source = {"name": "web", "path": str(tmp_path / "tables")}
+    with pytest.raises(UserError, match="sbatch"):
+        prepare(submit_to_slurm, executor={"kind": "slurm", "slurm": {"partition": "p"}}, samples_per_filter=1)
+    with pytest.raises(UserError, match="no column `text` of text"):
+        prepare(run, lambda *progress: None, sources=[source])
+
+    report = prepare(run, lambda *progress: None, sources=[{**source, "text_field": "body"}])
+
+    assert report["documents_out"] == 1
+    with pytest.raises(UserError, match=r"holds a preparation with samples_per_filter 5, not 4"):
+        prepare(run, lambda *progress: None, sources=[{**source, "text_field": "body"}], samples_per_filter=4)
