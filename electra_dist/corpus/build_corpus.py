@@ -282,8 +282,8 @@ class _PartOfBuild:
         The result follows from the records of all groups, so all parts of a build decide the same.
 
         Raises:
-            UserError: `corpus.source_epochs` or `source_shares` do not fit the sources of the documents, or a sample of
-                the text has too many [UNK].
+            UserError: `corpus.source_epochs` or `source_shares` do not fit the sources of the documents, or a sample
+                of the text has too many [UNK].
         """
         request = self._request
         records = self._group_records()

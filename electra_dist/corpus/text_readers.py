@@ -64,17 +64,19 @@ class DocumentStream:
     Iterate over an instance once, in one thread.
     """
 
-    def __init__(self, files: Sequence[InputFile], text_field: str = "text") -> None:
+    def __init__(self, files: Sequence[InputFile], text_field: str = "text", *, with_fields: bool = False) -> None:
         """Prepare to read `files`; none is opened yet.
 
         Args:
             files: input files in reading order, from `find_inputs`.
             text_field: name of the column of a table that holds the text. Other formats ignore it: a JSON line is
                 yielded whole, and `text_decoding.decode` finds its text.
+            with_fields: whether the documents of a table have the other cells of their rows, too.
         """
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
+        self._with_fields = with_fields
 
     def __iter__(self) -> Iterator[RawDocument]:
         """Yield every document of every file, undecoded, in the order of the files; `numbered` lists the errors."""
@@ -119,10 +121,16 @@ class DocumentStream:
         with local_path(file) as path, open_regular(path) as raw:
             stream = decompressed(raw, kind.compression)
             if kind.format in ARCHIVES:
-                archive = ArchiveReader(file.name, self._text_field, self.counts.members, self.counts.skipped)
+                archive = ArchiveReader(
+                    file.name,
+                    self._text_field,
+                    self.counts.members,
+                    self.counts.skipped,
+                    with_fields=self._with_fields,
+                )
                 yield from archive.documents(stream, kind.format)
             else:
-                yield from read_format(kind.format, stream, self._text_field)
+                yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
         """Count a table without the text column as left out, or raise an error if the table was meant to be read.

@@ -53,7 +53,15 @@ class _Member(NamedTuple):
 class ArchiveReader:
     """Reader of the documents in one tar or zip archive, which counts the members that it reads and leaves out."""
 
-    def __init__(self, name: str, text_field: str, members_read: Counter[str], skipped: SkippedInputs) -> None:
+    def __init__(
+        self,
+        name: str,
+        text_field: str,
+        members_read: Counter[str],
+        skipped: SkippedInputs,
+        *,
+        with_fields: bool = False,
+    ) -> None:
         """Prepare to read an archive.
 
         Args:
@@ -63,9 +71,11 @@ class ArchiveReader:
                 one document of plain text.
             members_read: counter of the members that are read, by ending; updated in place.
             skipped: counter of the members that are left out; updated in place.
+            with_fields: whether the documents of a table have the other cells of their rows, too.
         """
         self._name = name
         self._text_field = text_field
+        self._with_fields = with_fields
         self._members_read = members_read
         self._skipped = skipped
 
@@ -150,7 +160,7 @@ class ArchiveReader:
         """
         stream = decompressed(io.BytesIO(data), kind.compression)
         if kind.format != "json":
-            yield from read_format(kind.format, stream, self._text_field)
+            yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
             return
         text = read_whole(stream)
         try:

@@ -45,7 +45,9 @@ _MOST_LENGTH_DIGITS = 15  # of Content-Length; Python converts no number of more
 _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
-def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) -> Iterator[RawDocument]:
+def read_format(
+    file_format: str, stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False
+) -> Iterator[RawDocument]:
     """Yield the documents of one file, undecoded.
 
     Args:
@@ -53,6 +55,7 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
         stream: the file, decompressed. It is closed at the end if it is a table.
         text_field: name of the column of a table that holds the text. A JSON record is yielded whole, and
             `text_decoding.decode` finds its text.
+        with_fields: whether the documents of a table have the other cells of their rows, too.
 
     Raises:
         NoTextColumn: the file is a table without a column of this name.
@@ -65,11 +68,11 @@ def read_format(file_format: str, stream: io.BufferedIOBase, text_field: str) ->
         for value in read_json(stream):
             yield RawDocument(value, is_json=True)
     elif file_format in ("csv", "tsv"):
-        yield from read_csv(stream, text_field, is_tsv=file_format == "tsv")
+        yield from read_csv(stream, text_field, with_fields=with_fields, is_tsv=file_format == "tsv")
     elif file_format == "parquet":
-        yield from read_parquet(stream, text_field)  # type: ignore[arg-type]
+        yield from read_parquet(stream, text_field, with_fields=with_fields)  # type: ignore[arg-type]
     elif file_format == "arrow":
-        yield from read_arrow(stream, text_field)  # type: ignore[arg-type]
+        yield from read_arrow(stream, text_field, with_fields=with_fields)  # type: ignore[arg-type]
     elif file_format == "wet":
         yield from _read_wet(stream)
     elif file_format == "md":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -69,7 +70,9 @@ def _short_name(column: str) -> str:
     return printable(column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "...")
 
 
-def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Iterator[RawDocument]:
+def read_csv(
+    stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False, is_tsv: bool
+) -> Iterator[RawDocument]:
     """Yield the cells of one column as undecoded documents.
 
     A row with another number of cells than the first row gives a document whose `data` is None.
@@ -77,6 +80,7 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
     Args:
         stream: the file, decompressed; it is closed at the end.
         text_field: name of the column.
+        with_fields: whether the documents have the other cells of their rows, too.
         is_tsv: tab between the cells and no quotes, instead of a comma.
 
     Raises:
@@ -99,19 +103,24 @@ def read_csv(stream: io.BufferedIOBase, text_field: str, *, is_tsv: bool) -> Ite
         for row in rows:
             if len(row) == len(columns):
                 document_id = None if id_index is None else name_of_value(row[id_index])
-                yield RawDocument(row[index].encode("utf-8", "surrogateescape"), False, id=document_id)
+                data = row[index].encode("utf-8", "surrogateescape")
+                fields = None
+                if with_fields:
+                    fields = {column: cell for column, cell in zip(columns, row, strict=True) if column != text_field}
+                yield RawDocument(data, False, id=document_id, fields=fields)
             elif row:  # an empty row is an empty line
                 yield RawDocument(None, False)
     except csv.Error as error:
         raise OSError(f"line {rows.line_num} is not CSV: {error}") from None
 
 
-def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
+def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
     """Yield the cells of one column of a parquet file as undecoded documents; `data` is None for a null cell.
 
     Args:
         stream: the file, opened to read bytes.
         text_field: name of the column.
+        with_fields: whether the documents have the other cells of their rows, too.
 
     Raises:
         NoTextColumn: there is no column of that name with strings or bytes.
@@ -119,14 +128,15 @@ def read_parquet(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
     _check_text_column(schema, text_field)
-    columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
+    text_columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
+    columns = None if with_fields else text_columns
     # Cells stay in the dictionary of their column, which has each text once, however often it is used.
-    table = pyarrow.parquet.ParquetFile(source, pre_buffer=False, read_dictionary=columns)
+    table = pyarrow.parquet.ParquetFile(source, pre_buffer=False, read_dictionary=text_columns)
     for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns, use_threads=False):
-        yield from _documents(batch, text_field)
+        yield from _documents(batch, text_field, with_fields)
 
 
-def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
+def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
     """Yield the cells of one column of an Arrow file as undecoded documents; `data` is None for a null cell.
 
     Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
@@ -134,6 +144,7 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
     Args:
         stream: the file, opened to read bytes.
         text_field: name of the column.
+        with_fields: whether the documents have the other cells of their rows, too.
 
     Raises:
         NoTextColumn: there is no column of that name with strings or bytes.
@@ -147,7 +158,7 @@ def read_arrow(stream: BinaryIO, text_field: str) -> Iterator[RawDocument]:
     _check_text_column(reader.schema, text_field)
     batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
-        yield from _documents(batch, text_field)
+        yield from _documents(batch, text_field, with_fields)
 
 
 def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
@@ -159,14 +170,37 @@ def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
     return pyarrow.BufferReader(memory.getvalue())
 
 
-def _documents(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[RawDocument]:
-    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), and the id."""
-    cells = _cells(batch.column(text_field))
-    if not _has_ids(batch.schema):
-        yield from (RawDocument(cell, is_json=False) for cell in cells)
-        return
-    for cell, document_id in zip(cells, _ids(batch.column(_ID_COLUMN))):
-        yield RawDocument(cell, is_json=False, id=document_id)
+def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -> Iterator[RawDocument]:
+    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), the id, the fields."""
+    ids = _ids(batch.column(_ID_COLUMN)) if _has_ids(batch.schema) else itertools.repeat(None)
+    fields = _fields(batch, text_field) if with_fields else itertools.repeat(None)
+    for cell, document_id, fields_of_row in zip(_cells(batch.column(text_field)), ids, fields, strict=False):
+        yield RawDocument(cell, is_json=False, id=document_id, fields=fields_of_row)
+
+
+def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
+    """Yield the cells of each row but that of the text column, by column."""
+    places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
+    columns = {name: _values(batch.column(place)) for name, place in places.items()}
+    for row in range(len(batch)):
+        yield {name: values[row] for name, values in columns.items()}
+
+
+def _values(column: pyarrow.Array) -> list[Any]:
+    """Return the cells of a column: text of any type as text, bytes that are no text as None, times as text."""
+    if _is_text(column.type):
+        return [_text_or_none(cell) for cell in _cells(column)]
+    if pyarrow.types.is_temporal(column.type) and not pyarrow.types.is_duration(column.type):
+        column = column.cast(pyarrow.string())
+    return column.to_pylist()
+
+
+def _text_or_none(data: bytes | None) -> str | None:
+    """Return bytes as text; None where they are no UTF-8, such as those of a picture."""
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _ids(column: pyarrow.Array) -> Iterator[str | None]:

@@ -29,7 +29,7 @@ class SourceSection(Section):
     license: str = Field(default="unknown", description="licence of the texts; it is recorded, not interpreted")
     text_field: str = Field(default="text", description="JSON field or column of a table that holds the text")
     url_field: str | None = Field(
-        default="url", description="JSON field with the address of the document, for filters.url; null: none"
+        default="url", description="JSON field or column with the address of the document, for filters.url; null: none"
     )
 
 

@@ -130,6 +130,6 @@ class WriteDocuments(PipelineStep):
 
 
 def _line_of(document: Document) -> bytes:
-    """Return a document as a line of JSON with sorted keys, in UTF-8."""
+    """Return a document as a line of JSON with sorted keys, in UTF-8; half a surrogate pair stays an escape."""
     tree = {"text": document.text, "id": document.id, "metadata": document.metadata}
-    return json.dumps(tree, ensure_ascii=False, sort_keys=True).encode() + b"\n"
+    return json.dumps(tree, ensure_ascii=False, sort_keys=True).encode("utf-8", "backslashreplace") + b"\n"
