@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import yaml
-from drills.campaign.draws import DRAWS, TWO_TARGETS, draw_changes, tree_of
+from drills.campaign.draws import BASE, DRAWS, GENERATOR_SOURCE, INITIAL_SOURCE, TWO_TARGETS, draw_changes, tree_of
 from pydantic import ValidationError
 
 from electra_dist.config import Config
@@ -19,6 +19,9 @@ from electra_dist.config_checks import check_new_run
 from electra_dist.errors import UserError
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_WIDTH = "model.embedding_size"
+# Which heads a model has depends on these keys of the objective.
+_KEYS_OF_HEADS = ("objective.name", "objective.generator_only_steps", "objective.discriminator_mlm_weight")
 _MOST_RANKS = 3
 _MOST_INTERRUPTIONS = 3
 _MOST_CHANGES = 60  # A kill comes at one of so many changes of files after its step has begun.
@@ -133,12 +136,38 @@ def check(changes: dict[str, Any]) -> Config | None:
     return config
 
 
+def sources_of(drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the runs whose weights a draw begins with, as place -> config: two steps of its model."""
+    model = {key: value for key, value in drawn.items() if key.startswith("model.")}
+    few_steps = {"train.num_steps": 2, "optimizer.warmup_steps": 0, "data.heldout": None}
+    sources = {}
+    if drawn.get("train.init_from"):
+        objective = {key: drawn[key] for key in _KEYS_OF_HEADS if key in drawn}
+        sources[INITIAL_SOURCE] = {**model, **objective, **few_steps}
+    if drawn.get("train.init_generator_from"):
+        width = drawn.get("model.generator_embedding_size") or drawn.get("model.embedding_size", BASE[_WIDTH])
+        of_generator = {
+            "objective.name": "mlm",
+            "model.discriminator": drawn.get("model.generator", BASE["model.generator"]),
+            "model.sharing": "embeddings",
+            "model.generator_embedding_size": None,
+            _WIDTH: width,
+        }
+        sources[GENERATOR_SOURCE] = {**model, **of_generator, **few_steps}
+    return sources
+
+
 def draw_case(seed: int, number: int) -> Case:
     """Draw a case."""
     random = Random(f"campaign {seed} {number}")
     num_refused = 0
-    while (config := check(changes := draw_changes(random))) is None:
-        num_refused += 1
+    while True:
+        changes = draw_changes(random)
+        config = check(changes)
+        if config is None:
+            num_refused += 1
+        elif all(check(source) for source in sources_of(changes).values()):  # no run has weights for some models
+            break
     spikes = _draw_spikes(random, config)
     return Case(
         seed=seed,

@@ -27,6 +27,17 @@ GENERATOR_SOURCE = "CASE/generator"  # run folders that are made before the case
 INITIAL_SOURCE = "CASE/source"
 TWO_TARGETS = ["SIDE/first", "SIDE/second"]
 _RARE_PROBABILITY = 0.08  # of a value that is far off what anybody sets
+_OFTEN_DRAWN = (
+    "model.architecture",
+    "model.sharing",
+    "objective.name",
+    "objective.generator",
+    "train.precision",
+    "optimizer.name",
+    "engine.zero_stage",
+)
+_OFTEN_PROBABILITY = 0.5  # of each of these keys
+_FITTING_PROBABILITY = 0.8
 _CHANGE_PROBABILITY = 0.2  # of each key, for a value that may differ from the base config's
 
 
@@ -240,8 +251,14 @@ def draw_changes(random: Random) -> dict[str, Any]:
     has_generator_optimizer = random.random() < _CHANGE_PROBABILITY
     for key, draw in DRAWS.items():
         is_possible = has_generator_optimizer or not key.startswith("optimizer.generator.")
-        if is_possible and random.random() < _CHANGE_PROBABILITY:
+        probability = _OFTEN_PROBABILITY if key in _OFTEN_DRAWN else _CHANGE_PROBABILITY
+        if is_possible and random.random() < probability:
             changes[key] = draw(random, num_steps)
+    # Most draws of these two values would be refused.
+    if changes.get("model.sharing") == "all" and random.random() < _FITTING_PROBABILITY:
+        changes["model.generator"] = changes.get("model.discriminator", BASE["model.discriminator"])
+    if changes.get("optimizer.name") == "lamb" and random.random() < _FITTING_PROBABILITY:
+        changes["engine.zero_stage"] = 0
     if changes.get("objective.generator") == "frozen":
         changes["train.init_generator_from"] = GENERATOR_SOURCE
     return changes

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from drills.campaign.cases import CUT, MISSING, TORN_LEDGER, TORN_METRICS, Case, Interruption, Leg, check
-from drills.campaign.draws import GENERATOR_SOURCE, INITIAL_SOURCE, placed, tree_of
+from drills.campaign.cases import CUT, MISSING, TORN_LEDGER, TORN_METRICS, Case, Interruption, Leg, sources_of
+from drills.campaign.draws import placed, tree_of
 from drills.campaign.forked_starts import read_lines, run_command, start
 from drills.kill_matrix.comparison import NOT_COMPARED
 from drills.kill_matrix.short_run import DONE, STOPPED
@@ -155,37 +155,13 @@ def _side(folder: Path, case: Case, data: Path, **changes: Any) -> Side:
 
 def _make_sources(case: Case, folder: Path, data: Path) -> None:
     """Train the runs whose weights the case begins with."""
-    few_steps = {
-        "train.num_steps": 2, "checkpoint.targets": [], "train.init_from": None, "train.init_generator_from": None,
-        "train.skip_steps": [], "data.phases": [], "optimizer.warmup_steps": 0, "optimizer.decay_steps": None,
-        "optimizer.shape": "polynomial", "checkpoint.keep_steps": [], "train.precision": "fp32",
-    }  # fmt: skip
-    generator = case.changes.get("model.generator", tree_of({})["model"]["generator"])
-    of_generator = {
-        "objective.name": "mlm", "objective.generator": "trained", "model.discriminator": generator,
-        "model.sharing": "embeddings", "objective.generator_only_steps": 0, "objective.discriminator_mlm_weight": 0.0,
-        "objective.disallow_correct": False, "objective.random_share": 0.0, "engine.early_generator": False,
-    }  # fmt: skip
-    of_both = {"objective.generator": "trained"}
-    sources = {
-        GENERATOR_SOURCE: ("train.init_generator_from", {**few_steps, **of_generator}),
-        INITIAL_SOURCE: ("train.init_from", {**few_steps, **of_both}),
-    }
-    for place, (key, changes) in sources.items():
-        if case.changes.get(key) is None:
-            continue
-        source = {key: value for key, value in case.changes.items() if not key.startswith("optimizer.generator.")}
-        if check({**source, **changes}) is None:
-            raise Fault(f"the campaign has no weights for {key}")
-        side = _side(folder / "sources" / place.removeprefix("CASE/"), _with_changes(case, source), data, **changes)
+    for place, changes in sources_of(case.changes).items():
+        name = place.removeprefix("CASE/")
+        side = _side(folder / "sources" / name, dataclasses.replace(case, changes=changes), data)
         codes, text = side.start(Leg(1, {}, None))
         if codes != [DONE]:
-            raise Fault(f"the run for {key} ended with {codes}: {_last_line(text)}")
-        os.symlink(side.run_dir, folder / place.removeprefix("CASE/"))
-
-
-def _with_changes(case: Case, changes: dict[str, Any]) -> Case:
-    return dataclasses.replace(case, changes=changes, spikes=())
+            raise Fault(f"the run for the weights of the {name} ended with {codes}: {_last_line(text)}")
+        os.symlink(side.run_dir, folder / name)
 
 
 def _run_interrupted(side: Side, outcome: Outcome) -> list[Segment]:
