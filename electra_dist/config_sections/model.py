@@ -91,7 +91,9 @@ class ModelConfig(Section):
         "export states this number as the longest row.",
     )
     type_vocab_size: Size = Field(
-        default=2, description="Number of token types; the two types distinguish segment A from segment B."
+        default=2,
+        description="Number of token types; the two types distinguish segment A from segment B. Must be at least 2 "
+        "with architecture: bert.",
     )
     discriminator: TowerConfig = Field(
         description="Shape of the discriminator, the main tower, which is used after pretraining."
