@@ -58,6 +58,7 @@ def main() -> None:
             "vocab_size": settings["vocab_size"],
             "embedding_size": settings["embedding_size"],
             "max_positions": min(settings["max_position_embeddings"], 512),
+            "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
             "discriminator": shape(settings),
             "generator": generator,
         },

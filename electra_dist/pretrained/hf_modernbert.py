@@ -27,6 +27,7 @@ DETECTION_LABELS = {"id2label": {"0": "REPLACED"}, "label2id": {"REPLACED": 0}} 
 OUTPUT_BIAS = "decoder.bias"  # Hugging Face's name of the output bias of a head that predicts tokens
 _TABLE = "embeddings.word.weight"  # the token table
 TOKEN_TABLE = "model.embeddings.tok_embeddings.weight"  # Hugging Face's name of it
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # types of layers in newer files: global and local ones
 # Names of parameters in this project -> in Hugging Face's classes, without the prefixes of tower and layer.
 _LAYER = {
     "attention_norm": "attn_norm",
@@ -43,8 +44,17 @@ _DETECTION_HEAD = {
     "out.weight": "classifier.weight",
     "out.bias": "classifier.bias",
 }
-# Settings of Hugging Face's config that change what a model computes -> the only value that this project supports.
-_FIXED_SETTINGS = {
+_ROTARY_BASES = {_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}  # keys of older files
+# Values that transformers assumes where config.json lacks the key.
+_DEFAULTS = {
+    "global_attn_every_n_layers": 3,
+    "local_attention": 128,
+    "global_rope_theta": 160_000.0,
+    "local_rope_theta": 10_000.0,
+    "norm_eps": 1e-5,
+}
+# Settings of ModernBERT's config that change what a model computes -> the only value that this project supports.
+FIXED_SETTINGS = {
     "attention_bias": False,
     "mlp_bias": False,
     "norm_bias": False,
@@ -144,9 +154,8 @@ def backbone_names(model: ModelConfig, tower: str) -> set[str]:
 def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
     """Return the settings that a ModernBERT's config.json must have for its weights to fit a tower.
 
-    They give the sizes of the layers and of the vocabulary, and the attention window of each layer. The bases of
-    the rotary positions and the number of positions are left out, because no weight depends on them; so a run may
-    start from the weights of a model with shorter rows.
+    They give the sizes of the layers and of the vocabulary, the attention window of each layer, the epsilon of the
+    LayerNorms and the positions.
 
     Args:
         model: section `model` of the config.
@@ -162,16 +171,20 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": model.max_positions,
         "global_attn_every_n_layers": model.global_every,
         "local_attention": model.local_window,
+        "global_rope_theta": model.global_rope_theta,
+        "local_rope_theta": model.local_rope_theta,
+        "norm_eps": model.layer_norm_eps,
     }
 
 
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
 
-    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`; the value of
-    that key is then derived from the list.
+    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
+    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these.
 
     Args:
         where: path of the file, for messages.
@@ -180,58 +193,59 @@ def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, An
     Raises:
         UserError: a setting makes the model compute something that this project does not support.
     """
-    for key, supported in _FIXED_SETTINGS.items():
-        value = settings.get(key, supported)
-        if value != supported:
-            raise UserError(f"{where}: {key} is {value}, but only {supported} is supported; name another model")
-    for scope, rotary in (settings.get("rope_parameters") or {}).items():
-        if isinstance(rotary, dict) and rotary.get("rope_type", "default") != "default":
-            raise UserError(
-                f"{where}: rope_type of {scope} is {rotary['rope_type']}, but only default is supported; name another "
-                f"model"
-            )
-    result = {"local_attention": 128, "global_attn_every_n_layers": 3, **settings}
+    result = {**_DEFAULTS, **settings, "embedding_size": settings.get("hidden_size")}
     layer_types = settings.get("layer_types")
     if layer_types is not None:
-        result["global_attn_every_n_layers"] = _period(where, layer_types)
-    result["embedding_size"] = settings.get("hidden_size")
+        result["global_attn_every_n_layers"] = _period(where, layer_types, settings.get("num_hidden_layers"))
+    for layer_type, parameters in _rotary_parameters(where, settings).items():
+        if "rope_theta" in parameters:
+            result[_ROTARY_BASES[layer_type]] = parameters["rope_theta"]
+    # transformers uses these two keys where they are present; they can only repeat what other keys say.
+    window, half_window = result["local_attention"], settings.get("sliding_window")
+    if "sliding_window" in settings and (not isinstance(window, int) or half_window != window // 2):
+        raise UserError(
+            f"{where}: sliding_window is {half_window}, which is not half of local_attention {window}; name another "
+            f"model"
+        )
+    sizes = [settings.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads")]
+    if sizes[0] and not (all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[2] == sizes[1]):
+        raise UserError(
+            f"{where}: head_dim is {sizes[0]}, which is not hidden_size {sizes[1]} by num_attention_heads {sizes[2]}; "
+            f"name another model"
+        )
     return result
 
 
-def model_section(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the config.json of a ModernBERT to the fields of the config section `model` of this project.
 
-    A config.json describes one encoder, so both towers of the result get its shape. Older and newer versions of
-    transformers are supported, which differ in the keys of the rotary positions.
+    A config.json describes one encoder, so both towers of the result get its shape.
 
     Args:
-        where: path of the file, for error messages.
-        settings: content of config.json.
+        settings: from `comparable_settings`.
 
     Returns:
         Name of the field -> value, as `ModelConfig.model_validate` expects it.
 
     Raises:
         KeyError: config.json lacks a size of the model.
-        UserError: a setting makes the model compute something that this project does not support.
     """
-    shape = comparable_settings(where, settings)
     tower = {
-        "hidden_size": shape["hidden_size"],
-        "num_layers": shape["num_hidden_layers"],
-        "num_heads": shape["num_attention_heads"],
-        "intermediate_size": shape["intermediate_size"],
+        "hidden_size": settings["hidden_size"],
+        "num_layers": settings["num_hidden_layers"],
+        "num_heads": settings["num_attention_heads"],
+        "intermediate_size": settings["intermediate_size"],
     }
     return {
         "architecture": "modern",
-        "vocab_size": shape["vocab_size"],
-        "embedding_size": shape["hidden_size"],
-        "max_positions": shape["max_position_embeddings"],
-        "global_every": shape["global_attn_every_n_layers"],
-        "local_window": shape["local_attention"],
-        "global_rope_theta": _rotary_base(settings, "global_rope_theta", "full_attention", 160_000.0),
-        "local_rope_theta": _rotary_base(settings, "local_rope_theta", "sliding_attention", 10_000.0),
-        "layer_norm_eps": shape.get("norm_eps", 1e-5),
+        "vocab_size": settings["vocab_size"],
+        "embedding_size": settings["hidden_size"],
+        "max_positions": settings["max_position_embeddings"],
+        "global_every": settings["global_attn_every_n_layers"],
+        "local_window": settings["local_attention"],
+        "global_rope_theta": settings["global_rope_theta"],
+        "local_rope_theta": settings["local_rope_theta"],
+        "layer_norm_eps": settings["norm_eps"],
         "discriminator": tower,
         "generator": tower,
     }
@@ -250,22 +264,37 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
     return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
 
 
-def _rotary_base(settings: Mapping[str, Any], key: str, layer_type: str, default: float) -> float:
-    """Return the base (theta) of the rotary position embeddings that a config.json sets for one type of layer.
-
-    Newer versions of transformers write one entry per type of layer into `rope_parameters`; older ones write one key
-    per type at the top level. `rope_parameters` has precedence.
+def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rotary parameters of each type of layers for which `rope_parameters` of config.json has some.
 
     Args:
+        where: path of the file, for messages.
         settings: content of config.json.
-        key: key at the top level, such as "global_rope_theta".
-        layer_type: key in `rope_parameters`, such as "full_attention".
-        default: result if the file has neither key.
+
+    Raises:
+        UserError: an entry is not an object, or asks for other rotary positions than the default ones.
     """
-    by_layer_type = settings.get("rope_parameters") or {}
-    if layer_type in by_layer_type:
-        return by_layer_type[layer_type]["rope_theta"]
-    return settings.get(key, default)
+    given = settings.get("rope_parameters")
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not given.keys() <= _ROTARY_BASES.keys():
+        raise UserError(
+            f"{where}: rope_parameters is {given}, but only an object with entries {_FULL} and {_SLIDING} is "
+            f"supported; name another model"
+        )
+    for layer_type, parameters in given.items():
+        if not isinstance(parameters, dict):
+            raise UserError(
+                f"{where}: rope_parameters has {parameters} for {layer_type}, which is no object; copy the model's "
+                f"own config.json there"
+            )
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type != "default":
+            raise UserError(
+                f"{where}: rope_parameters: rope_type of {layer_type} is {rope_type}, but only default is supported; "
+                f"name another model"
+            )
+    return given
 
 
 def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture: str) -> dict[str, Any]:
@@ -281,12 +310,8 @@ def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture:
     del shape["embedding_size"]
     return {
         **shape,
-        **_FIXED_SETTINGS,
+        **FIXED_SETTINGS,
         "architectures": [architecture],
-        "max_position_embeddings": model.max_positions,
-        "global_rope_theta": model.global_rope_theta,
-        "local_rope_theta": model.local_rope_theta,
-        "norm_eps": model.layer_norm_eps,
         "embedding_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "mlp_dropout": model.hidden_dropout,
@@ -319,18 +344,24 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
     yield f"{tower}.final_norm.weight", "model.final_norm.weight"
 
 
-def _period(where: str, layer_types: list[str]) -> int:
+def _period(where: str, layer_types: object, num_layers: object) -> int:
     """Return the number n for which the layers 0, n, 2n and so on have global attention, and the others windows.
 
     Args:
         where: path of config.json, for the message.
         layer_types: "full_attention" or "sliding_attention" for each layer.
+        num_layers: number of layers by another key.
 
     Raises:
-        UserError: there is no such number.
+        UserError: `layer_types` is no list of that many types, or there is no such number.
     """
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise UserError(
+            f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "
+            f"model's own config.json there"
+        )
     for period in range(1, len(layer_types) + 1):
-        expected = ["sliding_attention" if layer % period else "full_attention" for layer in range(len(layer_types))]
+        expected = [_SLIDING if layer % period else _FULL for layer in range(len(layer_types))]
         if layer_types == expected:
             return period
     raise UserError(

@@ -18,6 +18,60 @@ from electra_dist.store.json_file import read_json_object
 
 _LARGEST_SIZE = 1 << 24  # in a config.json; no vocabulary and no layer has as many entries
 _AGAIN = "download or export the model again"  # next step in messages about a damaged file
+# Keys of config.json that change what a model computes, or which weights it has -> the only value that is supported.
+# Left out are keys that are read, and those without effect on the states and the pretraining heads: settings of
+# training (dropout, initialisation), of a task's head (labels, pooling, summary_*) and of transformers' own program.
+_FIXED_SETTINGS: dict[str, Any] = {
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "pruned_heads": {},
+    "rope_scaling": None,
+    "per_layer_config": None,
+    "quantization_config": None,
+}
+_FIXED_ELECTRA_SETTINGS = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+_ELECTRA_DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of the config.json of a Hugging Face model whose function this project computes.
+
+    Keys that may be missing have the values that transformers then assumes. `dtype` is what it rounds the weights to,
+    or None.
+
+    Raises:
+        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, or a setting makes the
+            model compute something that this project does not support.
+    """
+    where = f"{folder}/config.json"
+    given = read_json_object(folder / "config.json", _AGAIN)
+    model_type = given.get("model_type")
+    if model_type == hf_modernbert.MODEL_TYPE:
+        settings = hf_modernbert.comparable_settings(where, given)
+        fixed = _FIXED_SETTINGS | hf_modernbert.FIXED_SETTINGS
+    elif model_type == "electra":
+        settings = _ELECTRA_DEFAULTS | given
+        fixed = _FIXED_SETTINGS | _FIXED_ELECTRA_SETTINGS
+    else:
+        raise UserError(
+            f"{where}: neither an ELECTRA model with absolute positions nor a ModernBERT, because model_type is "
+            f"{model_type}; name the folder of another model"
+        )
+    for key, supported in fixed.items():
+        value = given.get(key, supported)
+        if value != supported:
+            raise UserError(f"{where}: {key} is {value}, but only {supported} is supported; name another model")
+    dtype_key = "torch_dtype" if given.get("dtype") is None else "dtype"
+    settings["dtype"] = given.get(dtype_key)
+    if settings["dtype"] not in (None, *_DTYPES):
+        raise UserError(
+            f"{where}: {dtype_key} is {settings['dtype']}, but only {', '.join(_DTYPES)} are supported; name another "
+            f"model"
+        )
+    return settings
 
 
 def read_hugging_face_model_config(folder: Path) -> ModelConfig:
@@ -29,25 +83,16 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
         folder: the model's folder, whose config.json is read.
 
     Raises:
-        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, or its shape is incomplete
-            or impossible.
+        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, its shape is incomplete or
+            impossible, or a setting makes the model compute something that this project does not support.
     """
-    settings = read_json_object(folder / "config.json", _AGAIN)
-    model_type = settings.get("model_type")
-    positions = settings.get("position_embedding_type", "absolute")
-    is_electra = model_type == "electra" and positions == "absolute"
-    is_modern = model_type == hf_modernbert.MODEL_TYPE
-    if not is_electra and not is_modern:
-        raise UserError(
-            f"{folder}/config.json: neither an ELECTRA model with absolute positions nor a ModernBERT (model_type "
-            f"{model_type}, position_embedding_type {positions}); name the folder of another model"
-        )
+    settings = read_settings(folder)
     sizes = [value for value in settings.values() if isinstance(value, int)]
     if max(sizes, default=0) > _LARGEST_SIZE:
         raise UserError(f"{folder}/config.json: the size {max(sizes)} is impossible; {_AGAIN}")
     try:
-        if is_modern:
-            fields = hf_modernbert.model_section(str(folder / "config.json"), settings)
+        if settings["model_type"] == hf_modernbert.MODEL_TYPE:
+            fields = hf_modernbert.model_section(settings)
         else:
             fields = _electra_section(settings)
         return ModelConfig.model_validate(fields)
@@ -65,7 +110,7 @@ def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
     A config.json describes one encoder, so both towers of the result get its shape.
 
     Args:
-        settings: content of config.json.
+        settings: from `read_settings`.
 
     Returns:
         Name of the field -> value, as `ModelConfig.model_validate` expects it.
@@ -83,8 +128,8 @@ def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": settings["vocab_size"],
         "embedding_size": settings["embedding_size"],
         "max_positions": settings["max_position_embeddings"],
-        "type_vocab_size": settings.get("type_vocab_size", 2),
-        "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
+        "type_vocab_size": settings["type_vocab_size"],
+        "layer_norm_eps": settings["layer_norm_eps"],
         "discriminator": tower,
         "generator": tower,
     }

@@ -2,8 +2,8 @@
 
 Guarantee: the towers are the generator and the discriminator. Every parameter of them either gets its value from the
 source or is named in the notes, the lines of text that are returned for the run's log. The notes also name the
-optimizer's moments, which no Hugging Face folder holds. A source of another shape or vocabulary size is refused, with
-the first difference in the message.
+optimizer's moments, which no Hugging Face folder holds. A source of another shape, vocabulary size or function (such
+as another epsilon of the LayerNorms) is refused, with the first difference in the message.
 
 How: folders of ElectraForPreTraining, ElectraForMaskedLM or ElectraModel are read, with `model.architecture: modern`
 those of ModernBertForTokenClassification, ModernBertForMaskedLM or ModernBertModel, from `model.safetensors`, from
@@ -40,6 +40,7 @@ from electra_dist.pretrained.hf_conversion import (
     hf_backbone_names,
     tower_of,
 )
+from electra_dist.pretrained.hugging_face_folder import read_settings
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.regular_files import check_regular
@@ -49,6 +50,8 @@ _INDEX_FILE = "model.safetensors.index.json"  # of weights in several files
 _COPY_AGAIN = "download or export the model again"
 _BACKBONES = ("electra.", "model.")  # begin Hugging Face's names of a tower's parameters, apart from its heads
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
+# Hugging Face's names of output matrices of heads that predict tokens -> of the token tables that they are tied to.
+_TIED = {"generator_lm_head.weight": TOKEN_TABLE, "decoder.weight": hf_modernbert.TOKEN_TABLE}
 
 
 def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
@@ -112,27 +115,28 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
     Args:
         where: file or folder of the weights, for the message.
-        given: shape of the weights, under the keys of a Hugging Face config.json. It may have more positions than the
-            tower.
+        given: shape of the weights, from `shape_of` or `read_settings`. It may have more positions than the tower.
         model: the config's section `model`.
         tower: the tower to compare with.
 
     Raises:
         UserError: the shapes differ; the message names the first difference.
     """
-    for key, wanted_size in shape_of(model, tower).items():
+    num_positions = given.get(_POSITIONS)
+    has_longer_rows = isinstance(num_positions, int) and num_positions < model.max_positions
+    for key, wanted in shape_of(model, tower).items():
         if key == _POSITIONS:
             continue  # more positions than wanted are accepted, so they are compared below
-        source_size = given.get(key)
-        if source_size != wanted_size:
+        if key == "global_rope_theta" and has_longer_rows:
+            continue  # Rows that become longer need a larger base, which the config names.
+        if given.get(key) != wanted:
             raise UserError(
-                f"{where}: {key} is {source_size}, but the config's {tower} has {wanted_size}; set the model section "
+                f"{where}: {key} is {given.get(key)}, but the config's {tower} has {wanted}; set the model section "
                 f"to the checkpoint's shape, or name another checkpoint"
             )
     if model.architecture == "modern":
         return  # Rotary positions have no table, whose length could be too small.
-    num_positions = given.get(_POSITIONS, 512)
-    if num_positions < model.max_positions:
+    if not isinstance(num_positions, int) or has_longer_rows:
         raise UserError(
             f"{where}: {_POSITIONS} is {num_positions}, fewer positions than model.max_positions "
             f"{model.max_positions}; lower model.max_positions, or name another checkpoint"
@@ -140,9 +144,10 @@ def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower:
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return the sizes that weights must have to fit a tower, under the keys of a Hugging Face config.json.
+    """Return what weights must have in common with a tower, under the keys of a Hugging Face config.json.
 
-    For the number of positions it is the smallest that fits: weights may have more, which are cut.
+    It is what decides the shapes of the weights or the function that the tower computes with them. The number of
+    positions is the smallest that fits: weights may have more, which are cut.
 
     Args:
         model: section `model` of the config.
@@ -160,6 +165,7 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "intermediate_size": shape.intermediate_size,
+        "layer_norm_eps": model.layer_norm_eps,
         _POSITIONS: model.max_positions,
     }
 
@@ -349,15 +355,12 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
         folder: folder with config.json and the weights.
 
     Raises:
-        UserError: config.json or a weight is missing, or the shape is not that of `tower` in `model`.
+        UserError: config.json or a weight is missing, or the shape or the function is not that of `tower` in `model`.
     """
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
-    settings = read_json_object(file, _COPY_AGAIN)
-    if settings.get("model_type") == hf_modernbert.MODEL_TYPE:
-        settings = hf_modernbert.comparable_settings(str(file), settings)
-    check_shape(str(file), settings, model, tower)
+    check_shape(str(file), read_settings(folder), model, tower)
     return convert_weights(folder, read_weights(folder), model, tower)
 
 
@@ -371,9 +374,10 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
         tower: the tower that the weights are for.
 
     Raises:
-        UserError: a parameter of the embeddings or the layers is missing or is one too many, or a parameter has
-            another shape than the config gives it.
+        UserError: a parameter of the embeddings or the layers is missing or is one too many, a parameter has another
+            shape than the config gives it, or transformers reads other weights in the folder.
     """
+    _check_read_alike(folder, weights)
     unknown = {name for name in weights if name.startswith(_BACKBONES)} - hf_backbone_names(model, tower)
     if unknown:
         raise UserError(
@@ -416,3 +420,20 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
                     f"{tuple(parameter.shape)}; {_COPY_AGAIN}"
                 )
     return state
+
+
+def _check_read_alike(folder: Path, theirs: State) -> None:
+    """Raise UserError if transformers reads other weights in a folder: rounded ones, or a separate output matrix."""
+    dtype = read_settings(folder)["dtype"]
+    for name, tensor in theirs.items():
+        if dtype in ("float16", "bfloat16") and not torch.equal(tensor.to(getattr(torch, dtype)).float(), tensor):
+            raise UserError(
+                f"{folder}/config.json: dtype or torch_dtype is {dtype}, but {name} is stored in a finer one, and "
+                f"transformers rounds it; set the key to the dtype of the weights, or save the model in {dtype}"
+            )
+    for output, table in _TIED.items():
+        if output in theirs and table in theirs and not torch.equal(theirs[output], theirs[table]):
+            raise UserError(
+                f"{folder}: {output} is another matrix than {table}, but only tied ones are supported; name another "
+                f"model"
+            )

@@ -38,8 +38,8 @@ RESULTS = (
     Mutant(
         name="pretrained: a folder with too few positions is accepted",
         file="electra_dist/pretrained/load_towers.py",
-        original="if num_positions < model.max_positions:",
-        mutated="if num_positions < 1:",
+        original="isinstance(num_positions, int) and num_positions < model.max_positions",
+        mutated="isinstance(num_positions, int) and num_positions < 1",
         test="tests/pretrained/test_load_towers.py::test_a_folder_of_another_shape_is_refused_with_the_difference",
     ),
     Mutant(
