@@ -12,6 +12,7 @@ Cost: the import takes a few milliseconds, because torch and the rest are import
 """
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from electra_dist.version import VERSION as __version__
@@ -68,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return one of the names that this module offers, when it is first used.
+    """Import and return one of the names that this module offers, when it is first used; functions check arguments.
 
     Raises:
         AttributeError: there is no such name.
@@ -76,6 +77,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
+    if isinstance(value, FunctionType):
+        value = import_module("electra_dist.library.argument_checks").checked(value)
     globals()[name] = value  # so that this function is called once for each name
     return value
 

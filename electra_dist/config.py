@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,7 @@ from electra_dist.config_sections.operation import (
     LogConfig,
     PlanConfig,
 )
-from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section
+from electra_dist.config_sections.section import LocalFolder, NonNegative, Positive, Probability, Section, Seed
 from electra_dist.config_sections.training import (
     DataConfig,
     EngineConfig,
@@ -89,7 +89,7 @@ class Config(Section):
         description="Folder of the run, for its config, checkpoints, metrics and report. The same folder resumes the "
         "run."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+    seed: Seed = Field(
         default=42,
         description="Seed of everything random: initial weights, order of rows, masks, samples and dropout.",
     )

@@ -200,6 +200,12 @@ def _lines_sha256(text: str) -> str:
     return hashlib.sha256((text.removesuffix("\n") + "\n").encode()).hexdigest()
 
 
+def _refuse_one_text(lines: Sequence[str]) -> None:
+    """Raise UserError if one text is given in place of a list, because its characters would be encoded."""
+    if isinstance(lines, str):
+        raise UserError(f"encode: the argument lines is {lines[:60]!r}, one text; pass a list of texts")
+
+
 class WordPieceTokenizer:
     """Encoder of text lines to WordPiece ids, as BERT encodes them, without special tokens.
 
@@ -231,6 +237,7 @@ class WordPieceTokenizer:
         A space always ends a word, so the ids of a line are those of its words, one after another. Words that an
         earlier call has encoded are looked up in a cache, and only new ones are passed to the `tokenizers` library.
         """
+        _refuse_one_text(lines)
         words_of_lines = [line.split(" ") for line in lines]
         all_words = set(itertools.chain.from_iterable(words_of_lines))
         new_words = list(all_words.difference(self._known))
@@ -301,6 +308,7 @@ class JsonTokenizer:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives []."""
+        _refuse_one_text(lines)
         return self._tokenizer.encode(lines)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

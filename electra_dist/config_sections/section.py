@@ -33,6 +33,7 @@ NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
 # Number of rows of a step, of features, or of entries of a table. No useful one is larger, and memory or lists of this
 # length are made from it.
 Size = Annotated[int, Field(gt=0, le=2**24)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]  # at most 30 years, which any timer of the system can wait
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra_dist.config import Config
+from electra_dist.config_sections.section import NonNegative, Positive, Seed, Size
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.data.loader import RowLoader
@@ -25,7 +26,8 @@ from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_r
 from electra_dist.data.row_order import RowSequence
 from electra_dist.data.shard_cache.cache_folder import SHARDS_DIR
 from electra_dist.data.verified_shards import ShardCache
-from electra_dist.errors import ManifestMismatch
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.library.argument_checks import checked
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
 from electra_dist.store.interface import Store
@@ -100,7 +102,8 @@ class Corpus:
         """
         return read_corpus_vocabulary(self._store, self.manifest.tokenizer)
 
-    def batch(self, step: int, global_batch: int) -> torch.Tensor:
+    @checked
+    def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
 
         They are the rows of all ranks together, in the order of their numbers. Rank r of W ranks reads the r-th of W
@@ -113,6 +116,7 @@ class Corpus:
         Raises:
             StoreError: a shard cannot be read.
             ManifestMismatch: a shard is not the one that the manifest lists.
+            UserError: an argument is out of range.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         distinct_shards = np.unique(shard_of_row)
@@ -121,7 +125,8 @@ class Corpus:
         rows = self._cache.read_rows(shard_of_row, row_in_shard)
         return torch.from_numpy(rows.astype(np.int64))
 
-    def row_ids(self, step: int, global_batch: int) -> torch.Tensor:
+    @checked
+    def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
         """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
 
         Rows are numbered from 0 in the order of the shards in corpus.json. In a run with `data.phases`, the numbers of
@@ -133,12 +138,13 @@ class Corpus:
             global_batch: `train.global_batch` of the run.
 
         Raises:
-            ValueError: `step` is below 0 or `global_batch` below 1.
+            UserError: an argument is out of range.
         """
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
-    def batches(self, global_batch: int, first_step: int = 0) -> Iterator[torch.Tensor]:
+    @checked
+    def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
         """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a thread.
 
         Args:
@@ -148,7 +154,9 @@ class Corpus:
         Raises:
             StoreError: a shard cannot be read.
             ManifestMismatch: a shard is not the one that the manifest lists.
+            UserError: an argument is out of range.
         """
+        _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
             loader = RowLoader(cache, order, global_batch, rank=0, world_size=1, start_step=first_step)
@@ -194,25 +202,32 @@ class Corpus:
         """Return two int64 arrays [global_batch]: the shard of each row of a step, and the row's number in that shard.
 
         Both are numbered from 0.
-
-        Raises:
-            ValueError: `step` is below 0 or `global_batch` below 1.
         """
-        if step < 0 or global_batch < 1:
-            raise ValueError(
-                f"step is {step} and global_batch is {global_batch}; pass a step >= 0 and a global_batch >= 1"
-            )
-        first_position = step * global_batch
+        first_position = _first_row(step, global_batch)
         positions = np.arange(first_position, first_position + global_batch)
         _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
         return shard_of_row, row_in_shard
 
 
+def _first_row(step: int, global_batch: int) -> int:
+    """Return the place of the first row of a step in the sequence of all rows that a run reads.
+
+    Raises:
+        UserError: it is so far that 64 bits do not hold the number.
+    """
+    first_position = int(step) * int(global_batch)
+    if first_position >= 2**62:
+        raise UserError(
+            f"step {step} with global_batch {global_batch} is farther than any run comes; pass a smaller step"
+        )
+    return first_position
+
+
 def open_corpus(
     source: str | Path | Config,
     *,
-    seed: int | None = None,
-    shuffle_window_shards: int | None = None,
+    seed: Seed | None = None,
+    shuffle_window_shards: Positive | None = None,
     endpoint_url: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> Corpus:

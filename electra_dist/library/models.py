@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from electra_dist.config import Config
-from electra_dist.errors import UserError
+from electra_dist.config_sections.section import NonNegative, Seed
+from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.library.argument_checks import Text
 from electra_dist.library.corpus import Corpus
 from electra_dist.model import initial_weights
 from electra_dist.model.towers import ElectraTowers
@@ -43,8 +45,15 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
         corpus: gives the ids of the special tokens, and token counts if the objective draws by them.
 
     Raises:
+        ManifestMismatch: the corpus has another vocabulary than the config.
         UserError: the sections contradict each other, or the weights of a frozen generator cannot be used.
     """
+    num_tokens = corpus.manifest.tokenizer.vocab_size
+    if num_tokens != config.model.vocab_size:
+        raise ManifestMismatch(
+            f"build_objective: the corpus was built with a vocabulary of {num_tokens} entries, but model.vocab_size "
+            f"is {config.model.vocab_size}; pass a config with model.vocab_size: {num_tokens}, or another corpus"
+        )
     count_V = corpus.token_counts() if objective_builder.needs_token_counts(config.objective) else None
     objective = objective_builder.build_objective(
         config.model, config.objective, corpus.special, config.seed, config.kernels.backend, count_V
@@ -54,7 +63,7 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
     return objective
 
 
-def step_input(objective: Objective, ids: torch.Tensor, step: int = 0, seed: int = 42) -> StepInput:
+def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
     """Return the input of an objective for all rows of a step as one batch.
 
     The losses that the objective returns for it are means over the tokens of these rows. Masks, samples and dropout
@@ -65,14 +74,28 @@ def step_input(objective: Objective, ids: torch.Tensor, step: int = 0, seed: int
         ids: int64 token ids [global_batch, seq_len], on the device of the module.
         step: number of the step, from 0.
         seed: `seed` of the run.
+
+    Raises:
+        UserError: an argument has another type, or an id is not in the vocabulary.
     """
+    if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
+        raise UserError(
+            f"step_input: the argument ids is a tensor of {ids.dtype} and shape {tuple(ids.shape)}, but must be int64 "
+            f"[global_batch, seq_len], as Corpus.batch returns it"
+        )
+    vocab_size = objective.towers.model.vocab_size
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise UserError(
+            f"step_input: the argument ids has ids from {ids.min()} to {ids.max()}, but the vocabulary has 0 to "
+            f"{vocab_size - 1}; pass rows of the corpus that the objective was built for"
+        )
     counts = loss_counts(ids, objective.special, objective.objective).sum(0).clamp(min=1)
     first_scale, second_scale = 1.0 / counts
     rows = torch.arange(len(ids), device=ids.device)
     return StepInput(ids, rows, step, seed, first_scale, second_scale)
 
 
-def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: int | None = None) -> int:
+def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
     """Copy the weights of a run's checkpoint into a module, and return the number of steps of that checkpoint.
 
     The module must be built from the config of the run. Every byte is verified against the checkpoint's manifest.
@@ -102,23 +125,23 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: i
     return run.state.step
 
 
-def load(model: str | Path, tower: TowerName = "discriminator", step: int | None = None) -> Pretrained:
+def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
     """Load one tower of a pretrained model with its tokenizer.
 
     `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
 
     Args:
         model: the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml for random weights.
-        tower: which tower of a run; ignored for a Hugging Face folder, which holds one.
+        tower: which tower of a run; a Hugging Face folder holds one, which may be a generator by default, too.
         step: number of steps after which a run's checkpoint was taken; None for the newest good one.
 
     Raises:
-        UserError: there is no such model, or it has no such tower.
+        UserError: there is no such model, or it has no such tower, or no steps.
     """
     return load_pretrained(str(model), tower, step=step)
 
 
-def score_texts(model: Pretrained, texts: Sequence[str]) -> list[TextScore]:
+def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
     """Return how plausible a model finds each text and each of its tokens, as `electra-dist score` prints it.
 
     Args:
@@ -131,7 +154,7 @@ def score_texts(model: Pretrained, texts: Sequence[str]) -> list[TextScore]:
     return list(TextScorer(model, device_of_choice()).score(texts))
 
 
-def replaced_probability(model: Pretrained, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
+def replaced_probability(model: Pretrained, texts: Sequence[Text]) -> list[list[tuple[str, float]]]:
     """Return the tokens of each text, each with the probability that it was replaced by another one.
 
     Args:

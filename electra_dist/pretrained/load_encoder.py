@@ -16,6 +16,7 @@ import hashlib
 import re
 import sys
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -145,9 +146,12 @@ class Pretrained:
             attention_dropout: dropout probability of attention probabilities.
 
         Raises:
-            UserError: a weight that the config needs is missing or has another shape.
+            UserError: a weight that the config needs is missing or has another shape, or a dropout is no probability.
         """
         dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
+        for name, rate in dropout.items():
+            if not isinstance(rate, Real) or not 0 <= rate < 1:
+                raise UserError(f"backbone: the argument {name} is {rate!r}, but must be a number from 0 to below 1")
         model = self.model.model_copy(update=dropout)
         with torch.device("meta"):  # skips torch's own initialisation, which would take as long as all the rest
             module = Backbone(model, self.tower, self.special)
@@ -183,20 +187,24 @@ def load_pretrained(
     Args:
         spec: a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
             with that config starts from.
-        tower: which tower of a run or of `random:`; ignored for a Hugging Face folder, which holds one.
+        tower: which tower of a run or of `random:`. A Hugging Face folder holds one, so "discriminator" stands for it
+            whichever it is.
         vocab: vocab.txt for `random:`; None for that of the config's corpus. Ignored otherwise.
-        step: number of steps after which a run's checkpoint was taken; None for the newest. Ignored otherwise.
+        step: number of steps after which a run's checkpoint was taken; None for the newest, and for what is no run.
 
     Raises:
-        UserError: `spec` names no model, a file or a weight of the model is missing, or it has no such tower.
+        UserError: `spec` names no model, a file or a weight of the model is missing, or it has no such tower or no
+            steps.
     """
+    folder = Path(spec)
+    if not spec.startswith(_RANDOM) and is_run_folder(folder):
+        return _from_run(folder, tower, step)
+    if step is not None:
+        raise UserError(f"{spec}: step is {step}, but only a run has checkpoints to choose from; leave the step out")
     if spec.startswith(_RANDOM):
         return _random(Path(spec.removeprefix(_RANDOM)), tower, vocab)
-    folder = Path(spec)
-    if is_run_folder(folder):
-        return _from_run(folder, tower, step)
     if (folder / "config.json").exists():
-        return _from_hugging_face(folder)
+        return _from_hugging_face(folder, tower)
     raise UserError(
         f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
         f"of a run or of a Hugging Face model, or random:CONFIG.yaml"
@@ -361,7 +369,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
     )
 
 
-def _from_hugging_face(folder: Path) -> Pretrained:
+def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
     """Load the encoder in a Hugging Face folder as a generator or as a discriminator, depending on its weights.
 
     A model with a head that predicts tokens counts as a generator, every other model as a discriminator. An export of
@@ -370,12 +378,17 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     not loaded.
 
     Raises:
-        UserError: the folder holds neither an ELECTRA model nor a ModernBERT, or a weight or the vocabulary is
-            missing.
+        UserError: the folder holds neither an ELECTRA model nor a ModernBERT, a weight or the vocabulary is missing,
+            or a generator is wanted and the folder holds none.
     """
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
     predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
+    if wanted == "generator" and not predicts_tokens:
+        raise UserError(
+            f"{folder}: holds no generator, because its weights have no head that predicts tokens; leave the tower "
+            f"out, or name the folder of a generator"
+        )
     tower: TowerName = "generator" if predicts_tokens else "discriminator"
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
     layer_matches = [_LAYER.match(name) for name in weights]

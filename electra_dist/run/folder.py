@@ -101,7 +101,7 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists()
 
 
-def open_run(folder: Path, overrides: Sequence[str] = ()) -> Config:
+def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
 
     Args:
@@ -111,6 +111,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: no run was begun in the folder, its config is damaged, or an override is not valid.
     """
+    folder = Path(folder)
     if not is_run_folder(folder):
         raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
     return load_config(folder / CONFIG_FILE, overrides).model_copy(update={"run_dir": str(folder)})
