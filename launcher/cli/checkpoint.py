@@ -95,8 +95,10 @@ def _table_row(checkpoint: Found) -> list[str | Text]:
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
-    if manifest is None:
+    status: str | Text = checkpoint.status
+    if checkpoint.note or manifest is None:
         status = styled((checkpoint.status, "red"), f" {checkpoint.note}" if checkpoint.note else "")
+    if manifest is None:
         return [step, attempt, "", "", "", "", "", status]
     return [
         step,
@@ -106,7 +108,7 @@ def _table_row(checkpoint: Found) -> list[str | Text]:
         str(manifest.state.zero_stage),
         f"{manifest.size_bytes / 1e6:,.1f} MB",
         f"{manifest.state.rows_seen:,}",
-        f"[red]{checkpoint.status}[/red] {checkpoint.note}" if checkpoint.note else checkpoint.status,
+        status,
     ]
 
 

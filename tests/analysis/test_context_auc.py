@@ -78,7 +78,8 @@ def test_a_run_is_judged_after_30_percent_of_its_steps_or_1_billion_tokens() -> 
     assert first_judged_step(config(**{"train.num_steps": 1001})) == 301  # 30 % of 1,001 is not yet reached at 300
     large = {"train.num_steps": 10_000_000, "train.global_batch": 64, "data.seq_len": 128}
     assert first_judged_step(config(**large)) == math.ceil(1e9 / (64 * 128))
-    two_stage = {"objective.generator_only_steps": 400, "train.num_steps": 1000}
+    two_stage = {"objective.generator_only_steps": 400, "train.num_steps": 1000, "model.sharing": "none"}
+    two_stage |= {"model.generator": load_config(BASE).model.discriminator.model_dump_json()}
     assert first_judged_step(config(**two_stage)) == 400 + 180
 
 

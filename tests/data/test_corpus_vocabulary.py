@@ -89,7 +89,7 @@ WRONG_ENTRIES = {
     "[MASK] is [CLS]": ({"special": {**SPECIAL, "[MASK]": 2}}, r"special \[MASK\] is 2, .* is 4"),
     "[PAD] is a word": ({"special": {**SPECIAL, "[PAD]": 17}}, r"special \[PAD\] is 17, .* is 0"),
     "another size": ({"vocab_size": 301}, "vocab_size is 301, .* has 300 tokens"),
-    "a huge size": ({"vocab_size": 10**12}, "vocab_size is 1000000000000, .* has 300"),
+    "a huge size": ({"vocab_size": 2**24}, "vocab_size is 16777216, .* has 300"),
 }
 
 

@@ -205,6 +205,8 @@ def test_ranks_of_a_node_share_its_memory_whichever_launcher_started_them(monkey
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(micro_batch.psutil, "virtual_memory", lambda: SimpleNamespace(available=64.0))
     assert micro_batch._free_bytes(CPU) == 64
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_SIZE", "4")  # of DeepSpeed
     assert micro_batch._free_bytes(CPU) == 16
     monkeypatch.delenv("LOCAL_SIZE")

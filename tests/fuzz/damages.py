@@ -133,10 +133,10 @@ def damages(kind: str) -> st.SearchStrategy[Damage]:
     """Return the damages of a file: by byte and, for a kind with a structure, by structure twice as often.
 
     Args:
-        kind: "json", "jsonl", "yaml", "manifest", "heartbeat", "safetensors", "npy", "tar" or "text".
+        kind: "json", "record", "jsonl", "yaml", "manifest", "heartbeat", "safetensors", "npy", "tar" or "text".
     """
     by_structure = []
-    if kind in ("json", "jsonl", "manifest", "heartbeat", "safetensors"):
+    if kind in ("json", "record", "jsonl", "manifest", "heartbeat", "safetensors"):
         by_structure = [_tree_damages(VALUES)]
     elif kind == "yaml":
         by_structure = [_tree_damages(VALUES), _tree_damages(YAML_VALUES)]
@@ -227,6 +227,11 @@ def _damaged_json(content: bytes, damage: Damage) -> bytes:
     return _json_text(*_damaged_tree(json.loads(content), damage)) + b"\n"
 
 
+def _damaged_record(content: bytes, damage: Damage) -> bytes:
+    """Damage the JSON of a record of a build and leave out the digest after it, which would give every damage away."""
+    return _damaged_json(content.partition(b"\n")[0], damage)
+
+
 def _damaged_lines(content: bytes, damage: Damage) -> bytes:
     lines = content.splitlines(keepends=True)
     if not lines:
@@ -295,6 +300,7 @@ def _with_shape(content: bytes, length: int) -> bytes:
 
 _STRUCTURES: dict[str, Callable[[bytes, Damage], bytes]] = {
     "json": _damaged_json,
+    "record": _damaged_record,
     "jsonl": _damaged_lines,
     "yaml": _damaged_yaml,
     "manifest": _damaged_manifest,

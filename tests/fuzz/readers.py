@@ -227,13 +227,13 @@ TARGETS = (
     *(
         Target(f"building/progress/{name}", kind, (Reader("resume of a build", function=_progress), MERGE))
         for name, kind in (
-            ("build.json", "json"),
-            ("order.json", "json"),
-            ("groups/*.json", "json"),
-            ("buckets/*.json", "json"),
+            ("build.json", "record"),
+            ("order.json", "record"),
+            ("groups/*.json", "record"),
+            ("buckets/*.json", "record"),
             ("buckets/*.npy", "npy"),
             ("buckets/*.parquet", "text"),
-            ("notes.json", "json"),
+            ("notes.json", "record"),
             ("spills/*", "text"),
         )
     ),

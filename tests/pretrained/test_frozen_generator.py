@@ -105,10 +105,12 @@ def test_keys_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize("sharing", ["gdes", "all"])
-def test_shared_weights_of_a_frozen_generator_are_refused(config: Config, sharing: Any) -> None:
-    model = config.model.model_copy(update={"sharing": sharing})
+def test_shared_weights_of_a_frozen_generator_are_refused(tiny_config: Callable[..., Path], sharing: str) -> None:
+    settings: dict[str, Any] = {"objective.generator": "frozen", "train.init_generator_from": "x"}
+    settings["model.sharing"] = sharing
+    settings["model.generator"] = load_config(tiny_config()).model.discriminator.model_dump()
     with pytest.raises(UserError, match="a frozen generator has tables and layers of its own"):
-        build_objective(model, config.objective, SPECIAL, 3)
+        load_config(tiny_config(**settings), [])
 
 
 def test_a_frozen_generator_costs_its_forward_pass_and_has_no_trained_parameters(config: Config) -> None:

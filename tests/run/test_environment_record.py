@@ -200,8 +200,9 @@ def test_a_run_in_a_wrong_environment_ends_with_78_and_one_line_of_each_node(
     tmp_path: Path,
 ):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 16, "LOCAL_SIZE": 8, "MASTER_PORT": 29500}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
     if fault.startswith("deepspeed"):
         monkeypatch.setattr(metadata, "version", lambda name: "0.19.3")
     assert pretrain.main(["--config", str(tiny_config())]) == 78

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from electra_dist import config_layers
 from electra_dist.config_layers import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
 from electra_dist.store import patience as module
@@ -116,15 +117,15 @@ def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path,
     file = tmp_path / "config.yaml"
     file.write_text("{}")
     errors = [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")]
-    read_text = Path.read_text
+    read = config_layers.read_regular
 
-    def stale(self: Path, *args: object, **kwargs: object) -> str:
-        """Raise the next of `errors` for the config file; read the file if none is left."""
-        if self == file and errors:
+    def stale(path: Path, most_bytes: int) -> bytes:
+        """Raise the next of `errors`; read the file if none is left."""
+        if errors:
             raise errors.pop()
-        return read_text(self, *args, **kwargs)  # type: ignore[arg-type]
+        return read(path, most_bytes)
 
-    monkeypatch.setattr(Path, "read_text", stale)
+    monkeypatch.setattr(config_layers, "read_regular", stale)
     assert Patience(60.0, note=lambda line: None).call(lambda: read_yaml(file)) == {}
     assert errors == []
     errors.append(PermissionError(errno.EACCES, "Permission denied"))
