@@ -1,7 +1,8 @@
 """Exchange small values of JSON between all ranks of a run.
 
-Guarantee: every rank returns the same value, or raises the same error. What another process has sent is only parsed: a
-process that is not of this run and has joined its process group can make no rank execute anything or allocate much.
+Guarantee: every rank returns the same value. An error that `from_rank_0` lists is raised on every rank, with the same
+message. Messages are parsed as JSON and never unpickled, so a foreign process that has joined the process group can
+make no rank run code or allocate much memory.
 
 How: a value travels as a JSON text in a tensor of bytes, after its length. Floats keep all their bits.
 

@@ -83,8 +83,8 @@ def check_new_run(config: Config) -> None:
 def check_targets_are_separate(config: Config) -> None:
     """Raise UserError if two checkpoint targets are one place, or one holds something else of the run.
 
-    In a place that is named twice, a start would wait for itself: it takes each attempt number once in every target.
-    Unlike the rest of this module, this is checked at every start, because targets may change at a restart.
+    A start claims its attempt number in every target; in a place that is named twice, its second claim would always
+    fail. Unlike the rest of this module, this is checked at every start, because targets may change at a restart.
 
     Args:
         config: the resolved config of a run. Links in its paths are followed; nothing needs to exist.

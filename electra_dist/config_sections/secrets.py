@@ -1,8 +1,8 @@
 """Hide in every record what only its user may know: the command `cluster.notify`, and passwords within URLs.
 
-Guarantee: what `without_secrets` and `without_secret_arguments` return holds neither. Every record of a config or of a
-command line that others may read is made from it. The files from which a run goes on hold the command itself; they are
-created for their owner alone (`store/atomic_files.py`, PRIVATE).
+Guarantee: `without_secrets` replaces the command, and `without_secret_arguments` the command and the passwords. Every
+record of a config or of a command line that others may read is made by one of them. The files from which a run goes on
+hold the command itself; they are created for their owner alone (`store/atomic_files.py`, PRIVATE).
 
 How: the value is replaced by `HIDDEN`, which the config refuses as a command, so that a recorded command line that
 somebody runs again ends with one line about it.
@@ -59,9 +59,10 @@ def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def hide_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of a config for the command line of a process that this one will start, without secrets.
+    """Return overrides of a config without their secrets, for the command line of a process that this one will start.
 
-    The whole overrides go into this process's environment, from which `whole_overrides` takes them there.
+    If there are secrets, the unchanged overrides are put into an environment variable of this process. The new process
+    inherits it and reads them with `whole_overrides`.
     """
     shown = without_secret_arguments(overrides)
     if shown != list(overrides):

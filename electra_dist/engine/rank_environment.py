@@ -1,4 +1,4 @@
-"""What the launcher of the ranks says of this process by environment variables, checked in one place.
+"""Read and check the environment variables by which a launcher tells a process its rank.
 
     RANK, WORLD_SIZE                  number of this rank, and of all ranks; a single rank without them
     LOCAL_RANK                        number of this rank among those of its node; 0 without it
@@ -75,7 +75,11 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the value of an environment variable that must be a whole number; `default` if it is not set."""
+    """Return the value of an environment variable that holds a whole number; `default` if it is not set.
+
+    Raises:
+        UserError: the value is not a whole number from 0 to 999999999.
+    """
     text = environment.get(name)
     if text is None:
         return default
@@ -85,9 +89,9 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if this rank cannot meet the others: it has no number, or there is no machine of that name.
+    """Raise UserError if this rank cannot meet the others: RANK is not set, or `host` is no name of a machine.
 
-    A name server that does not answer is no proof: torch then tries again.
+    A name server that does not answer is not an error here, because torch tries again.
     """
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:

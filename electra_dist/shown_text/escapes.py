@@ -38,7 +38,10 @@ def markdown_text(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Return a text as a code span of a Markdown page, also in a table cell; it is shown as it is."""
+    """Return a text as a code span of a Markdown page, in which nothing is markup.
+
+    The span is made for table cells: elsewhere, `|` is shown with a backslash before it.
+    """
     shown = printable(text).replace("|", "\\|")  # A table is divided into cells before its code spans are read.
     longest_run = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * (longest_run + 1)

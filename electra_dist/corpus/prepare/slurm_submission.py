@@ -1,9 +1,8 @@
-"""What all submissions to Slurm have in common: the environment that a job is given, and values in #SBATCH lines.
+"""Choose the environment that a Slurm job is given, and quote values for #SBATCH lines.
 
-Guarantee: a job is given no variable that describes another job, a step or a rank, neither of the shell in which a
-person submits it nor of a job that submits it. Slurm sets its own variables for each job, but only those that its
-version has and that apply to the job. A job would believe in the others, such as the end time or the number of
-requeues of an earlier job.
+Guarantee: a job inherits no variable that describes another job, a step or a rank, whether a person or a job submits
+it. Slurm overwrites such a variable only if its version has it and it applies to the new job; otherwise the job would
+take over the value of another job, such as its end time or its number of requeues.
 
 How: programs that call sbatch pass it `environment_of_submission`; a batch script that calls sbatch runs the lines of
 `unset_lines` first.

@@ -69,7 +69,7 @@ class Interruption(NamedTuple):
 
     kind: str  # "kill at a change", "kill at a time", "stop file", "save file" (ends nothing), or a signal's name
     rank: int  # the rank that it hits
-    step: int  # comes at the first step from this one on; -1: counted from the begin of the process
+    step: int  # comes at the first step from this one on; -1: counted from the start of the process
     delay_s: float = 0.0  # of a kill at a time or a signal: how much later it comes
     change: int = 0  # of a kill at a change of a file: which one, from 1
     moment: str = ""  # of a kill at a change of a file: "before", "torn" or "after"

@@ -43,7 +43,7 @@ _COMPARED_STATE = (
 
 
 class Fault(Exception):
-    """What is wrong with a case, in one or more lines."""
+    """Error for a case in which a run failed or differs from its twin; the message says how, in one or more lines."""
 
 
 class Segment(NamedTuple):
