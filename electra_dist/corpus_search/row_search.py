@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from electra_dist.analysis.corpus_rows import rows_of_shards
 from electra_dist.analysis.text_search import rows_with_tokens
+from electra_dist.corpus.inputs.skipped_inputs import encodable
 from electra_dist.corpus.origins.document_search import (
     Mask,
     RowDocument,
@@ -221,8 +222,10 @@ def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[li
 
     Raises:
         ManifestMismatch: vocab.txt is not that of the corpus.
-        UserError: the text has no token, for example because it is only white space.
+        UserError: the text has no token, for example because it is only white space, or is not UTF-8.
     """
+    if encodable(text) != text:
+        raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")
     vocabulary = read_corpus_vocabulary(store, manifest.tokenizer)
     tokenizer = new_tokenizer(vocabulary, manifest.tokenizer.lowercase)
     forms: list[list[int]] = []

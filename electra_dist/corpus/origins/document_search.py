@@ -17,6 +17,8 @@ import pyarrow
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from electra_dist.corpus.inputs.skipped_inputs import encodable
+
 Mask = NDArray[np.bool_]  # [lines of a side file]: whether the line belongs to what is searched for
 
 
@@ -37,7 +39,8 @@ def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
         source: name of the source in build.json or in the documents' records (`metadata.source`). The last folders
             of a name are enough, such as "wiki" for texts/wiki.
     """
-    return _is_source(table.column("source"), source) | _is_source(table.column("record_source"), source)
+    name = encodable(source)  # as a build writes the name of a folder that is not UTF-8
+    return _is_source(table.column("source"), name) | _is_source(table.column("record_source"), name)
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
@@ -55,8 +58,9 @@ def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
         document: id of the document, or FILE#NUMBER: name of its input file as the column `file` has it, and number
             of the document in this file, from 0. Several documents with the same id are all found.
     """
-    is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), document))
-    file, _, number = document.rpartition("#")
+    name = encodable(document)  # as a build writes the name of a file that is not UTF-8
+    is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
+    file, _, number = name.rpartition("#")
     if number.isdecimal():
         is_file = _without_nulls(pyarrow.compute.equal(table.column("file"), file))
         is_document |= is_file & (table.column("number").to_numpy() == int(number))

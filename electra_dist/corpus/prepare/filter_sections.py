@@ -7,10 +7,11 @@ takes them from the paper that is named at each filter.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from electra_dist.config_sections.section import NonNegative, Positive, Section
 
@@ -52,11 +53,11 @@ class GopherRepetitionSection(Section):
     dup_para_frac: Share = Field(default=0.3, description="largest share of paragraphs that repeat an earlier one")
     dup_line_char_frac: Share = Field(default=0.2, description="largest share of characters in repeated lines")
     dup_para_char_frac: Share = Field(default=0.2, description="largest share of characters in repeated paragraphs")
-    top_n_grams: dict[int, Share] = Field(
+    top_n_grams: dict[Positive, Share] = Field(
         default={2: 0.2, 3: 0.18, 4: 0.16},
         description="n -> largest share of characters in the most frequent n-gram of words",
     )
-    dup_n_grams: dict[int, Share] = Field(
+    dup_n_grams: dict[Positive, Share] = Field(
         default={5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1},
         description="n -> largest share of characters in n-grams of words that repeat an earlier one",
     )
@@ -148,3 +149,13 @@ class FiltersSection(Section):
     drop_pattern: str | None = Field(
         default=None, description="regular expression; a document with a match is dropped; null: none"
     )
+
+    @field_validator("drop_pattern")
+    @classmethod
+    def _is_pattern(cls, value: str | None) -> str | None:
+        """Return the value unchanged; raise ValueError if it is no regular expression of Python's."""
+        try:
+            re.compile(value or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"no regular expression of Python's ({error}); escape what stands for itself") from None
+        return value

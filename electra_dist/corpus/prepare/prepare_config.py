@@ -62,7 +62,7 @@ class MinhashSection(Section):
         default=14, description="buckets, which are also the tasks of the search; FineWeb: 14"
     )
     hashes_per_bucket: Positive = Field(default=8, description="hashes that must all agree; FineWeb: 8")
-    seed: NonNegative = Field(default=1, description="seed of the hash functions")
+    seed: NonNegative = Field(default=1, le=2**32 - 1, description="seed of the hash functions, below 2^32")
 
 
 class SentencesSection(Section):
@@ -93,10 +93,11 @@ class PiiSection(Section):
     remove_ips: bool = Field(default=True, description="replace IP addresses")
     only_remove_public_ips: bool = Field(default=True, description="leave private addresses such as 192.168.0.1")
     email_replacement: tuple[str, ...] = Field(
-        default=("email@example.com", "firstname.lastname@example.org"), description="taken in turn"
+        default=("email@example.com", "firstname.lastname@example.org"), min_length=1, description="taken in turn"
     )
     ip_replacement: tuple[str, ...] = Field(
         default=("192.0.2.1", "198.51.100.1", "203.0.113.1"),
+        min_length=1,
         description="taken in turn; addresses that RFC 5737 reserves for documentation",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,6 +252,28 @@ def test_a_text_and_a_document_are_found_on_s3_as_in_a_folder(
             found.append(json.loads(result.stdout))
         assert found[0] == found[1]
         assert found[0]["rows"] or found[0]["heldout_rows"]
+
+
+def test_bytes_that_are_no_utf8_are_searched_for_in_names_and_refused_as_text(
+    prose: Prose, build_request: RequestFactory, tmp_path: Path
+) -> None:
+    """The bytes come as half surrogate pairs, which is how Python takes them from a command line."""
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / f"{name}.txt").write_text("\n\n".join(prose(5, 1)))
+    request = build_request(tmp_path / name)
+    build_corpus(request)
+
+    for query in (["--source", str(tmp_path / name)], ["--document", f"{name}.txt#3"]):
+        result = CliRunner().invoke(app, ["corpus", "find", request.output, *query, "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["rows"]
+    nothing = CliRunner().invoke(app, ["corpus", "find", request.output, "--source", f"x{name}"])
+    assert nothing.exit_code == 0
+    refused = CliRunner().invoke(app, ["corpus", "find", request.output, f"document {name}"])
+    assert isinstance(refused.exception, UserError)
+    assert "TEXT: document caf" in str(refused.exception)
+    assert "not UTF-8" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

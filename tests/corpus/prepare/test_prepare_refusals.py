@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,31 @@ def test_sources_without_files_are_refused(write: Write, tmp_path: Path):
     assert refusal(write(sources=sources)).startswith("sources: web: no file matches ")
     sources = [{"name": "web", "path": f"{tmp_path}/nothing"}]
     assert refusal(write(sources=sources)).startswith(f"sources: web: {tmp_path}/nothing: no such file or folder")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"filters": {"drop_pattern": "("}},
+            r"`filters\.drop_pattern`: no regular expression of Python's \(missing \)",
+        ),
+        ({"filters": {"drop_pattern": r"\p{L}"}}, r"bad escape"),
+        ({"filters": {"drop_pattern": "a{99999999999}"}}, r"the repetition number is too large"),
+        ({"filters": {"drop_pattern": "(" * 5000 + ")" * 5000}}, r"`filters\.drop_pattern`: no regular expression"),
+        ({"filters": {"gopher_repetition": {"dup_n_grams": {0: 0.1}}}}, r"dup_n_grams\.0.*greater than 0"),
+        ({"filters": {"gopher_repetition": {"top_n_grams": {-1: 0.1}}}}, r"top_n_grams\.-1.*greater than 0"),
+        (
+            {"formatting": {"pii": {"email_replacement": []}}},
+            r"`formatting\.pii\.email_replacement`: .*at least 1 item",
+        ),
+        ({"formatting": {"pii": {"ip_replacement": []}}}, r"`formatting\.pii\.ip_replacement`: .*at least 1 item"),
+        ({"deduplication": {"minhash": {"seed": 2**32}}}, r"`deduplication\.minhash\.seed`: .*less than or equal to"),
+        ({"samples_per_filter": 10**30}, r"samples_per_filter: 10{30} is too large; set it to a number below 2\^63"),
+    ],
+)
+def test_a_value_with_which_a_step_would_fail_is_refused(write: Write, keys: dict[str, Any], message: str):
+    assert re.search(message, refusal(write(**keys)))
 
 
 def test_two_sources_of_one_name_are_refused(write: Write, tmp_path: Path):
