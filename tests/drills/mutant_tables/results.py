@@ -23,8 +23,8 @@ RESULTS = (
     Mutant(
         name="pretrained: an export has the rows that pad the vocabulary",
         file="electra_dist/pretrained/hf_conversion.py",
-        original="theirs[token_table][: model.vocab_size].clone()",
-        mutated="theirs[token_table].clone()",
+        original="theirs[TOKEN_TABLE][: model.vocab_size].clone()",
+        mutated="theirs[TOKEN_TABLE].clone()",
         test="tests/pretrained/test_hf_conversion.py::"
         "test_exported_files_have_the_architecture_and_sizes_of_the_model_and_fp32_weights",
     ),

@@ -175,9 +175,9 @@ STORAGE = (
     ),
     Mutant(
         name="data: a link to a folder of somebody else is taken for the cache",
-        file="electra_dist/data/shard_cache/cache_folder.py",
-        original="status = path.lstat()",
-        mutated="status = path.stat()",
+        file="electra_dist/store/atomic_files.py",
+        original="status = folder.lstat()",
+        mutated="status = folder.stat()",
         test="tests/data/shard_cache/test_cache_folder.py::test_a_folder_of_somebody_else_is_refused",
     ),
     Mutant(
@@ -224,9 +224,9 @@ STORAGE = (
     ),
     Mutant(
         name="data: the cache folder of another user is taken",
-        file="electra_dist/data/shard_cache/cache_folder.py",
-        original="if status.st_uid != os.getuid() or status.st_mode & 0o077:",
-        mutated="if status.st_mode & 0o077:",
+        file="electra_dist/store/atomic_files.py",
+        original="and status.st_uid == os.getuid() and",
+        mutated="and",
         test="tests/data/shard_cache/test_cache_folder.py::"
         "test_a_folder_that_another_user_has_created_under_the_name_of_ones_own_is_refused",
     ),
@@ -249,7 +249,7 @@ STORAGE = (
         name="checkpoint: old files are deleted before the manifest that lists them",
         file="electra_dist/checkpoint/commit.py",
         original='        target.delete(f"{checkpoint.folder}/{MANIFEST}")\n'
-        '        target.delete_all(target.list(f"{checkpoint.folder}/"))',
+        '        target.delete_all([key for key in target.list(f"{checkpoint.folder}/") if _is_of_checkpoint(key)])',
         mutated='        target.delete_all(target.list(f"{checkpoint.folder}/rank"))\n'
         '        target.delete(f"{checkpoint.folder}/{MANIFEST}")',
         test="tests/checkpoint/test_commit.py::test_retention_deletes_the_manifest_first",

@@ -287,8 +287,8 @@ TEXT_AND_RECORDS = (
     Mutant(
         name="run: a node's name is the host name in a Slurm job, too",
         file="electra_dist/run/node_strikes.py",
-        original='return environ.get("SLURMD_NODENAME") or socket.gethostname()',
-        mutated="return socket.gethostname()",
+        original='name = environ.get("SLURMD_NODENAME") or socket.gethostname()',
+        mutated="name = socket.gethostname()",
         test="tests/run/test_node_strikes.py::test_the_node_has_slurms_name_in_a_slurm_job_and_otherwise_the_host_name",
     ),
     Mutant(

@@ -302,8 +302,8 @@ TRAINING = (
     Mutant(
         name="train: the evaluation counts pads",
         file="electra_dist/train/evaluator.py",
-        original="torch.where(output.is_real_BS, output.rtd_logit_BS, torch.nan)",
-        mutated="output.rtd_logit_BS",
+        original="labels.append(torch.where(output.is_real_BS, label_BS, _PAD))",
+        mutated="labels.append(label_BS)",
         test="tests/train/test_step.py::test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measures",
     ),
     Mutant(
