@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 
-_LINE_END = re.compile(r"\r*\n|\r")
+_LINE_END = re.compile(r"(?<!\r)\r*\n|\r")  # a search begins at the first of several \r, so that it stays linear
 _MAX_SHOWN_CHARS = 40  # of a value in an error message
 
 

@@ -26,6 +26,7 @@ from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.pretraining_record import PRETRAINING_FILE, check_tokenizer_files
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.json_file import read_json_object
+from electra_dist.store.regular_files import read_regular
 from electra_dist.tokenizer import BYTE_ORDER_MARK, MAX_WORD_CHARS, SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 from electra_dist.tokenizer_json import ends_of_rows
 
@@ -188,7 +189,7 @@ def _bert_ids(folder: _Folder) -> dict[str, int]:
     if not folder.tokenizer:
         vocab_file = folder.file(VOCAB_FILE)
         with readable(vocab_file):
-            starts_with_mark = vocab_file.read_bytes().startswith(BYTE_ORDER_MARK.encode())
+            starts_with_mark = read_regular(vocab_file).startswith(BYTE_ORDER_MARK.encode())
         if starts_with_mark:
             raise UserError(
                 f"{vocab_file}: begins with a byte order mark, which transformers reads as part of the first token; "

@@ -58,7 +58,8 @@ def test_folders_of_processes_that_have_ended_are_deleted_and_all_others_are_kep
 def test_a_run_on_several_nodes_stages_on_the_nodes_own_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, is_remote: bool, is_in_run: bool
 ) -> None:
-    for name, value in (("WORLD_SIZE", world_size), ("LOCAL_SIZE", "2"), ("LOCAL_RANK", "0")):
+    launched = {"WORLD_SIZE": world_size, "LOCAL_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     settings = {"data.cache_dir": str(tmp_path / "node")}
     config = Config.model_validate(tiny_tree(tmp_path / "run", "corpus", **settings))

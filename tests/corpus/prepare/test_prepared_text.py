@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from electra_dist.corpus.prepare.steps.read_sources import _url_of
-from electra_dist.corpus.text_decoding import RawDocument
-
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 
 
@@ -53,11 +50,6 @@ def test_documents_carry_their_source_licence_and_address(documents: list[dict[s
     from_wet = [document for document in documents if document["id"].startswith("crawl/b.wet.gz#")]
     assert len(from_wet) == 10
     assert all(document["metadata"]["url"].startswith("http://wet.example.com/") for document in from_wet)
-
-
-def test_an_address_with_half_a_surrogate_pair_can_be_written() -> None:
-    document = RawDocument(b'{"text": "a", "url": "http://x.example.com/\\ud83d"}', is_json=True)
-    assert _url_of(document, "url") == "http://x.example.com/\ufffd"
 
 
 def test_addresses_of_people_are_replaced(documents: list[dict[str, Any]]):

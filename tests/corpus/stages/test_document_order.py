@@ -33,7 +33,7 @@ DOCUMENTS = st.lists(
         KEYS,
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**40),
-        st.builds(RawDocument, st.none() | st.binary(max_size=50), st.booleans(), st.just("")),
+        st.builds(RawDocument, st.none() | st.binary(max_size=50), st.booleans(), st.just(""), fields=st.none()),
     ),
     max_size=60,
 )

@@ -105,6 +105,7 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     """A run on several nodes never caches in its folder, which they share, whichever of its corpora is on S3."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_SIZE", "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
     monkeypatch.setattr(node_cache, "gather", lambda value: [value])
     monkeypatch.setattr(cache_folder, "_read_mounts", list)

@@ -195,7 +195,7 @@ def test_hugging_faces_token_classification_gives_the_logits_and_the_tags_of_the
     sentences = ["the king xy saw the house", "near the house", "the king saw xy"]
     text = "\n\n".join("\n".join(f"{word} {words[word]}" for word in sentence.split()) for sentence in sentences)
     for stem in ("train", "dev"):
-        (tmp_path / f"{stem}.txt").write_text(text * (6 if stem == "train" else 1) + "\n")
+        (tmp_path / f"{stem}.txt").write_text((text + "\n\n") * (6 if stem == "train" else 1))
     task = TaggingTask("ner", tmp_path)
     settings = FAST.model_copy(update={"epochs": 30.0})
 
