@@ -34,8 +34,8 @@ class RawDocument(NamedTuple):
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
     source: str = ""  # source of the input file, for the report of a build and the side files
-    fields: dict[str, Any] | None = None  # other cells of a table's row, by column; None unless asked for
     id: str | None = None  # id from a table's column `id`; None for other formats (a JSON line has its id in `data`)
+    fields: dict[str, Any] | None = None  # other cells of a table's row, by column; None unless asked for
 
 
 class SkippedDocument(Exception):

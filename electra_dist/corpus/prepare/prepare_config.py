@@ -62,7 +62,7 @@ class MinhashSection(Section):
         default=14, description="buckets, which are also the tasks of the search; FineWeb: 14"
     )
     hashes_per_bucket: Positive = Field(default=8, description="hashes that must all agree; FineWeb: 8")
-    seed: NonNegative = Field(default=1, le=2**32 - 1, description="seed of the hash functions, below 2^32")
+    seed: int = Field(default=1, ge=0, lt=2**32, description="seed of the hash functions, below 2^32")
 
 
 class SentencesSection(Section):

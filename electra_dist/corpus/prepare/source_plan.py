@@ -26,7 +26,6 @@ PLAN_FILE = "plan.json"
 _FORMAT = 1
 # Keys that do not change what is prepared; of executor only `tasks` does.
 _PLACES = {"output", "work", "endpoint_url", "executor"}
-_TOO_LARGE = 2**63
 _LIBRARIES = ("datatrove", "trafilatura")
 
 
@@ -122,16 +121,9 @@ def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
-    """Return what decides the result beside the files: the config without places, and the versions of libraries.
-
-    Raises:
-        UserError: a number is so large that plan.json could not be read back.
-    """
+    """Return what decides the result beside the files: the config without places, and the versions of libraries."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
-    for key, value in _leaves(identity).items():
-        if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-            raise UserError(f"{key}: {value} is too large; set it to a number below 2^63")
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return identity
 

@@ -37,7 +37,7 @@ class OrderedDocument(NamedTuple):
     key: int  # place in the corpus (`document_order.py`)
     file: int  # position of its file among the inputs
     number: int  # position in its file
-    document: RawDocument  # its source is not stored in a spill file
+    document: RawDocument  # its source and its fields are not stored in a spill file
 
 
 def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> int:

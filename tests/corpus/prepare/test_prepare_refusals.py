@@ -122,8 +122,8 @@ def test_sources_without_files_are_refused(write: Write, tmp_path: Path):
             r"`formatting\.pii\.email_replacement`: .*at least 1 item",
         ),
         ({"formatting": {"pii": {"ip_replacement": []}}}, r"`formatting\.pii\.ip_replacement`: .*at least 1 item"),
-        ({"deduplication": {"minhash": {"seed": 2**32}}}, r"`deduplication\.minhash\.seed`: .*less than or equal to"),
-        ({"samples_per_filter": 10**30}, r"samples_per_filter: 10{30} is too large; set it to a number below 2\^63"),
+        ({"deduplication": {"minhash": {"seed": 2**32}}}, r"`deduplication\.minhash\.seed`: .*less than 4294967296"),
+        ({"samples_per_filter": 10**30}, r"`samples_per_filter`: .*less than or equal to"),
     ],
 )
 def test_a_value_with_which_a_step_would_fail_is_refused(write: Write, keys: dict[str, Any], message: str):

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from electra_dist.corpus.prepare.prepare_config import SourceSection
+from electra_dist.corpus.prepare.steps.read_sources import _read_record
+from electra_dist.corpus.text_decoding import RawDocument, decode_counted
+
 Run = tuple[Path, subprocess.CompletedProcess[str]]
 
 
@@ -50,6 +54,13 @@ def test_documents_carry_their_source_licence_and_address(documents: list[dict[s
     from_wet = [document for document in documents if document["id"].startswith("crawl/b.wet.gz#")]
     assert len(from_wet) == 10
     assert all(document["metadata"]["url"].startswith("http://wet.example.com/") for document in from_wet)
+
+
+def test_an_address_with_half_a_surrogate_pair_can_be_written() -> None:
+    document = RawDocument(b'{"text": "a", "url": "http://x.example.com/\\ud83d"}', is_json=True)
+    source = SourceSection(name="web", path="in")
+    read = _read_record(document, decode_counted(document, source.text_field, "skip"), source)
+    assert read.url == "http://x.example.com/\ufffd"
 
 
 def test_addresses_of_people_are_replaced(documents: list[dict[str, Any]]):

@@ -31,7 +31,7 @@ METADATA = [  # of these records, beside source, license and file
     {"title": "One", "tags": ["a", {"b": None}], "score": 0.5},
     {"url": "http://a.example/2", "lang": "en", "title": "x"},
     {"record": {"source": "stack", "license": "mit", "is_html": True, "filter_reason": "none"}},
-    {"note \udcff": "an emoji \ud83d", "url": "http://a/\\ud83d", "record": {"url": "http://a/\ud83d"}},
+    {"note \udcff": "an emoji \ud83d", "url": "http://a/\ufffd", "record": {"url": "http://a/\ud83d"}},
     {"id": None, "record": {"url": 5}, "metadata": "plain", "nan": None},
 ]
 IDS = ["post-1", "22", "web/a.jsonl#2", "half \ufffd", "web/a.jsonl#4"]

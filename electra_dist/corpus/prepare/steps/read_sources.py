@@ -21,7 +21,7 @@ from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSect
 from electra_dist.corpus.prepare.source_plan import PlannedFile, read_plan
 from electra_dist.corpus.prepare.steps.drop_recorder import DropRecorder
 from electra_dist.corpus.prepare.steps.web_pages import PAGE_FORMATS, read_pages
-from electra_dist.corpus.text_decoding import DecodedText, RawDocument, SkippedDocument, decode_counted
+from electra_dist.corpus.text_decoding import DecodedText, RawDocument, SkippedDocument, decode_counted, name_of_value
 from electra_dist.corpus.text_readers import DocumentStream
 
 IS_HTML = "is_html"  # key of a document's metadata until its text is extracted
@@ -118,7 +118,7 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
     own_id = decoded.names.id if source.text_field != "id" else None
     if own_id:
         del fields["id"]
-    return _Read(decoded.text, url=encodable(url) if isinstance(url, str) else None, id=own_id, fields=fields)
+    return _Read(decoded.text, url=name_of_value(url) if isinstance(url, str) else None, id=own_id, fields=fields)
 
 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
