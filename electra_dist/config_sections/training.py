@@ -238,7 +238,7 @@ def divisors(number: int) -> list[int]:
 class GuardConfig(Section):
     """Limits beyond which a step is stopped (it updates no weights), or the run goes back to a checkpoint."""
 
-    window: Annotated[int, Field(ge=2)] = Field(
+    window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
         description="Number of most recent accepted steps (those that updated the weights) from which the mean and "
         "the standard deviation of the loss are computed. No step counts as a spike before that many were accepted.",
