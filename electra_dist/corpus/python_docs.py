@@ -50,8 +50,9 @@ _ITEM = re.compile(r"^\s*([-*+] |\d+[.)] |\*{0,2}`{0,2}[\w.]+`{0,2}( ?\([^)]*\))
 # Directives, doctests, shell and IPython prompts, decorators, comments, tables.
 _NOT_PROSE = re.compile(r"^\s*(\.\. |>>> |\.\.\. |\$ |@|#|In \[|Out\[|\|)")
 _FIELD = re.compile(r"^\s*:(\w+)((?: [^:]*)?):")  # a Sphinx field, such as `:param x:`
-# A Sphinx role, such as :func:`f`. It begins no later than its row of letters and colons, which is so searched once.
-_ROLE = re.compile(r"(?<![\w:]):[\w:]+:`~?([^`<]*?)(?: ?<[^`>]*>)?`")
+# A Sphinx role, such as :func:`f`. The match begins with the row of letters and colons, which is so searched once;
+# letters before the first colon stay.
+_ROLE = re.compile(r"(?<![\w:])(\w*):[\w:]+:`~?([^`<]*?)(?: ?<[^`>]*>)?`")
 _MARKS = re.compile(r"`{1,2}|\*\*")
 _QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
 _SPACE = re.compile(r"\s+")
@@ -166,7 +167,7 @@ def _joined_without_markup(lines: list[str]) -> str:
     """
     text = _SPACE.sub(" ", " ".join(lines))
     text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
-    text = _ROLE.sub(r"\1", text)
+    text = _ROLE.sub(r"\1\2", text)
     text = _MARKS.sub("", text)
     text = text.replace("::", ":")
     text = _SPACE.sub(" ", text)
