@@ -182,7 +182,7 @@ def _own_manifest(found: Found) -> Manifest | None:
 
 
 def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
-    """Raise OtherRun if a checkpoint, or a donor's of the same step and start, is not of the run `owner`."""
+    """Raise OtherRun if `owner` has not written a checkpoint, or a donor's copy of the same step and start."""
     if found.manifest is not None:
         owner.check(found.manifest.state, found.target.url)
     for donor in donors:

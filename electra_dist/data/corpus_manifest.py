@@ -131,8 +131,8 @@ class CorpusManifest(Section):
     def _agrees_with_the_build(self) -> CorpusManifest:
         """Refuse a row length or a casing that is not the one among the parameters of the build.
 
-        A corpus of a tokenizer.json is never lower-cased, whatever its build was told; only the vocabulary shows which
-        kind it has (`train/input_checks.py`).
+        A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
+        shows which kind it has (`train/input_checks.py`).
 
         Raises:
             ValueError: one of them differs.

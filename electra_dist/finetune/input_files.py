@@ -1,4 +1,4 @@
-"""Reads what the files of fine-tuning data have in common: lines of UTF-8, JSON objects, and the text within these.
+"""Read what the files of fine-tuning data have in common: lines of UTF-8, JSON objects, and the text within these.
 
 Guarantee: a JSON value becomes a text, a label or an id only if it is text, or for labels and ids a number. Values of
 other types (null, booleans, lists, objects, NaN) are refused, and so is half of a surrogate pair, which no tokenizer

@@ -207,11 +207,14 @@ def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, An
             f"{where}: sliding_window is {half_window}, which is not half of local_attention {window}; name another "
             f"model"
         )
-    sizes = [settings.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads")]
-    if sizes[0] and not (all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[2] == sizes[1]):
+    head_dim, hidden_size, num_heads = (
+        settings.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads")
+    )
+    are_integers = all(isinstance(size, int) for size in (head_dim, hidden_size, num_heads))
+    if head_dim and not (are_integers and head_dim * num_heads == hidden_size):
         raise UserError(
-            f"{where}: head_dim is {sizes[0]}, which is not hidden_size {sizes[1]} by num_attention_heads {sizes[2]}; "
-            f"name another model"
+            f"{where}: head_dim is {head_dim}, which is not hidden_size {hidden_size} divided by num_attention_heads "
+            f"{num_heads}; name another model"
         )
     return result
 
