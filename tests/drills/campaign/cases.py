@@ -1,4 +1,4 @@
-"""Draws the cases of the campaign: a config, how its run is interrupted, and what changes at its restarts.
+"""Draw the cases of the campaign: a config, how its run is interrupted, and what changes at its restarts.
 
 Case k of a seed is a function of the two numbers alone. A drawn config is used only if the config check accepts it.
 """

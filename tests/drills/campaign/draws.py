@@ -1,4 +1,4 @@
-"""The values that the campaign draws for the keys of a run's config, and the keys that it leaves alone.
+"""List the values that the campaign draws for the keys of a run's config, and the keys that it leaves alone.
 
 `DRAWS` has one entry for each key that is drawn. The values are small or extreme on purpose: what contradicts another
 key is refused by the config check, which costs a millisecond, and drawn again. `NOT_DRAWN` names every other key, or

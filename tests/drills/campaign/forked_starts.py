@@ -1,4 +1,4 @@
-"""Starts a run of a case in forks of this process, and ends it where the case says."""
+"""Start a run of a case in forks of this process, and end it where the case says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes one case: runs it with its interruptions, runs its twin without any, and compares what both have left.
+"""Make one case: run it with its interruptions, run its twin without any, and compare what both have left.
 
 Which twin equals the interrupted run bit for bit follows from docs/exactness.md. A restart with other ranks, another
 micro-batch or another ZeRO stage may change the last bits, so the twin makes the same change at the same step; ZeRO 1
