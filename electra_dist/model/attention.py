@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from electra_dist.model.compile_options import compile_options
 from electra_dist.model.matrix_products import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias
 from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
@@ -201,5 +202,5 @@ def _flex_function(compiled: bool) -> Callable[..., Any]:
     if not compiled:
         return flex_attention
     keep_compiled_code(user_cache_folder() / "compiled")
-    function: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    function: Callable[..., Any] = torch.compile(flex_attention, **compile_options())
     return function

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from electra_dist.model.compile_options import compile_options
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.row_layout import ExampleBounds
 from electra_dist.store.user_cache import keep_compiled_code
@@ -43,7 +44,7 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
         if isinstance(encoder, Encoder):
             encoder.register_forward_pre_hook(_allow_any_number_of_sequences)
             for layer in encoder.layers:
-                layer.compile(backend=backend, dynamic=False)
+                layer.compile(**compile_options(backend))
 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -138,6 +138,24 @@ def test_compiled_layers_match_eager_without_graph_breaks_or_recompilation(ids: 
         assert (compiled_gradients[name] - gradient).abs().max() <= 2e-5 * max(1.0, gradient.abs().max().item()), name
 
 
+def test_all_graphs_of_training_and_evaluation_are_compiled(ids: torch.Tensor) -> None:
+    """By default torch compiles eight graphs of a function and runs what is beyond eagerly, with a warning."""
+    objective = objective_of()
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(objective, backend="aot_eager")
+
+    loss_and_gradients(objective, ids)
+    training = counters["stats"]["unique_graphs"]
+    for num_rows in (1, 2, 3):
+        with torch.no_grad():
+            objective.eval()(step_input(objective, ids, rows=slice(num_rows)))
+
+    # The evaluations had 1, 2 and 3 rows, and no gradients.
+    assert counters["stats"]["unique_graphs"] == 4 * training > 8
+    assert not counters["graph_break"]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_losses_under_zero_are_those_of_plain_torch(stage: int, recompute: bool, ids: torch.Tensor) -> None:
