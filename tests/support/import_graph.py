@@ -21,12 +21,14 @@ import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "electra_dist", "kernels", "launcher")
 LAYERS_FILE = "docs/architecture.md"
+SMALL_MODULE = 80  # lines; a smaller module with one importer belongs into its importer
 
 Graph = dict[str, set[str]]  # who imports -> what is imported; every node is a key
 Layer = tuple[int, str]  # "7b" is (7, "b"): layers compare as they are ordered
@@ -158,6 +160,58 @@ def function_lines(root: Path, file: str) -> dict[str, int]:
     }
 
 
+class FileLines(NamedTuple):
+    """What the lines of one or several files are; blank lines and comments are neither code nor docstring."""
+
+    all: int
+    code: int
+    docstring: int
+
+
+def count_lines(root: Path, file: str) -> FileLines:
+    """Return how many lines a file has, and how many are code and docstrings of modules, classes and functions."""
+    text = (root / file).read_text(encoding="utf-8")
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text, file)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = text.splitlines()
+    code = [
+        number
+        for number, line in enumerate(lines, 1)
+        if number not in docstrings and line.strip() and not line.lstrip().startswith("#")
+    ]
+    return FileLines(len(lines), len(code), len(docstrings))
+
+
+def docstring_shares(root: Path, files: Iterable[str]) -> dict[str, float]:
+    """Return the docstring lines per line of code of each package; the modules beside packages count together."""
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for file in files:
+        lines = count_lines(root, file)
+        package = package_of(file)
+        total = totals[f"{PurePosixPath(file).parent}/*.py" if package.endswith(".py") else package]
+        total[0] += lines.docstring
+        total[1] += lines.code
+    return {package: docstring / max(1, code) for package, (docstring, code) in sorted(totals.items())}
+
+
+def only_importers(files: Mapping[str, set[str]]) -> dict[str, str]:
+    """Return the importer of each module that exactly one file imports; `__init__.py` is no module here."""
+    importers: dict[str, list[str]] = defaultdict(list)
+    for file, targets in files.items():
+        for target in targets:
+            importers[target].append(file)
+    return {
+        module: names[0]
+        for module, names in sorted(importers.items())
+        if len(names) == 1 and not module.endswith("__init__.py")
+    }
+
+
 def _print_sizes(what: str, lines: Mapping[str, int]) -> None:
     """Print the number of entries and the median, 90th percentile and maximum of their line counts."""
     counts = sorted(lines.values())
@@ -167,6 +221,21 @@ def _print_sizes(what: str, lines: Mapping[str, int]) -> None:
         f"{what:<28} {len(counts):>5}   lines: median {statistics.median(counts):.0f}, p90 {p90:.0f}, "
         f"max {counts[-1]} ({longest})"
     )
+
+
+def _print_lines(root: Path, sources: Sequence[str], files: Mapping[str, set[str]]) -> None:
+    """Print the lines of all sources, the share of docstrings of each package, and modules with one importer."""
+    lines = [count_lines(root, file) for file in sources]
+    code, docstring = sum(one.code for one in lines), sum(one.docstring for one in lines)
+    print(f"{'lines':<28} {sum(one.all for one in lines):>5}   code {code}, docstrings {docstring}")
+    print(f"{'docstring lines per code':<28} {docstring / code:>5.2f}   by package:")
+    for package, share in docstring_shares(root, sources).items():
+        print(f"    {share:.2f}  {package}")
+    alone = only_importers(files)
+    small = [module for module in alone if count_lines(root, module).all < SMALL_MODULE]
+    print(f"{'modules with one importer':<28} {len(alone):>5}   of less than {SMALL_MODULE} lines: {len(small)}")
+    for module in small:
+        print(f"    {module} (by {alone[module]})")
 
 
 def main() -> None:
@@ -191,7 +260,8 @@ def main() -> None:
     sources = [file for file in files if not file.startswith("benchmarks/")]
     largest = files_per_folder(sources).most_common(5)
     print(f"{'largest folders':<28}         {', '.join(f'{folder} {count}' for folder, count in largest)}")
-    _print_sizes("files", {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file in sources})
+    _print_sizes("files", {file: count_lines(root, file).all for file in sources})
+    _print_lines(root, sources, files)
     functions: dict[str, int] = {}
     for file in sources:
         functions |= function_lines(root, file)
