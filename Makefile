@@ -105,17 +105,15 @@ campaign: $(VENV)/ready-test
 
 # The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
 # all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin
-# other packages. benchmarks/scaling.py is not included, because it needs root.
+# other packages.
 bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/step.py --rounds 4 --save
 	$(BIN)/python benchmarks/step.py --packed --save
 	$(BIN)/python benchmarks/step_modern.py --save
 	$(BIN)/python benchmarks/head.py --save
 	$(BIN)/python benchmarks/loader.py --shards 3 --save
-	$(BIN)/python benchmarks/loader.py --checksums --shards 3 --rounds 41 --save
 	$(BIN)/python benchmarks/shard_cache.py --save
 	$(BIN)/python benchmarks/corpus_builder.py --save
-	$(BIN)/python benchmarks/side_files.py --save
 	$(BIN)/python benchmarks/many_ranks.py --save
 	$(BIN)/python benchmarks/checkpoint.py --config configs/base_size.yaml --save
 	$(BIN)/python benchmarks/restart.py --rounds 2 --save

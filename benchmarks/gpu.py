@@ -3,7 +3,6 @@
     python benchmarks/gpu.py                 # all parts; writes JSON to benchmarks/results/
     python benchmarks/gpu.py --minutes 9     # ends by itself: cases that no longer fit are left out
     python benchmarks/gpu.py --smoke         # the same code at toy sizes on the CPU; its times mean nothing
-    python benchmarks/gpu.py --list-wheels   # what must be carried to a machine with only torch, triton and numpy
 
 The parts, in the order in which their answers are needed:
 
@@ -41,8 +40,6 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from gpu_parts.carried_packages import TO_MEASURE, TO_TRAIN, requirement_lines
 
 PACKAGES = ("torch", "triton", "numpy", "deepspeed", "transformers", "liger_kernel", "cut_cross_entropy")
 
@@ -141,9 +138,6 @@ def all_parts(device: str, smoke: bool, backends: list[str]) -> dict[str, Callab
 def main() -> None:
     """Run all parts, and exit with 1 if a result of ours is wrong or failed."""
     arguments = _parse()
-    if arguments.list_wheels:
-        print("\n".join(requirement_lines(TO_MEASURE if arguments.list_wheels == "measure" else TO_TRAIN)))
-        return
     if arguments.smoke:
         # Threads that wait for one another on a busy machine cost more than toy sizes do. OpenMP reads it at import.
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -222,13 +216,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the JSON file (default: "
                         "benchmarks/results/; with --smoke the default writes no file)")  # fmt: skip
     parser.add_argument("--resume", type=Path, metavar="FILE", help="continue an earlier record behind its last case")
-    parser.add_argument(
-        "--list-wheels",
-        nargs="?",
-        const="measure",
-        choices=("measure", "train"),
-        help="print what this script (measure) or a real run (train) needs beside torch, triton and numpy",
-    )
     return parser.parse_args()
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/loader.py
     python benchmarks/loader.py --s3 s3://bucket/prefix --endpoint-url http://host:9000    # first batch from S3
-    python benchmarks/loader.py --checksums    # only what the checksums of rows cost; a record of its own
 
 It measures three things:
 
@@ -12,9 +11,6 @@ It measures three things:
 2. The seconds to a rank's first 256 rows at five positions of a manifest of 64 M rows (33 B tokens), and the time and
    memory of computing their order (`first_batch.py`).
 3. The number of GET requests, computed: a node fetches each shard whole, once, with one request if nothing fails.
-
-With `--checksums` it measures instead what the checksums of rows add to the CPU time of our loader
-(`loader_checksums.py`).
 
 Guarantee: before anything is timed, the script checks that all readers give the same rows, and exits if they do not.
 
@@ -31,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 from first_batch import WINDOW_SHARDS, time_positions, write_corpus
-from loader_checksums import measure_checksums, report_checksums
 from loader_rivals import BATCH, VARIANTS, Variant, is_usable
 from measure import Json, ResultLine, alternate, finish, format_summary, installed, parser, print_table, ratio, summary
 
@@ -189,17 +184,12 @@ def main(argv: Sequence[str] | None = None) -> Json:
         help="time the first batches from S3: write `--shards` shards to this address, read them",
     )
     parse.add_argument("--endpoint-url", metavar="URL", help="address of the S3 service, unless it is AWS")
-    parse.add_argument("--checksums", action="store_true", help="measure only what the checksums of rows cost")
     arguments = parse.parse_args(argv)
     shards, rows_per_shard = (2, 1024) if arguments.smoke else (arguments.shards, ROWS_PER_SHARD)
     num_large_shards = 200 if arguments.smoke else SHARDS_OF_33B
     with tempfile.TemporaryDirectory(prefix="loader-") as temporary:
         folder = Path(temporary)
         store = write_corpus(str(folder / "corpus"), shards, rows_per_shard, shards)
-        if arguments.checksums:
-            checksums = measure_checksums(store, folder / "unused", arguments.rounds)
-            lines = [report_checksums(checksums)]
-            return finish("loader-checksums", arguments, argv, lines, checksums=checksums)
         rates = compare(store, folder, arguments.rounds)
         missing = [name for name in VARIANTS if name not in rates]
         lines = [report_rates(rates, missing)]

@@ -9,7 +9,7 @@ How: a part of the benchmark is a function that yields cases. torch.compile is r
 compilations of one function it would silently run eagerly.
 
 Limits: how long a case takes is known only after one of its kind ran; before, a guess in `EXPECTED_S` is used. A case
-that hangs is ended from outside, by `gpu_run.sh`.
+that hangs is ended from outside (docs/gpu.md).
 """
 
 from __future__ import annotations

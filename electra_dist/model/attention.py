@@ -39,7 +39,7 @@ from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
 # there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
-# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (benchmarks/cpu_attention.py).
+# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (2026-11-23, docs/results.md).
 _MAX_PLAIN_TOKENS = 128
 
 

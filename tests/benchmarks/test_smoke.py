@@ -7,25 +7,20 @@ from typing import Any
 
 import context_auc
 import corpus_builder
-import cpu_attention
 import loader
 import long_runs
 import many_ranks
 import pytest
 import restart
-import scaling
 import shard_cache
-import side_files
 import step
 import step_modern
 from builder_parts import ways
-from machines import missing
 
 from electra_dist.config_file import load_config
 from electra_dist.corpus.build_corpus import build_corpus
 from electra_dist.errors import UserError
 from electra_dist.planning.corpus.corpus_rates import STEPS
-from electra_dist.planning.multi_node_scaling import bytes_on_wire
 from electra_dist.run.writers.metrics_writer import read_metrics
 from electra_dist.train.skip_list_file import SkipList
 from electra_dist.train.stopped_steps import skip_for_rollback
@@ -116,15 +111,6 @@ def test_a_small_cache_fetches_less_again_and_nodes_that_share_fetch_once(tmp_pa
     assert all(1 <= share < 3 for share in sharing)
 
 
-def test_the_loader_reads_all_rows_with_and_without_checksums(tmp_path: Path) -> None:
-    record = _run(loader, tmp_path, "--checksums", "--rounds", "2")
-    found = record["checksums"]
-    assert record["benchmark"] == "loader-checksums"
-    assert found["rows"] == 2048
-    assert {name: len(seconds) for name, seconds in found["cpu_s"].items()} == {"with": 2, "without": 2}
-    assert found["small_step_tokens_per_s"] > 0
-
-
 def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
     rows = loader.np.arange(60, dtype=loader.np.uint16).reshape(6, 10)
     exact = loader.digest(iter([rows]))
@@ -166,24 +152,6 @@ def test_restarts_are_fresh_then_resumed(tmp_path: Path) -> None:
             assert begun["total_s"] == pytest.approx(sum(begun["seconds"].values()), abs=0.5)
             assert begun["seconds"].keys() == set(restart.PARTS)
             assert min(begun["seconds"].values()) >= 0
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_limited_links_carry_the_predicted_bytes(tmp_path: Path) -> None:
-    record = _run(scaling, tmp_path, "--rounds", "1", "--ranks", "2", "--rates", "100Mbit")
-    [run] = record["runs"]
-    assert run["sent_bytes"] == pytest.approx(run["predicted_bytes"], rel=0.15)  # headers come on top
-    assert run["predicted_bytes"] == pytest.approx(bytes_on_wire(191_821, 1, "fp32", 2), rel=0.01)
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_the_collectives_of_a_step_alone_send_the_bytes_of_the_step(tmp_path: Path) -> None:
-    record = _run(scaling, tmp_path, "--overlap", "--rounds", "1", "--ranks", "2", "--rates", "100Mbit")
-    [run] = record["runs"]
-    assert run["collectives_bytes"] == pytest.approx(run["sent_bytes"], rel=0.02)
-    assert len(run["collectives_s"]) == 2
 
 
 @pytest.mark.sample
@@ -235,22 +203,7 @@ def test_the_table_leaves_a_diverged_seed_out_of_the_means() -> None:
     assert context_auc.table_row("lr2", [diverged]) == ["lr2", "-", "diverged", "-", "-", "-"]
 
 
-@pytest.mark.sample
-def test_side_files_are_measured_beside_equal_corpora(tmp_path: Path) -> None:
-    cases = _run(side_files, tmp_path)["cases"]
-    assert len(cases) == 4
-    assert all(0 < figures["share_of_shards"] < 1 for figures in cases.values())
-    assert cases["UUIDs, rows of 128"]["bytes_per_token"] > cases["no ids, rows of 128"]["bytes_per_token"]
-
-
 def test_rank_0_waits_for_few_requests_in_a_commit(tmp_path: Path) -> None:
     cases = _run(many_ranks, tmp_path)["cases"]
     assert [case["stage"] for case in cases] == [1, 3]
     assert all(0 < case["save"]["serial"] < 50 and case["save"]["cpu_s"] > 0 for case in cases)
-
-
-def test_cpu_attention_times_both_ways_on_equal_rows() -> None:
-    record = cpu_attention.main(["--smoke"])
-    assert list(record["seconds"]) == ["32 x 64"]
-    assert set(record["seconds"]["32 x 64"]) == {"plain", "fused"}
-    assert len(record["lines"]) == 1
