@@ -30,6 +30,7 @@ def write_times(files: list[Path]) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in files}
 
 
+@pytest.mark.sample
 def test_a_comparison_stopped_in_a_run_continues_and_a_third_start_changes_nothing(
     make_comparison: Callable[..., Path], tmp_path: Path
 ) -> None:

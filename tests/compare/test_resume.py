@@ -154,6 +154,7 @@ def test_a_failed_run_is_reported_its_checkpoints_are_scored_and_the_next_start_
     assert [row["entry"] for row in results(out)["table"]] == ["random", "rtd", "rtd", "mlm", "mlm"]
 
 
+@pytest.mark.sample
 def test_a_task_with_changed_settings_is_scored_again_without_training_again(
     make_comparison: MakeComparison, words_task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_task_with_changed_settings_is_scored_again_without_training_again(
     assert [event.split()[-1] for event in new_events] == ["words"] * 5
 
 
+@pytest.mark.sample
 def test_a_task_can_be_probed_everywhere_and_finetuned_at_the_first_and_last_weights_only(
     make_comparison: MakeComparison, words_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +317,7 @@ def test_the_next_start_scores_what_an_interrupted_run_has_saved_before_the_run_
     ]
 
 
+@pytest.mark.sample
 def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_again_afterwards(
     make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +361,7 @@ def test_a_checkpoint_that_a_finished_run_has_not_kept_is_a_failure(
     ]
 
 
+@pytest.mark.sample
 def test_the_note_of_a_run_does_not_count_a_checkpoint_that_cannot_be_scored(
     make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from electra_dist.corpus.python_docs import _docstrings_of_file, prose, write_python_docs
 
 DOCSTRING = """Return the mean of :func:`~numpy.add` over ``axis``, as a *float*.
@@ -71,6 +73,7 @@ def test_docstrings_of_modules_classes_and_inner_functions_are_read_and_unreadab
     assert _docstrings_of_file(path) == []
 
 
+@pytest.mark.sample
 def test_the_text_is_equal_in_another_process_and_holds_no_paragraph_twice(tmp_path: Path) -> None:
     """The other process has another hash seed, so an order that depends on sets would differ."""
     path, num_documents = write_python_docs(tmp_path / "here", packages=["yaml"])

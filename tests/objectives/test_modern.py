@@ -138,6 +138,7 @@ def test_compiled_layers_match_eager_without_graph_breaks_or_recompilation(ids: 
         assert (compiled_gradients[name] - gradient).abs().max() <= 2e-5 * max(1.0, gradient.abs().max().item()), name
 
 
+@pytest.mark.sample
 def test_all_graphs_of_training_and_evaluation_are_compiled(ids: torch.Tensor) -> None:
     """By default torch compiles eight graphs of a function and runs what is beyond eagerly, with a warning."""
     objective = objective_of()

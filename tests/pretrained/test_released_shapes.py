@@ -60,7 +60,9 @@ def write_vocabulary(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["small", "base_size", pytest.param("large_25pct_mask", marks=pytest.mark.sample)])
+@pytest.mark.parametrize(
+    "name", ["small", *(pytest.param(size, marks=pytest.mark.sample) for size in ("base_size", "large_25pct_mask"))]
+)
 def test_exported_towers_compute_the_same_in_hugging_face_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Logits of both towers, the fill-mask pipeline's answer and the states of AutoModel are those of the towers."""
     model = load_config(CONFIGS / f"{name}.yaml").model

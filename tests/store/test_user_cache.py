@@ -94,6 +94,6 @@ def test_flex_attention_is_compiled_into_the_users_own_folder(tmp_path: Path, mo
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     attention._flex_function.__wrapped__(compiled=True)
     assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / ".cache" / "electra-dist" / "compiled")

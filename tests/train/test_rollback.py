@@ -66,9 +66,9 @@ def reference(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     [
         pytest.param({"checkpoint.keep_last": 1}, {}, 0, id="fewer checkpoints are kept"),
         pytest.param({"checkpoint.every_steps": "auto"}, {}, 0, id="another interval", marks=pytest.mark.drill),
-        pytest.param({}, {"created_at": [SAVE_FILE, 19]}, 0, id="a save was requested"),
+        pytest.param({}, {"created_at": [SAVE_FILE, 19]}, 0, id="a save was requested", marks=pytest.mark.sample),
         pytest.param({}, {"signal_at": [signal.SIGTERM, 19]}, 75, id="stopped before", marks=pytest.mark.drill),
-        pytest.param({}, {"signal_at": [signal.SIGTERM, 21]}, 75, id="stopped between two spikes"),
+        pytest.param({}, {"signal_at": [signal.SIGTERM, 21]}, 75, id="between two spikes", marks=pytest.mark.sample),
         pytest.param({}, {"killed_with_streak": 1}, -signal.SIGKILL, id="killed after one", marks=pytest.mark.drill),
         pytest.param({}, {"killed_with_streak": 3}, -signal.SIGKILL, id="killed when the rollback was decided"),
     ],
@@ -112,7 +112,7 @@ def from_step_0(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("fault", "exit_code"),
     [
-        pytest.param({}, 0, id="in one start"),
+        pytest.param({}, 0, id="in one start", marks=pytest.mark.sample),
         pytest.param({"killed_with_streak": 3}, -signal.SIGKILL, id="killed when the rollback was decided"),
         pytest.param({"signal_at": [signal.SIGTERM, 21]}, 75, id="stopped", marks=pytest.mark.drill),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from drills.kill_matrix.durable_operations import Kill
 from made_sources import BAD_WORD, GOOD_SEEDS, english
 from support.killed_forks import operations_of, run_killed
@@ -42,6 +43,7 @@ def letters_of(corpus: Path, vocabulary: Vocabulary, seq_len: int) -> str:
     return "".join(text)
 
 
+@pytest.mark.sample
 def test_text_is_prepared_built_in_four_killed_parts_and_merged(
     full_run: Run, build_request: Callable[..., BuildRequest], tmp_path: Path
 ) -> None:

@@ -21,9 +21,9 @@ cpu_library.row_pass = None  # the reference is then the definition in torch; no
 
 CASES = [  # rows, tokens, tokens with padding, tokens in a tile of the kernel, draws
     (1, 50, 64, 64, 64),
-    (13, 130, 256, 256, 4),
-    (2, 1000, 1024, 1024, 24),
-    (3, 128, 128, 128, 16),
+    pytest.param(13, 130, 256, 256, 4, marks=pytest.mark.sample),
+    pytest.param(2, 1000, 1024, 1024, 24, marks=pytest.mark.sample),
+    pytest.param(3, 128, 128, 128, 16, marks=pytest.mark.sample),
     (4, 200, 256, 128, 12),
     (3, 30522, 30592, 32768, 4),
 ]
