@@ -48,10 +48,6 @@ def from_rank_0(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank. Collective.
 
     Use it for what only one rank may do or must decide for all, such as writing a file.
-
-    Raises:
-        UserError, StorageLost: `function` raised it on rank 0; every rank raises one with the same message. Any other
-            exception is raised on rank 0 alone, and the other ranks then wait until the process group fails.
     """
     known_error: UserError | StorageLost | None = None
     message: dict[str, Any] = {}
@@ -92,7 +88,7 @@ def gather(value: T) -> list[T]:
 
 
 def _broadcast(message: torch.Tensor) -> torch.Tensor:
-    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used. Collective."""
+    """Return the message of rank 0, uint8 [bytes]; those of the other ranks are not used."""
     length = torch.tensor([len(message)], device=message.device)
     dist.broadcast(length, 0)
     size = _checked_size(int(length), 0, _MOST_BYTES)
@@ -110,7 +106,6 @@ def _encode(value: Json) -> torch.Tensor:
 
 
 def _decode(message: torch.Tensor, rank: int) -> Any:
-    """Return the value that a rank has sent."""
     try:
         return parse_json(message.cpu().numpy().tobytes())
     except DamagedJson as error:
@@ -118,7 +113,6 @@ def _decode(message: torch.Tensor, rank: int) -> Any:
 
 
 def _checked_size(size: int, rank: int, most_bytes: int) -> int:
-    """Return the length in bytes that a rank has announced, if it is allowed."""
     if not 0 < size <= most_bytes:
         raise _sent_by_a_stranger(rank, f"a message of {size:,} bytes, and {most_bytes:,} are the limit")
     return size

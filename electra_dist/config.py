@@ -109,10 +109,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        """Raise ValueError if values of two sections contradict each other.
-
-        An example is data.seq_len above model.max_positions.
-        """
+        """Raise ValueError if values of two sections contradict each other."""
         if self.data.seq_len > self.model.max_positions:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} exceeds model.max_positions {self.model.max_positions}; lower "
@@ -173,10 +170,7 @@ class Config(Section):
         return self
 
     def _check_modern(self) -> None:
-        """Raise ValueError if a value of the config is not supported together with `model.architecture: modern`.
-
-        Call it only for configs with that architecture.
-        """
+        """Raise ValueError if a value of the config is not supported together with `model.architecture: modern`."""
         if self.objective.name == "electric":
             raise ValueError(
                 "objective.name: electric needs attention in one direction, which model.architecture: modern does not "
@@ -195,10 +189,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _generator_has_a_source(self) -> Config:
-        """Raise ValueError if `train.init_generator_from` is missing or cannot be used with the rest of the config.
-
-        A frozen generator needs this key. Any other generator can use it only if `train.init_from` is set, too.
-        """
+        """Raise ValueError if `train.init_generator_from` is missing or cannot be used with the rest of the config."""
         is_frozen = self.objective.generator == "frozen"
         if is_frozen and not self.train.init_generator_from:
             raise ValueError(
@@ -226,8 +217,7 @@ class Config(Section):
     def cache_folder(self) -> Path:
         """Return the folder in which commands, and runs on one node, keep shards fetched from S3 and compiled code.
 
-        It is data.cache_dir, or cache/ in the run folder. Runs on several nodes call `choose_cache_folder` of
-        `data/shard_cache/cache_folder.py` instead, because all nodes share the run folder.
+        It is data.cache_dir, or cache/ in the run folder.
         """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
@@ -249,13 +239,11 @@ class Config(Section):
     def identity(self, numerics: int | None = None) -> dict[str, Any]:
         """Return the values that determine the results of a run, as a JSON tree.
 
-        A run cannot resume from a checkpoint if one of them has changed since. All other values (number of ranks,
-        micro-batch, ZeRO stage, logging) may change at a restart.
+        A run cannot resume from a checkpoint if one of them has changed since.
 
         Args:
             numerics: numerics version of the run. A number below `self.numerics` gives the identity that an older
-                program recorded for this config; with 1, the lowest number, the identity has no key `numerics`. None
-                means `self.numerics`.
+                program recorded for this config; with 1, the lowest number, the identity has no key `numerics`.
         """
         if numerics is None:
             numerics = self.numerics
@@ -284,9 +272,7 @@ class Config(Section):
 
     def _optimizer_identity(self) -> dict[str, Any]:
         """Return the keys of the section `optimizer` that are part of the identity of a run, with their values.
-
-        `implementation` is never one of them. `shape` and `decay_steps` are left out with `shape: polynomial`. If
-        `generator` is set, it is included with the keys that it sets; otherwise it is left out.
+        `implementation` is never one of them.
         """
         excluded = {"implementation", "generator"}
         if self.optimizer.shape == "polynomial":
@@ -297,11 +283,7 @@ class Config(Section):
         return section
 
     def identity_sha256(self, numerics: int | None = None) -> str:
-        """Return the SHA-256 of `identity(numerics)` in hexadecimal.
-
-        Checkpoints with another digest belong to another run, or to this run before its numerics version was
-        raised.
-        """
+        """Return the SHA-256 of `identity(numerics)` in hexadecimal."""
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
@@ -312,12 +294,7 @@ class Config(Section):
 def check_optimizer(config: OptimizerConfig, zero_stage: int) -> None:
     """Raise ValueError for LAMB or Muon at a ZeRO stage where it cannot work, or with another's implementation.
 
-    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters. Muon gathers its matrices
-    at stages 1 and 2, but not at stage 3. Every setting of AdamW is accepted.
-
-    Args:
-        config: gives the optimizer and its implementation.
-        zero_stage: 0 to 3.
+    LAMB needs whole parameters, and at stages 1 to 3 an optimizer gets pieces of parameters.
     """
     if config.name == "lamb":
         if zero_stage > 0:
@@ -353,24 +330,12 @@ MODERN_KEYS = ("global_every", "local_window", "global_rope_theta", "local_rope_
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of section `model` that belongs to the identity of a run.
-
-    For the architecture `bert`, this is the section without the keys that only `modern` reads. So runs that began with
-    a version that did not have these keys keep their identity.
-
-    Args:
-        section: section `model` of the config as a dict.
-    """
     if section["architecture"] != "bert":
         return section
     return {key: value for key, value in section.items() if key not in ("architecture", *MODERN_KEYS)}
 
 
 def _without_new_defaults(section: dict[str, Any]) -> dict[str, Any]:
-    """Return a section of the config without the keys of `_NEW_DEFAULTS` that have their default value.
-
-    Identities do not list them, so that a run that was begun before a key existed keeps its identity.
-    """
     return {key: value for key, value in section.items() if key not in _NEW_DEFAULTS or value != _NEW_DEFAULTS[key]}
 
 
@@ -378,8 +343,5 @@ def canonical_json(tree: Any) -> str:
     """Return a JSON text that is equal for equal values: sorted keys, no spaces, ASCII only.
 
     Digests of configs and manifests are computed from this text.
-
-    Raises:
-        ValueError: The tree holds NaN or an infinity, which JSON does not have.
     """
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

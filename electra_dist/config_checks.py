@@ -36,19 +36,7 @@ RUN_FOLDERS = (
 
 
 def check_new_run(config: Config) -> None:
-    """Raise UserError for settings that are valid but almost certainly a mistake in a new run.
-
-    These are: a warm-up of either tower that is longer than the run; with `optimizer.shape: trapezoid`, a warm-up and
-    a decay that are together longer than the run; an entry of `data.phases` that begins after the end of the run; and
-    `engine.offload_optimizer` at ZeRO stage 0, where DeepSpeed ignores it. Call this function for new runs only: a run
-    that has begun with such settings may go on.
-
-    Args:
-        config: the resolved config of a run that has not begun yet.
-
-    Raises:
-        UserError: the config has one of these settings, or `check_targets_are_separate` refuses it.
-    """
+    """Raise UserError for settings that are valid but almost certainly a mistake in a new run."""
     check_targets_are_separate(config)
     num_steps = config.train.num_steps
     warmups = {"optimizer.warmup_steps": config.optimizer.warmup_steps}
@@ -81,18 +69,7 @@ def check_new_run(config: Config) -> None:
 
 
 def check_targets_are_separate(config: Config) -> None:
-    """Raise UserError if two checkpoint targets are one place, or one holds something else of the run.
-
-    A start claims its attempt number in every target; in a place that is named twice, its second claim would always
-    fail. Unlike the rest of this module, this is checked at every start, because targets may change at a restart.
-
-    Args:
-        config: the resolved config of a run. Links in its paths are followed; nothing needs to exist.
-
-    Raises:
-        UserError: two targets are the same or one lies in the other; or a target is the run folder, a folder in it
-            that has another use, the cache or a corpus.
-    """
+    """Raise UserError if two checkpoint targets are one place, or one holds something else of the run."""
     targets = [(url, _place(url, config.checkpoint.endpoint_url)) for url in config.checkpoint_urls]
     for (url, place), (other_url, other_place) in itertools.combinations(targets, 2):
         if place == other_place:
@@ -141,18 +118,7 @@ def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys of a config that differ from their defaults, but that a run with this config does not use.
-
-    These are keys that are used only with another objective, generator, architecture or `optimizer.shape`, and keys of
-    the evaluation if `data.heldout` is not set. A key with its default value is never returned, even if the config
-    file has it.
-
-    Args:
-        config: the resolved config of a run.
-
-    Returns:
-        Dotted key -> why it has no effect, a phrase such as "objective.name: mlm has no generator".
-    """
+    """Return the keys of a config that differ from their defaults, but that a run with this config does not use."""
     unused = _unused_by_objective(config) | _unused_by_generator(config) | _unused_by_architecture(config)
     if not config.objective.draws_at_random:
         unused["objective.random_from"] = "objective.random_share is 0"
@@ -194,14 +160,12 @@ def _unused_by_generator(config: Config) -> dict[str, str]:
 
 
 def _unused_by_architecture(config: Config) -> dict[str, str]:
-    """Return the keys of section `model` that `model.architecture` does not use, and for each the reason."""
     if config.model.architecture == "modern":
         return {"model.type_vocab_size": "model.architecture: modern has no token types"}
     return dict.fromkeys([f"model.{key}" for key in MODERN_KEYS], "only model.architecture: modern uses it")
 
 
 def _is_changed(config: Config, key: str) -> bool:
-    """Return whether a key such as `objective.temperature` has another value than its default."""
     section_name, field_name = key.split(".")
     section = getattr(config, section_name)
     default = type(section).model_fields[field_name].default

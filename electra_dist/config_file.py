@@ -35,17 +35,7 @@ _RAISED_BY_CHECK = "value_error"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and validate the config file `path`, with overrides from the command line.
-
-    Args:
-        path: YAML file; it may extend another file. A path configs/NAME that does not exist is taken from the files
-            that come with the package.
-        overrides: Texts of the form key.path=value, where the value is YAML. A later one replaces an earlier one.
-
-    Raises:
-        UserError: The file is missing, is not YAML, or holds an unknown key or an invalid value. The message is one
-            line with the file (or --set), the key and the next step.
-    """
+    """Read and validate the config file `path`, with overrides from the command line."""
     layers = read_layers(Path(path), overrides)
     merged: Tree = {}
     for _, tree in layers:
@@ -57,16 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_section(path: Path, kind: type[S]) -> S:
-    """Read and validate a YAML file that holds one section, such as the file of `electra-dist compare`.
-
-    Args:
-        path: YAML file; `extends` is not supported.
-        kind: Class of the section.
-
-    Raises:
-        UserError: The file is missing, is not YAML, or holds an unknown key or an invalid value. The message is one
-            line with the file, the key and the next step.
-    """
+    """Read and validate a YAML file that holds one section, such as the file of `electra-dist compare`."""
     path = find_config_file(path)
     tree = read_yaml(path)
     try:
@@ -77,18 +58,7 @@ def load_section(path: Path, kind: type[S]) -> S:
 
 
 def sources(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return where each value of the resolved config comes from.
-
-    Args:
-        path: YAML file of the config, as for `load_config`.
-        overrides: Texts of the form key.path=value, as for `load_config`.
-
-    Returns:
-        For each dotted key such as train.micro_batch: the name of a file, `--set` (an override) or `default`.
-
-    Raises:
-        UserError: As in `load_config`.
-    """
+    """Return where each value of the resolved config comes from."""
     resolved = load_config(path, overrides).model_dump(mode="json")
     source_of_key = dict.fromkeys(_leaves(resolved), "default")
     for name, tree in read_layers(Path(path), overrides):
@@ -114,11 +84,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def _leaves(tree: Tree, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values of a tree that are not mappings themselves.
-
-    For {"train": {"micro_batch": 32}} it is ["train.micro_batch"]. `prefix` is put before each key; calls for inner
-    mappings use it.
-    """
+    """Return the dotted keys of all values of a tree that are not mappings themselves."""
     keys: list[str] = []
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -129,15 +95,8 @@ def _leaves(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first fault of a failed validation, with the number of further faults at its end.
-
-    An unknown key is reported before other faults, because a misspelt key also makes the right one missing.
-
-    Args:
-        error: Faults that pydantic found.
-        layers: Name and tree of each layer (file or override), a later one replacing values of earlier ones. The line
-            begins with the name of the layer that has the fault.
-        root: Class that the merged layers were validated against.
+    """Return one line about the first fault of a failed validation, with the number of further faults at its end. An
+    unknown key is reported before other faults, because a misspelt key also makes the right one missing.
     """
     faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
@@ -172,19 +131,12 @@ def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message for a required key that no file and no override sets, with the key's description."""
     advice = "add it or extend base.yaml" if root is Config else "add it"
     return f"missing key `{'.'.join(location)}`; {advice}{_meaning(root, location)}"
 
 
 def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[ErrorDetails]) -> str:
-    """Return the message for a key, or a section, whose value is invalid.
-
-    Args:
-        root: Class of the whole file.
-        location: Path of the key; empty when the values of several sections contradict each other.
-        faults: All faults of the key; a key that allows several types has one fault for each type.
-    """
+    """Return the message for a key, or a section, whose value is invalid."""
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
     reason = " or ".join(_reason(fault) for fault in faults)
@@ -202,24 +154,14 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the key at fault, without the names of the types that the key may have.
-
-    A key that allows a number or the word auto has two faults, for example ("checkpoint", "every_steps",
-    "constrained-int") and ("checkpoint", "every_steps", "literal['auto']"); both give ["checkpoint", "every_steps"].
-    """
     parts = [str(part) for part in fault["loc"]]
     types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
     return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the last layer that holds the key at `location`, or of the last layer if none does.
-
-    That is the layer whose value counts, because a later layer replaces values of earlier ones.
-
-    Args:
-        layers: Name and tree of each layer: the extended file, the config file, and each override.
-        location: Path of the key, for example ["train", "micro_batch"].
+    """Return the name of the last layer that holds the key at `location`, or of the last layer if none does. That is
+    the layer whose value counts, because a later layer replaces values of earlier ones.
     """
     for name, tree in reversed(layers):
         if _contains(tree, location):
@@ -239,15 +181,7 @@ def _contains(tree: Tree, location: Sequence[str]) -> bool:
 
 
 def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
-    """Return the class of the config section at a path, or None if the path does not lead to a section.
-
-    For the root Config and the path ["train"] it is TrainConfig. Where a field is a tuple or a mapping of sections,
-    the next part of the path is an index or a name; it selects an element and is skipped.
-
-    Args:
-        root: Class of the whole config.
-        location: Names of fields from the root to the section; empty for the root itself.
-    """
+    """Return the class of the config section at a path, or None if the path does not lead to a section."""
     section = root
     part_selects_element = False
     for part in location:
@@ -266,11 +200,7 @@ def _section(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] 
 
 
 def _section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`.
-
-    A section is a class of pydantic. None is returned for a plain value, such as `int` or `float | None`. A key that
-    may be scheduled has the class of its schedule.
-    """
+    """Return the section class in a field's type: the type itself, or a part of it as in `tuple[TaskConfig, ...]`."""
     for part in (annotation, *get_args(annotation)):
         kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -279,12 +209,7 @@ def _section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the definition of a section's key; None if there is no such key.
-
-    Args:
-        section: Class of the section.
-        key: Key as it is written in a file, which is the field's alias where it has one: `from` in a schedule.
-    """
+    """Return the definition of a section's key; None if there is no such key."""
     for name, field in section.model_fields.items():
         if key == (field.alias or name):
             return field
@@ -292,10 +217,6 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _meaning(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the description of the key at `location`, to be put at the end of an error message; "" if there is none.
-
-    For the path ["train", "micro_batch"] it is ". micro_batch: " and the description.
-    """
     description = _description(root, location)
     return f". {location[-1]}: {description}" if description else ""
 

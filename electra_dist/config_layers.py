@@ -47,11 +47,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML loader that refuses a mapping with the same key twice; PyYAML's own loader would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping of the file as a dict.
-
-        Raises:
-            _DuplicateKey: a key occurs twice; the error has the line of the second one.
-        """
+        """Return a mapping of the file as a dict."""
         line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
             key = key_node.value
@@ -68,14 +64,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def find_config_file(path: Path) -> Path:
     """Find a config file: at `path` or, for a relative path configs/NAME, among the files of this package.
 
-    A file at `path` always has precedence. Files of the package are found from every working directory, so that
-    `--config configs/small.yaml` works after an installation without a checkout.
-
-    Args:
-        path: path as the user gave it.
-
-    Returns:
-        The path of the file. If neither place has one, `path` unchanged; reading it then reports the missing file.
+    A file at `path` always has precedence.
     """
     if path.exists():
         return path
@@ -84,10 +73,7 @@ def find_config_file(path: Path) -> Path:
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the file of this package for a relative path configs/NAME.
-
-    Return None if the path does not begin with configs/, or if the package has no file of that name.
-    """
+    """Return the file of this package for a relative path configs/NAME."""
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parent
@@ -103,13 +89,6 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
     """Return the layers of a config, each as (name, tree of keys), in the order in which they are merged.
 
     The name of a layer is the path of its file, or `--set` for an override.
-
-    Args:
-        path: YAML file of the config.
-        overrides: texts of the form key.path=value, where the value is YAML.
-
-    Raises:
-        UserError: a file or an override cannot be read, or the files extend one another in a circle.
     """
     layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
     chain: list[Path] = []
@@ -124,15 +103,7 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if the next file of a chain of `extends` is already in the chain, or does not exist.
-
-    Args:
-        chain: the files read so far, each of which extends the next one.
-        path: the next file, which the last file of `chain` extends; the config file itself if `chain` is empty.
-
-    Raises:
-        UserError: `path` is in `chain`, or does not exist. A missing config file itself is not reported here.
-    """
+    """Raise UserError if the next file of a chain of `extends` is already in the chain, or does not exist."""
     names = " -> ".join(str(file) for file in (*chain, path))
     # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
     if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
@@ -142,22 +113,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the path of the file that a config file extends; None if it extends none.
-
-    The value of `extends` is resolved relative to the folder of the config file. If there is no file at that path, a
-    value configs/NAME means the file NAME that comes with this package.
-
-    Args:
-        path: the config file.
-        name: value of the key `extends` in the config file; None if the key is missing or null.
-
-    Returns:
-        The path of the extended file. If neither place has one, the resolved path; the caller then reports the missing
-        file.
-
-    Raises:
-        UserError: the value is not a text.
-    """
+    """Return the path of the file that a config file extends; None if it extends none."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -170,11 +126,7 @@ def _base_of(path: Path, name: object) -> Path | None:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Return the mapping in a YAML file.
-
-    Raises:
-        UserError: the file is missing, unreadable, not YAML or not a mapping, or a key occurs twice in a mapping.
-    """
+    """Return the mapping in a YAML file."""
     try:
         text = read_regular(path, _MOST_YAML_BYTES).decode()
     except FileNotFoundError:
@@ -213,12 +165,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _load_yaml(text: str) -> Any:
-    """Return the value of a YAML text, whose size is checked before any value is made.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or has too many levels, too many values, or another fault of
-            `_check_nodes`.
-    """
+    """Return the value of a YAML text, whose size is checked before any value is made."""
     loader = _UniqueKeyLoader(text)
     try:
         root = loader.get_single_node()
@@ -231,11 +178,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used.
-
-    A node to which a YAML alias (`*name`) refers is counted again for each alias, and so is a mapping that a merge key
-    (`<<`) names. A short text whose aliases or merges expand to a huge value is therefore refused before they do.
-    """
+    """Raise YAMLError for a text with too many levels, too many values, or a value that cannot be used."""
     level = [root]
     num_values = 0
     for _ in range(_MAX_YAML_LEVELS):
@@ -257,7 +200,6 @@ def _check_nodes(root: yaml.Node) -> None:
 
 
 def _check_scalar(node: yaml.Node) -> None:
-    """Raise YAMLError for a character that cannot be written, or for a number of very many digits."""
     if _NO_CHARACTER.search(node.value):
         raise yaml.YAMLError("a text has a character that is in no file name: NUL or half of a surrogate pair")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MOST_DIGITS:
@@ -275,11 +217,7 @@ def _explain_yaml_error(path: Path, error: yaml.YAMLError) -> str:
 
 
 def parse_override(text: str) -> Tree:
-    """Return the tree of one override: {"train": {"micro_batch": 32}} for "train.micro_batch=32".
-
-    Raises:
-        UserError: there is no key or no equals sign, or the value is not YAML.
-    """
+    """Return the tree of one override: {"train": {"micro_batch": 32}} for "train.micro_batch=32"."""
     key, equals, value = text.partition("=")
     key = key.strip()
     [shown] = without_secret_arguments([text])
@@ -300,9 +238,7 @@ def parse_override(text: str) -> Tree:
 def merge(below: Tree, above: Tree) -> Tree:
     """Return a new tree with the values of both trees; where both have a value for a key, that of `above` is used.
 
-    A section that both trees have is merged key by key. If only one of the two values is a section, the value of
-    `above` is used as a whole. A complete schedule in `above` also replaces the value below as a whole, because the
-    keys of a schedule depend on its shape.
+    A section that both trees have is merged key by key.
     """
     merged = dict(below)
     for key, value in above.items():

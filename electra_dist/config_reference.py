@@ -42,12 +42,7 @@ def reference() -> str:
 
 
 def section_tables(path: str, section: type[BaseModel]) -> str:
-    """Return the Markdown table of a config section, followed by the tables of the sections within it.
-
-    Args:
-        path: Dotted path of the section, for example `model.generator`; it is the heading and begins every key.
-        section: Class of the section.
-    """
+    """Return the Markdown table of a config section, followed by the tables of the sections within it."""
     parts = [_table(f"`{path}`", _plain_fields(section), prefix=f"{path}.")]
     for name, field in section.model_fields.items():
         inner = _section_of(field) or _optional_section_of(field)
@@ -60,30 +55,16 @@ def section_tables(path: str, section: type[BaseModel]) -> str:
 
 
 def plain_table(title: str, section: type[BaseModel], prefix: str = "") -> str:
-    """Return the Markdown table of the plain values of a section, without the sections within it.
-
-    Args:
-        title: Text of the heading.
-        section: Class of the section.
-        prefix: Beginning of every key, for example `train.`.
-    """
+    """Return the Markdown table of the plain values of a section, without the sections within it."""
     return _table(title, _plain_fields(section), prefix)
 
 
 def _plain_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return name and definition of those fields of a section that are plain values and not sections themselves."""
     return {name: field for name, field in section.model_fields.items() if _section_of(field) is None}
 
 
 def _table(title: str, fields: dict[str, FieldInfo], prefix: str, introduction: str = "") -> str:
-    """Return a heading and a Markdown table with key, type, default and description of each field.
-
-    Args:
-        title: Text of the heading.
-        fields: Name and definition of each field.
-        prefix: Beginning of every key, for example `train.`; empty for keys at the top of the file.
-        introduction: Text between the heading and the table.
-    """
+    """Return a heading and a Markdown table with key, type, default and description of each field."""
     lines = [f"## {title}", "", introduction] if introduction else [f"## {title}", ""]
     lines += ["| key | type | default | description |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
@@ -123,13 +104,7 @@ def _element_section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type_name(annotation: Any) -> str:
-    """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal.
-
-    A schedule is a link to the table of its keys. The ends of a schedule have the type of the key that it is for.
-
-    Args:
-        annotation: Type of a config field, for example `float | None`. Constraints in an Annotated are left out.
-    """
+    """Return a type as people write it: `int`, `float or null`, `list of str`, or the choices of a Literal."""
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin is Annotated:

@@ -21,9 +21,7 @@ _LONGEST_MESSAGE = 2000  # characters
 def error_line(error: Exception) -> str:
     """Return the line that a process prints to stderr about an error that the user must fix.
 
-    It begins with "error: ". A line break, a control character or an undecodable byte in the message, which can only
-    come from a file name or a value of the user's, is written as an escape such as \\n, so that it stays one line. The
-    middle of a very long message, which quotes a value of the user's, is left out.
+    It begins with "error: ".
     """
     message = str(error)
     if len(message) > _LONGEST_MESSAGE:
@@ -35,8 +33,8 @@ def error_line(error: Exception) -> str:
 class UserError(Exception):
     """Error that only the user can correct, such as a wrong configuration or missing data.
 
-    The message is one line that says what is wrong, where, and what to do next. The process prints the message without
-    a traceback and ends with exit code 78.
+    The message is one line that says what is wrong, where, and what to do next. The process prints the message
+    without a traceback and ends with exit code 78.
     """
 
 
@@ -57,18 +55,11 @@ class ManifestMismatch(UserError):
 class OtherNumerics(UserError):
     """Error for a run folder or a checkpoint that was computed with another numerics version than the current one.
 
-    The numerics version (`config.NUMERICS`) is a number that is raised whenever the program changes its random draws
-    (masks, samples, dropout) or its rounding.
+    The numerics version (`config.NUMERICS`) is a number that is raised whenever the program changes its random
+    draws (masks, samples, dropout) or its rounding.
     """
 
     def __init__(self, place: str, found: int, current: int) -> None:
-        """Write the message: where the run is, both numbers, and the two ways to go on.
-
-        Args:
-            place: the run folder, or the URL of the checkpoints.
-            found: numerics version of the run.
-            current: numerics version of this program.
-        """
         super().__init__(
             f"{place} holds a run of numerics {found}, and this version computes with numerics {current}, which has "
             f"other masks, samples or dropout; add --accept-new-numerics to continue with other draws from its newest "
@@ -93,8 +84,8 @@ class StoreMissing(StoreError):
 class StoreAway(StoreError):
     """Error for storage that is full, read-only or does not respond, and that may come back within minutes.
 
-    A run waits for it, up to `cluster.storage_patience_s`. The message names the path or URL, the reason and the next
-    step.
+    A run waits for it, up to `cluster.storage_patience_s`. The message names the path or URL, the reason and the
+    next step.
     """
 
 

@@ -23,17 +23,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...").
-
-    As in CUDA, the entries of CUDA_VISIBLE_DEVICES are numbers, or else UUIDs or unique beginnings of them, the list
-    ends before the first entry that is no GPU, and a GPU that is named twice leaves none. A process sees the first
-    part of a GPU only. Without the variable, all GPUs are shown. Where the node's GPUs are not known, every entry
-    counts as one of them.
-
-    Args:
-        environment: environment variables of the process.
-        root: folder that contains proc/ and dev/; tests pass another one than /.
-    """
+    """Return the GPUs that CUDA shows to a process, in its order: numbers, UUIDs, or one part of a GPU ("MIG-...")."""
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
         return [str(number) for number in range(len(uuids))]
@@ -76,7 +66,6 @@ def _whole_uuid(beginning: str, uuids: list[str]) -> str:
 
 
 def _device_number(entry: str, uuids: list[str]) -> str:
-    """Return the number with which an entry begins, as C's strtoul reads it, or "" if no GPU has it."""
     match = re.match(r"\+?(\d+)", entry)
     if match is None or (uuids and int(match[1]) >= len(uuids)):
         return ""
@@ -86,16 +75,7 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
     """Bind this process to the cores near its GPU; threads and processes that it starts afterwards inherit this.
 
-    Call it before the process starts threads, because threads that run already keep their cores. Nothing is changed if
-    the cores near the GPU are not known, or if the process may use none of them.
-
-    Args:
-        local_rank: number of the rank on its node, which selects the GPU.
-        environment: environment variables of the process; CUDA_VISIBLE_DEVICES is read.
-        root: folder that contains proc/, sys/ and dev/; tests pass another one than /.
-
-    Returns:
-        The numbers of the cores that the process may use afterwards.
+    Call it before the process starts threads, because threads that run already keep their cores.
     """
     allowed = os.sched_getaffinity(0)
     near = cores_near_gpu(local_rank, environment, root) & allowed
@@ -108,14 +88,6 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
     """Return the numbers of the CPU cores of the NUMA node to which a rank's GPU is attached.
 
     The GPU is the one that CUDA gives to the rank: number `local_rank` of `visible_devices`.
-
-    Args:
-        local_rank: number of the rank on its node.
-        environment: environment variables of the process.
-        root: folder that contains proc/, sys/ and dev/.
-
-    Returns:
-        The numbers of the cores; an empty set if the GPU or its cores are not known.
     """
     names = visible_devices(environment, root)
     if local_rank >= len(names):
@@ -129,11 +101,8 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
 
 
 def _gpus(root: Path) -> dict[str, str]:
-    """Return the NVIDIA GPUs that this machine or container can open, as PCI address -> UUID, in order of addresses.
-
-    The driver lists the GPUs of the whole machine. A GPU is left out if its device file is missing, as in a container
-    that has been given only some of the GPUs. The UUID is "" if the driver does not report one. Where the driver lists
-    no GPU, each device file counts as one, and its path stands for the address.
+    """Return the NVIDIA GPUs that this machine or container can open, as PCI address -> UUID, in order of
+    addresses.
     """
     uuid_of_address = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
@@ -161,7 +130,6 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the content of a small file of the kernel without white space at its ends; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

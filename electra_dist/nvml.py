@@ -50,8 +50,8 @@ _RECOVERY_ACTIONS = {
 class GpuSample:
     """Readings of one GPU at one moment: load, memory, power, clock, temperature and errors.
 
-    A number is None, and `throttle` is empty, where the device does not report it, or where the GPU is lost (no longer
-    answers the driver).
+    A number is None, and `throttle` is empty, where the device does not report it, or where the GPU is lost (no
+    longer answers the driver).
     """
 
     uuid: str  # "" if it cannot be read
@@ -70,8 +70,8 @@ class GpuSample:
 class GpuHealth:
     """Readings that show whether a GPU can be trusted with a run: errors, repaired memory, links and limits.
 
-    A reading that the device does not report is None; `recovery_action` and `nvlinks` are then empty. This class only
-    holds readings; `launcher/preflight/` decides which of them make a node unhealthy.
+    A reading that the device does not report is None; `recovery_action` and `nvlinks` are then empty. This class
+    only holds readings; `launcher/preflight/` decides which of them make a node unhealthy.
     """
 
     index: int  # number of the GPU in the driver's order
@@ -105,12 +105,7 @@ class GpuProbe:
     """
 
     def __init__(self) -> None:
-        """Get a handle of every GPU; call `GpuProbe.open` instead, which initialises NVML first.
-
-        A GPU is left out if this process has no permission for it or if CUDA_VISIBLE_DEVICES hides it, because it may
-        belong to another job of the node. A GPU whose handle the driver refuses for another reason, such as a lost
-        GPU, is kept with the driver's error.
-        """
+        """Get a handle of every GPU; call `GpuProbe.open` instead, which initialises NVML first."""
         devices: list[_Device] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
@@ -151,8 +146,7 @@ class GpuProbe:
     def health(self) -> list[GpuHealth]:
         """Return the current health of all GPUs in the driver's order.
 
-        Lost GPUs, which no longer answer the driver, are included; their `lost` has the driver's error. GPUs of other
-        jobs are left out.
+        Lost GPUs, which no longer answer the driver, are included; their `lost` has the driver's error.
         """
         return [_health(device) for device in self._devices]
 
@@ -162,13 +156,7 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the GPUs that CUDA shows to a program, in the driver's order.
-
-    Args:
-        devices: all GPUs for which this process has permission.
-        names: value of CUDA_VISIBLE_DEVICES: numbers of GPUs, UUIDs of GPUs or their beginnings, or UUIDs of MIG
-            parts, separated by commas; None: the variable is not set, and CUDA shows all.
-    """
+    """Return the GPUs that CUDA shows to a program, in the driver's order."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
@@ -197,11 +185,7 @@ def _gpu_of_part(name: str) -> str:
 
 
 def _sample(handle: Any) -> GpuSample:
-    """Return the current readings of one GPU; those that it does not report are None.
-
-    Args:
-        handle: NVML's handle of the GPU; None stands for a lost GPU, whose readings are unknown.
-    """
+    """Return the current readings of one GPU; those that it does not report are None."""
     rates = _query("nvmlDeviceGetUtilizationRates", handle)
     memory = _query("nvmlDeviceGetMemoryInfo", handle)
     power_mw = _query("nvmlDeviceGetPowerUsage", handle)
@@ -220,10 +204,7 @@ def _sample(handle: Any) -> GpuSample:
 
 
 def _throttle_reasons(handle: Any) -> tuple[str, ...]:
-    """Return why the GPU's clock is reduced, such as "power cap"; () if it is not, or if the reasons are unknown.
-
-    NVML gives the reasons as a bit mask. Reasons that are no limit or fault, such as an idle GPU, are left out.
-    """
+    """Return why the GPU's clock is reduced, such as "power cap"; () if it is not, or if the reasons are unknown."""
     mask = _query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if mask is None:  # Older drivers and libraries have only the older name of the function.
         mask = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -233,11 +214,7 @@ def _throttle_reasons(handle: Any) -> tuple[str, ...]:
 
 
 def _health(device: _Device) -> GpuHealth:
-    """Return the current health of one GPU.
-
-    If the GPU is lost (no longer answers the driver), `lost` has the driver's error and the other readings are
-    unknown.
-    """
+    """Return the current health of one GPU."""
     handle = device.handle
     retired_pages = _query("nvmlDeviceGetRetiredPages", handle, pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)
     remapping = _query("nvmlDeviceGetRemappedRows", handle)
@@ -262,11 +239,7 @@ def _health(device: _Device) -> GpuHealth:
 
 
 def _lost_error(handle: Any) -> str:
-    """Return the driver's error if this GPU no longer answers (lost) or must be reset, otherwise "".
-
-    The error comes from a query of the GPU's memory, made only for this purpose. Other errors of the query give "",
-    too.
-    """
+    """Return the driver's error if this GPU no longer answers (lost) or must be reset, otherwise ""."""
     try:
         pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
@@ -276,21 +249,13 @@ def _lost_error(handle: Any) -> str:
 
 
 def _uncorrected_errors(handle: Any, counter: int) -> int | None:
-    """Return the number of uncorrected memory errors, or None if the GPU does not count them.
-
-    Args:
-        handle: NVML's handle of the GPU.
-        counter: NVML_VOLATILE_ECC for the errors since the driver was loaded, NVML_AGGREGATE_ECC for those in the life
-            of the device.
-    """
+    """Return the number of uncorrected memory errors, or None if the GPU does not count them."""
     return _query("nvmlDeviceGetTotalEccErrors", handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
 
 
 def _recovery_action(handle: Any) -> str:
-    """Return how the driver wants this GPU to be recovered, such as "reboot the system", or "" if it asks for nothing.
-
-    Drivers before R570 do not report it, which also gives "". NVML has no function for it; it is read as a field
-    value.
+    """Return how the driver wants this GPU to be recovered, such as "reboot the system", or "" if it asks for
+    nothing.
     """
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
@@ -305,10 +270,7 @@ def _recovery_action(handle: Any) -> str:
 
 
 def _nvlinks(handle: Any) -> tuple[bool, ...]:
-    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost.
-
-    A link that sleeps to save power counts as active.
-    """
+    """Return whether each NVLink of the GPU is active, in the order of links; () if it has none or is lost."""
     are_active = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         state = _query("nvmlDeviceGetNvLinkState", handle, link)
@@ -318,16 +280,7 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call a function of NVML and return its result, or None if there is none.
-
-    There is none where pynvml lacks the function, where the call raises NVMLError, for example because the device does
-    not report the quantity, and for a lost GPU.
-
-    Args:
-        function: Name of the function in pynvml.
-        *args: Arguments of the function, as a rule with the handle of a GPU first. None as the first argument stands
-            for a lost GPU.
-    """
+    """Call a function of NVML and return its result, or None if there is none."""
     nvml_function = getattr(pynvml, function, None)
     is_lost = len(args) > 0 and args[0] is None
     if nvml_function is None or is_lost:
@@ -344,5 +297,5 @@ def _flag(value: int | None) -> bool | None:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Return a string of NVML as str; some versions of pynvml give bytes. None (an unknown value) stays None."""
+    """Return a string of NVML as str; some versions of pynvml give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -79,7 +79,6 @@ class Schedule(BaseModel, Generic[Number]):
 
     @model_serializer
     def _canonical(self) -> dict[str, Any]:
-        """Return the schedule as a mapping that is equal for equal schedules: only the keys that its shape uses."""
         ends_and_shape = {"from": self.start, "to": self.end, "shape": self.shape}
         if self.shape == "exponential":
             return ends_and_shape | {"tau": self.tau}
@@ -90,19 +89,11 @@ NumberOrSchedule: TypeAlias = float | Schedule[Any]
 
 
 def _tag(value: Any) -> str:
-    """Return the tag of the type against which pydantic validates a key that may be scheduled.
-
-    It is SCHEDULE_TAG for a mapping or a `Schedule`, and NUMBER_TAG for any other input.
-    """
     return SCHEDULE_TAG if isinstance(value, (Mapping, Schedule)) else NUMBER_TAG
 
 
 def refuse_boolean(value: Any) -> Any:
-    """Return a value of the config that is not a boolean; pydantic would take `true` for the number 1.
-
-    Raises:
-        ValueError: the value is a boolean.
-    """
+    """Return a value of the config that is not a boolean; pydantic would take `true` for the number 1."""
     if isinstance(value, bool):
         raise ValueError("a boolean is not a value of this key")
     return value
@@ -135,7 +126,6 @@ def value_at(value: NumberOrSchedule, progress: float) -> float:
     """Return the value of a config key at a point of the run.
 
     Args:
-        value: a plain number, which is returned as it is, or a schedule.
         progress: share of the run that is done, u = t / num_steps at step t (counted from 0), in [0, 1].
     """
     if not isinstance(value, Schedule):

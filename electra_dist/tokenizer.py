@@ -48,13 +48,7 @@ class NamedDigest(NamedTuple):
 
 
 def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
-    """Raise ManifestMismatch if the content of a file does not have the SHA-256 that another file names.
-
-    Args:
-        data: content of the file.
-        name: path or URL of the file, for the message.
-        expected: the digest, who names it, and the user's next step.
-    """
+    """Raise ManifestMismatch if the content of a file does not have the SHA-256 that another file names."""
     found = hashlib.sha256(data).hexdigest()
     if found != expected.sha256:
         raise ManifestMismatch(
@@ -65,22 +59,12 @@ def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
 class Vocabulary:
     """Vocabulary of a tokenizer: its tokens with their ids, and its five special tokens.
 
-    A vocabulary of WordPiece is a vocab.txt with one token per line; the line number, counted from 0, is the token's
-    id. A blank line, or one whose token comes again later, is an id that no text yields. The vocabulary of any other
-    tokenizer is a tokenizer.json in the format of Hugging Face's tokenizers.
+    A vocabulary of WordPiece is a vocab.txt with one token per line; the line number, counted from 0, is the
+    token's id. A blank line, or one whose token comes again later, is an id that no text yields.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Check and index the content of a vocab.txt or of a tokenizer.json.
-
-        Args:
-            text: One token per line, or the JSON object of a tokenizer.json.
-            name: Path or URL of the file, for error messages.
-
-        Raises:
-            UserError: A special token is missing; or the content is a tokenizer.json that cannot be loaded, or whose
-                special tokens can be reached from text.
-        """
+        """Check and index the content of a vocab.txt or of a tokenizer.json."""
         self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
         self._text = text.removesuffix("\n") + "\n"
         text = text.removeprefix(BYTE_ORDER_MARK)
@@ -100,11 +84,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
-        """Read a vocabulary from a UTF-8 file; `\\r\\n` also ends a line.
-
-        Raises:
-            UserError: The file is missing, cannot be read or is not a vocabulary.
-        """
+        r"""Read a vocabulary from a UTF-8 file; `\r\n` also ends a line."""
         try:
             data = read_regular(path)
         except FileNotFoundError:
@@ -121,18 +101,14 @@ class Vocabulary:
     def parse(cls, data: bytes, name: str, expected: NamedDigest | None = None) -> Vocabulary:
         """Return the vocabulary in the bytes of a vocab.txt, after a check of its digest where one is known.
 
-        Every vocab.txt that a run, a build, an export or a command reads comes through this function. The digest may
-        be that of the bytes or that of the text with `\\n` line ends, because copying a file may change its line ends.
+        Every vocab.txt that a run, a build, an export or a command reads comes through this function.
 
         Args:
-            data: content of the file, UTF-8; `\\r\\n` also ends a line.
-            name: path or URL of the file, for messages.
             expected: the SHA-256 that the vocabulary must have; None if nothing names one, as for a model of another
                 program. Then only the special tokens are required.
 
         Raises:
             ManifestMismatch: the digest is another one.
-            UserError: the content is not a vocabulary.
         """
         try:
             text = data.decode("utf-8")
@@ -164,8 +140,7 @@ class Vocabulary:
     def shown_tokens(self) -> list[str]:
         """Return the tokens in a form for people to read, in the order of their ids.
 
-        For any kind of vocabulary, a token that continues a word begins with ##, as in WordPiece. The bytes of
-        byte-level BPE are shown as the characters that they encode.
+        For any kind of vocabulary, a token that continues a word begins with ##, as in WordPiece.
         """
         return self.tokens if self.tokenizer_json is None else self.tokenizer_json.shown_tokens()
 
@@ -213,12 +188,6 @@ class WordPieceTokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, lowercase: bool) -> None:
-        """Build the tokenizer; it does not read or write files.
-
-        Args:
-            vocabulary: Tokens and their ids.
-            lowercase: Whether text is lower-cased and stripped of accents, as for BERT uncased.
-        """
         self.lowercase = lowercase
         model = tokenizers.models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS, continuing_subword_prefix="##"
@@ -234,8 +203,7 @@ class WordPieceTokenizer:
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each line, without [CLS] and [SEP]; a line without tokens gives [].
 
-        A space always ends a word, so the ids of a line are those of its words, one after another. Words that an
-        earlier call has encoded are looked up in a cache, and only new ones are passed to the `tokenizers` library.
+        A space always ends a word, so the ids of a line are those of its words, one after another.
         """
         _refuse_one_text(lines)
         words_of_lines = [line.split(" ") for line in lines]
@@ -257,8 +225,7 @@ class WordPieceTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of one text and, for each id, the characters [start, end) of `text` that it stands for.
 
-        The ids equal `encode([text])[0]`. The cache of words is not used, because it has no offsets, so this is slower
-        than `encode`.
+        The ids equal `encode([text])[0]`.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -275,11 +242,7 @@ class WordPieceTokenizer:
         return text.splitlines()
 
     def _limit_memory(self, new_words: list[str]) -> None:
-        """Empty the cache of words if it has too many, and remove very long words from it, which rarely repeat.
-
-        Args:
-            new_words: the words that the newest call of `encode` has added; only these can be too long.
-        """
+        """Empty the cache of words if it has too many, and remove very long words from it, which rarely repeat."""
         if len(self._known) > _MAX_KNOWN_WORDS:
             self._known.clear()
         for word in new_words:
@@ -296,11 +259,7 @@ class JsonTokenizer:
     lowercase = False  # any lower-casing is part of the tokenizer.json
 
     def __init__(self, tokenizer_json: TokenizerJson) -> None:
-        """Store the tokenizer, which does the encoding.
-
-        Args:
-            tokenizer_json: From `Vocabulary.tokenizer_json`.
-        """
+        """Store the tokenizer, which does the encoding."""
         self._tokenizer = tokenizer_json
         first, second, both = tokenizer_json.encode(["a", "b", "a b"])
         # Byte-level tokens contain the space before a word, so the space must be there; WordPiece drops it.
@@ -318,8 +277,7 @@ class JsonTokenizer:
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the ids of each word of one text, whose words are separated by spaces.
 
-        The words are encoded together, because a token may contain the space before it. A token that contains parts of
-        two words, or only the space after a word, counts to the first. A word without a token gives [].
+        The words are encoded together, because a token may contain the space before it.
         """
         starts = list(itertools.accumulate((len(word) + 1 for word in words[:-1]), initial=0))
         ids_of_words: list[list[int]] = [[] for _ in words]
@@ -329,11 +287,7 @@ class JsonTokenizer:
         return ids_of_words
 
     def split_lines(self, text: str) -> list[str]:
-        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends.
-
-        Each line begins with the space in place of the line end before it, if the tokens of this tokenizer contain
-        spaces. Lines of white space are added to the line after them; those at the end of the text are left out.
-        """
+        """Return the lines of a text, whose ids, one after another, are those of the text with spaces as line ends."""
         lines = []
         line_and_space = ""
         for line in text.splitlines():
@@ -349,13 +303,7 @@ TextTokenizer = WordPieceTokenizer | JsonTokenizer
 
 
 def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
-    """Create the tokenizer for a vocabulary: a `JsonTokenizer` for a tokenizer.json, else a `WordPieceTokenizer`.
-
-    Args:
-        vocabulary: The vocabulary, which decides the kind.
-        lowercase: Whether WordPiece lower-cases text and strips its accents; not used with a tokenizer.json, which
-            contains its own rules.
-    """
+    """Create the tokenizer for a vocabulary: a `JsonTokenizer` for a tokenizer.json, else a `WordPieceTokenizer`."""
     if vocabulary.tokenizer_json is not None:
         return JsonTokenizer(vocabulary.tokenizer_json)
     return WordPieceTokenizer(vocabulary, lowercase)

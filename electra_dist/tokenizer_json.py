@@ -49,25 +49,9 @@ def is_tokenizer_json(text: str) -> bool:
 
 
 class TokenizerJson:
-    """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
-
-    Attributes:
-        ids: Token -> id, with added and special tokens.
-        tokens: The tokens in the order of their ids.
-        special: Name of each special token in BERT, such as "[CLS]" -> id of the token in this role.
-    """
+    """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text."""
 
     def __init__(self, text: str, name: str) -> None:
-        """Load and check a tokenizer.
-
-        Args:
-            text: content of the tokenizer.json.
-            name: path or URL of the file, for error messages.
-
-        Raises:
-            UserError: the file cannot be loaded, no token has the role of one of the special tokens, or the name of a
-                special token in a text is encoded as a special token.
-        """
         content = json.loads(text)
         tokenizer = _load(text, name)
         self._text = text
@@ -110,8 +94,6 @@ class TokenizerJson:
         """Return the tokens in a form for people to read, in the order of their ids.
 
         Byte-level tokens are decoded to characters, and get the prefix ## if they continue a word, as in WordPiece.
-        Bytes that are no whole character become U+FFFD. Special tokens are returned as they are, and so are all tokens
-        of a tokenizer that is not byte-level.
         """
         is_byte_level = any(token.startswith(_WORD_START) for token in self.tokens)
         if not is_byte_level:
@@ -124,11 +106,7 @@ class TokenizerJson:
         return shown
 
     def for_hugging_face(self) -> str:
-        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes.
-
-        If the post-processor of the original file makes other rows of texts and pairs of texts than this project, or
-        gives the second text of a pair the token type of the first, it is replaced by one that makes the same rows.
-        """
+        """Return the content of a tokenizer.json for an export, which adds [CLS] and [SEP] when it encodes."""
         tokenizer = tokenizers.Tokenizer.from_str(self._text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -142,11 +120,7 @@ class TokenizerJson:
         return tokenizer.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
-        """Raise UserError if the name of a special token in a text is encoded as a special token other than [UNK].
-
-        Args:
-            name: path or URL of the file, for the error message.
-        """
+        """Raise UserError if the name of a special token in a text is encoded as a special token other than [UNK]."""
         reserved = {token_id: token for token, token_id in self.special.items() if token != "[UNK]"}
         for token_id, role in reserved.items():
             text = self.tokens[token_id]
@@ -160,10 +134,6 @@ class TokenizerJson:
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
     """Return the tokens X and Y if a post-processor makes rows `X A Y` and `X A Y B Y`, like those of this project.
-
-    Args:
-        post_processor: entry `post_processor` of a tokenizer.json.
-        with_types: whether B and the Y after it must have token type 1, and everything before them type 0.
 
     Returns:
         (X, Y); None if it makes other rows.
@@ -191,7 +161,6 @@ def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tup
 
 
 def _load(text: str, name: str) -> tokenizers.Tokenizer:
-    """Load a tokenizer.json with Hugging Face's tokenizers; raise UserError with the file's name if that fails."""
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001  (the library raises plain Exceptions)
@@ -201,17 +170,7 @@ def _load(text: str, name: str) -> tokenizers.Tokenizer:
 def _encoder_of_text(
     tokenizer: tokenizers.Tokenizer, content: dict[str, Any], special: dict[str, int], name: str
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer that encodes the names of the five special tokens in a text like other text.
-
-    The library can do so for all special tokens of a file together only. The others, such as markers of entities, are
-    therefore declared to be ordinary added tokens.
-
-    Args:
-        tokenizer: the loaded file.
-        content: the parsed file, which is changed.
-        special: ids of the five special tokens.
-        name: path or URL of the file, for error messages.
-    """
+    """Return a tokenizer that encodes the names of the five special tokens in a text like other text."""
     others = [token for token in content.get("added_tokens") or () if token["special"]]
     others = [token for token in others if token["id"] not in special.values()]
     if others:
@@ -225,7 +184,6 @@ def _encoder_of_text(
 
 
 def _tokens_by_id(ids: dict[str, int]) -> list[str]:
-    """Return the tokens in the order of their ids; an id without a token gets the placeholder "<no token ID>"."""
     tokens = [f"<no token {token_id}>" for token_id in range(max(ids.values(), default=-1) + 1)]
     for token, token_id in ids.items():
         tokens[token_id] = token
@@ -233,22 +191,7 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Find the tokens that have the roles of BERT's five special tokens.
-
-    A role is assigned by the names in `_NAMES`. The tokens that the file itself names have precedence: `unk_token` of
-    its model, and the tokens that its post-processor puts around a text.
-
-    Args:
-        ids: token -> id.
-        content: the parsed tokenizer.json.
-        name: path or URL of the file, for the error message.
-
-    Returns:
-        Role, such as "[CLS]" -> id of the token that has it.
-
-    Raises:
-        UserError: no token has one of the roles.
-    """
+    """Find the tokens that have the roles of BERT's five special tokens."""
     special = {}
     for role, names in _NAMES.items():
         known = [token for token in names if token in ids]
@@ -270,13 +213,8 @@ def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dic
 
 
 def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
-    """Return the tokens that a post-processor puts before a text, in the role [CLS], and after it, in the role [SEP].
-
-    Args:
-        post_processor: entry `post_processor` of a tokenizer.json; may be None.
-
-    Returns:
-        {"[CLS]": token, "[SEP]": token}; {} if the post-processor does not put tokens at both ends.
+    """Return the tokens that a post-processor puts before a text, in the role [CLS], and after it, in the role
+    [SEP].
     """
     if post_processor is None:
         return {}
@@ -296,14 +234,7 @@ def _ends_of_a_text(post_processor: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _decoded(token: str, byte_of: dict[str, int]) -> str:
-    """Decode a byte-level token to readable characters, in the notation of WordPiece.
-
-    A token that begins a word loses its space; any other token gets the prefix ##.
-
-    Args:
-        token: the token, in which each character stands for one byte.
-        byte_of: character -> byte, from `_byte_of_character`.
-    """
+    """Decode a byte-level token to readable characters, in the notation of WordPiece."""
     text = token
     is_byte_level = all(character in byte_of for character in token)  # False for some added tokens
     if is_byte_level:
@@ -314,11 +245,7 @@ def _decoded(token: str, byte_of: dict[str, int]) -> str:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table, which all byte-level tokenizers use: character in a token -> byte that it stands for.
-
-    A byte that is a printable character of Latin-1 is written as this character. The other bytes, in ascending order,
-    are written as the characters from U+0100 on.
-    """
+    """Return GPT-2's table, which all byte-level tokenizers use: character in a token -> byte that it stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in byte_of]

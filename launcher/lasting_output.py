@@ -17,7 +17,6 @@ class LastingStream:
     """A text stream that discards its output after the first failed write; otherwise it acts as the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Wrap a stream, such as sys.stdout."""
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -36,11 +35,9 @@ class LastingStream:
             self._silence()
 
     def _silence(self) -> None:
-        """Send all further output to the null device."""
         self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (kept until the process ends)
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the stream, such as `isatty`."""
         return getattr(self._stream, name)
 
 

@@ -94,21 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
-    """Train on this rank; at the end rank 0 writes report.html, also if training failed.
-
-    Args:
-        config: the resolved config of the run.
-        is_first_rank: whether this is rank 0.
-        accept_new_numerics: whether to continue a run that was begun by a version with other random draws or rounding.
-        from_scratch: whether to begin again at step 0; checkpoints and records in the run folder are then renamed.
-
-    Returns:
-        The exit code of training, of `electra_dist/errors.py`.
-
-    Raises:
-        UserError: the config, the data or the run folder cannot be used; then no report is written.
-        StorageLost: an input could not be read for `cluster.storage_patience_s` seconds; then no report is written.
-    """
+    """Train on this rank; at the end rank 0 writes report.html, also if training failed."""
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
@@ -127,10 +113,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
 
 
 def _write_report(run_dir: Path) -> None:
-    """Write report.html; print one line to stderr if that fails, because the run itself is not affected.
-
-    Importing matplotlib takes half a second, so the import is here and not at the top of the file.
-    """
+    """Write report.html; print one line to stderr if that fails, because the run itself is not affected."""
     try:
         from electra_dist.report.report_page import write_report
 
@@ -144,10 +127,6 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
-    """Return the estimated number of rows that fit into `free_bytes` bytes of memory on one of `world_size` GPUs.
-
-    The measurement for `train.micro_batch: auto` starts from this number.
-    """
     from electra_dist.planning.activation_memory import micro_batch_limit
 
     plan = config.plan.model_copy(update={"num_gpus": world_size})
@@ -177,12 +156,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _end_process(exit_code: int) -> NoReturn:
-    """End the process at once with an exit code, without Python's own clean-up.
-
-    Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of torch's
-    process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts the process,
-    and the launcher would then see SIGABRT instead of the exit code.
-    """
     with contextlib.suppress(OSError):  # Nobody may read the output any more.
         sys.stdout.flush()
         sys.stderr.flush()

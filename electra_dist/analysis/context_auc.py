@@ -1,11 +1,8 @@
 """Judge by its context AUC whether a run's discriminator has learnt more than how frequent tokens are.
 
 The context AUC is the ROC-AUC of the discriminator's scores on held-out rows whose replacements come from the unigram
-distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5.
-
-A discriminator that starts beside a generator at temperature 1 may stay there: the generator samples by frequency
-within some hundred steps, and its samples then give a discriminator that knows frequencies only nothing to learn from.
-A falling temperature avoids this.
+distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. A discriminator that starts
+beside a generator at temperature 1 may stay there; a falling temperature avoids this.
 
 This module imports neither torch nor numpy, so that `electra-dist status` answers quickly.
 """
@@ -26,14 +23,7 @@ _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is e
 
 
 def first_judged_step(config: Config) -> int:
-    """Return the number of steps after which a low context AUC is reported.
-
-    It is 30 % of the steps or 1 B tokens (pads included), whichever comes first. In two-stage training both count from
-    the beginning of the second stage, when the discriminator begins to learn.
-
-    Args:
-        config: the resolved config of the run.
-    """
+    """Return the number of steps after which a low context AUC is reported."""
     stage_begin = config.objective.generator_only_steps
     discriminator_steps = config.train.num_steps - stage_begin
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -42,33 +32,18 @@ def first_judged_step(config: Config) -> int:
 
 
 def is_stuck(record: Record, config: Config) -> bool:
-    """Return whether an evaluation shows a context AUC below 0.52 when the run should be above it.
-
-    Args:
-        record: an evaluation in metrics.jsonl; one of an older version has no context AUC and is never stuck.
-        config: the resolved config of the run.
-    """
+    """Return whether an evaluation shows a context AUC below 0.52 when the run should be above it."""
     context_auc = record.get("context_auc", math.nan)
     return bool(record["step"] >= first_judged_step(config) and context_auc < STUCK_BELOW)
 
 
 def was_reported(records: Iterable[Record], config: Config) -> bool:
-    """Return whether the log already has the warning, because an evaluation in metrics.jsonl was stuck.
-
-    Args:
-        records: records of metrics.jsonl, with at least all evaluations.
-        config: the resolved config of the run.
-    """
+    """Return whether the log already has the warning, because an evaluation in metrics.jsonl was stuck."""
     return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)
 
 
 def stuck_warning(record: Record, config: Config) -> str:
-    """Return one line that describes a stuck run and what to change.
-
-    Args:
-        record: the evaluation, for which `is_stuck` is true.
-        config: the resolved config of the run.
-    """
+    """Return one line that describes a stuck run and what to change."""
     share = 100 * record["step"] / config.train.num_steps
     return (
         f"step {record['step']:,}: context AUC {record['context_auc']:.3f} (standard error "

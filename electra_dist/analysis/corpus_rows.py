@@ -19,20 +19,7 @@ from electra_dist.store.interface import Store
 def rows_of_shards(
     store: Store, manifest: CorpusManifest, shards: Iterable[int]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len].
-
-    A shard on S3 is downloaded to a temporary file, which the next shard replaces. The SHA-256 of each shard is
-    verified; one that has arrived with wrong bytes is fetched again a few times.
-
-    Args:
-        store: store of the corpus.
-        manifest: manifest of the corpus.
-        shards: indices of the shards in the manifest; they are taken one by one, so a progress bar may wrap them.
-
-    Raises:
-        StoreError: a shard cannot be read.
-        ManifestMismatch: a shard is not the one that the manifest lists.
-    """
+    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len]."""
     from electra_dist.data.shard import Shard  # This module imports torch, which takes seconds.
 
     with tempfile.TemporaryDirectory(prefix="electra-rows-") as folder:
@@ -46,12 +33,7 @@ def rows_of_shards(
 
 
 def _verified_file(store: Store, entry: ShardEntry, folder: Path) -> Path:
-    """Return the path of a file with the bytes of a shard: the shard itself, or a download of it in `folder`.
-
-    Raises:
-        StoreError: the shard cannot be read.
-        ManifestMismatch: its SHA-256 is not the one that corpus.json lists.
-    """
+    """Return the path of a file with the bytes of a shard: the shard itself, or a download of it in `folder`."""
     path = store.local_path(entry.name)
     is_fetched = path is None
     if path is None:

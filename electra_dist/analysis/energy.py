@@ -1,9 +1,7 @@
-"""Estimate the electric energy of a run from the power of its GPUs, which a run records where a driver gives it.
+"""Estimate the electric energy of a run from the recorded power of its GPUs.
 
-How: the energy is the product of three numbers: the mean of the recorded power, in which each record has the weight
-of the time that it stands for; the time in which the run's processes existed; and the number of nodes. Evaluations,
-saves, restores and repeated steps thus count as training does; the time in the queue and the time in which no process
-ran do not count.
+How: the energy is the mean recorded power, times the time in which the run's processes existed, times the number of
+nodes. Evaluations, saves, restores and repeated steps count; time in the queue does not.
 
 Limits: the GPUs alone, without processors, network and cooling. The power is that of the first rank's node; the other
 nodes are assumed to need as much.
@@ -33,17 +31,7 @@ class Energy:
 
 
 def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy of the GPUs of a run.
-
-    Return None if no record has the power of the GPUs, or if the ledger does not show that the run's processes existed
-    for some time.
-
-    Args:
-        train: records of training steps in metrics.jsonl, oldest first; of their fields, step, step_s and gpu_power_w
-            are read. A record stands for all steps since the one before.
-        account: the run's wall-clock seconds, split by activity.
-        environment: content of environment.json, whose "hosts" give the number of nodes; 1 if it has none.
-    """
+    """Return the estimated energy of the GPUs of a run; None if no record has their power."""
     weighted_power = 0.0
     weight_s = 0.0
     step_before = 0

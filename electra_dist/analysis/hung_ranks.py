@@ -1,13 +1,10 @@
 """Detect hung ranks: a rank is hung if its last heartbeat is older than the limit of the phase that it is in.
 
-A heartbeat is a small record that each rank writes at every step and at every change of its phase. It contains the
-phase: setup, step, checkpoint, eval, storage or done. In phase storage a rank waits for storage that is full or away.
-
 Guarantee: `hung` is a pure function of its arguments. The limit of a step is a multiple of the rank's own step time,
 which is measured during the run; the other phases have fixed limits in seconds.
 
-All times are seconds of one clock, that of the heartbeats. Heartbeats have Unix times; the supervisor, which must not
-be misled by a wall clock that jumps, first translates them to its monotonic clock.
+All times are seconds of the clock of the heartbeats. Heartbeats have Unix times; the supervisor, which a jump of the
+wall clock must not mislead, first translates them to its monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,10 +21,7 @@ STORAGE_MARGIN_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Limits for the silence of a rank: seconds without a heartbeat, in each phase, after which it counts as hung.
-
-    A rank writes the phase that it is in (setup, step, checkpoint, eval, storage or done) into each of its heartbeats.
-    """
+    """Seconds without a heartbeat, in each phase, after which a rank counts as hung."""
 
     setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
     step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
@@ -37,15 +31,7 @@ class HangLimits:
     storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
 
     def of(self, beat: Beat) -> float:
-        """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done.
-
-        The phase in the heartbeat decides. In a step the limit is a multiple of the rank's own step time, but at least
-        `step_floor_s`. While the step time is not known, because the run has just begun, the limit of the setup
-        applies.
-
-        Args:
-            beat: the newest heartbeat of the rank.
-        """
+        """Return the seconds for which a rank may be silent after a heartbeat; infinity if it is done."""
         if beat.phase == "done":
             return float("inf")
         if beat.phase == "storage":
@@ -59,25 +45,14 @@ class HangLimits:
         return self.setup_s
 
     def of_its_collective(self, beat: Beat) -> float:
-        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks.
-
-        This is the limit of the rank's phase, with one exception. In the first step after a checkpoint or an
-        evaluation, other ranks may still be in that phase while this rank waits for them in the collective. The
-        longest of the limits for a step, a checkpoint and an evaluation then applies.
-
-        Args:
-            beat: the newest heartbeat of the rank.
-        """
+        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks."""
         if _is_first_of_step_phase(beat) and beat.step_s is not None:
             return max(self.of(beat), self.checkpoint_s, self.eval_s)
         return self.of(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits of silence that the keys `hang_...` in the `cluster` section of the config set.
-
-    All of them are in seconds, except `hang_step_factor`, which is a multiple of the step time.
-    """
+    """Return the limits of silence that the keys `hang_...` in the `cluster` section of the config set."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -90,10 +65,7 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """A silent rank: its newest phase and step, how long it has sent no heartbeat, and how long it may send none.
-
-    `hung` returns only ranks whose silence `quiet_s` exceeds their limit `limit_s`.
-    """
+    """A rank whose silence `quiet_s` exceeds its limit `limit_s`, with its newest phase and step."""
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
@@ -118,27 +90,7 @@ def hung(
     read_all_beats: Callable[[], Iterable[Beat]] = tuple,
     not_before: float = float("-inf"),
 ) -> list[Hung]:
-    """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence.
-
-    A rank is hung if it has sent no heartbeat for longer than a limit. The limit is that of the phase that the rank
-    itself is in (`HangLimits.of`), with one exception. A rank may wait in a collective for other ranks that have done
-    no more steps than it has, for example because they still save a checkpoint or wait for storage. Its silence is
-    then counted from the newest heartbeat of these ranks, and the longest of their limits and its own limit applies.
-
-    The culprit comes first because the other hung ranks usually wait for it in a collective, having done more steps.
-
-    Args:
-        heartbeats: newest heartbeat of each rank to judge.
-        now: the present time, in seconds of the clock of the heartbeats.
-        limits: the longest silence that each phase allows.
-        started: time at which the ranks were started; older heartbeats are of an earlier start and are ignored.
-        ranks: ranks that must exist; a rank without a heartbeat since `started` counts as being in setup since then.
-        read_all_beats: reads the newest heartbeats of the ranks of all nodes, to find ranks that a rank may wait for.
-            It is called at most once, and only if a rank exceeds its own limit. The default returns none, so the
-            exception above does not apply.
-        not_before: time until which no heartbeat could be written, for example because the run folder was away; no
-            silence is counted from an earlier time.
-    """
+    """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence."""
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
     has_silent_rank = any(silence.is_too_long for silence in own_silences.values())
@@ -158,38 +110,13 @@ def hung(
 
 
 def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) -> Hung:
-    """Return how long a rank has sent no heartbeat, with the limit of its own phase; other ranks are not considered.
-
-    Args:
-        beat: the newest heartbeat of the rank.
-        now: the present time, in seconds of the clock of the heartbeats.
-        limits: the longest silence that each phase allows.
-        not_before: time in seconds; no silence is counted from an earlier time.
-
-    Returns:
-        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
-    """
     return _silence_among_others(beat, (), now, limits, not_before)
 
 
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return how long a rank and all ranks that it may wait for have been silent, with the longest of their limits.
-
-    The silence is counted from the newest heartbeat of any of these ranks.
-
-    Args:
-        beat: the newest heartbeat of the rank.
-        all_beats: newest heartbeats of the ranks of all nodes; those of another attempt (start of the run) are
-            ignored.
-        now: the present time, in seconds of the clock of the heartbeats.
-        limits: the longest silence that each phase allows.
-        not_before: time in seconds; no silence is counted from an earlier time.
-
-    Returns:
-        A `Hung` whether or not the limit is exceeded, which its property `is_too_long` shows.
-    """
+    """Return how long a rank and all ranks that it may wait for have been silent, with the longest of their limits."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
@@ -205,31 +132,12 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may be waiting in a collective for another rank.
-
-    It cannot wait for a rank that is done, or that has done more steps, because that rank has already taken part in
-    all collectives that the waiting rank has reached. A rank in phase "storage" counts in any case, because its
-    heartbeats may come late.
-
-    Args:
-        beat: newest heartbeat of the rank that may be waiting.
-        other: newest heartbeat of the other rank.
-    """
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 
 
 def _silent_since(beat: Beat) -> float:
-    """Return the time, in seconds of the clock of the heartbeats, from which the silence of a rank is counted.
-
-    This is the time of its newest heartbeat. In phase "storage" it is the start of the phase: a rank that waits for
-    storage goes on sending heartbeats, so only the length of the wait can show that it is hung.
-    """
     return beat.phase_since if beat.phase == "storage" else beat.time
 
 
 def _is_first_of_step_phase(beat: Beat) -> bool:
-    """Return whether a heartbeat is the one that its rank sent when it entered the phase "step".
-
-    If it is the newest heartbeat, the rank has not completed a step since it left its previous phase.
-    """
     return beat.phase == "step" and beat.time == beat.phase_since

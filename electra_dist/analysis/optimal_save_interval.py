@@ -1,10 +1,8 @@
 """Choose the interval between checkpoints by the formula of Young and Daly, from the events in the run's own ledger.
 
 A save pauses training (the stall), and an interruption loses half an interval of work on average. The two together
-lose the least time at the interval sqrt(2 x stall x time between interruptions). Both quantities are measured in the
-run itself: the stall is the median over its newest checkpoints, and interruptions are counted over all its jobs. The
-stall includes the time in which a save waits for the previous one. If a slow store needs longer for a save than the
-interval, the stall therefore grows, and with it the interval.
+lose the least time at the interval sqrt(2 x stall x time between interruptions). The stall is the median over the
+run's newest checkpoints and includes the wait for the previous save, so a slow store makes the interval longer.
 """
 
 from __future__ import annotations
@@ -25,15 +23,7 @@ _UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the number of optimizer steps between checkpoints that `checkpoint.every_steps: auto` stands for.
-
-    The formula of Young and Daly gives the interval that loses the least time to saves and interruptions together; the
-    times in it are measured in this run. The result is at least 10 steps and at most as many as take an hour. It is
-    100 until the first save has been measured.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first.
-    """
+    """Return the number of optimizer steps between checkpoints that `checkpoint.every_steps: auto` stands for."""
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts_of(ledger))
     if stall_s is None or step_s <= 0:
@@ -48,14 +38,7 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
 
 
 def interruptions(ledger: Sequence[Record]) -> int:
-    """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes.
-
-    Stops on request and returns to an earlier checkpoint after divergence (rollbacks) are not counted. A start whose
-    end is not in the ledger counts as killed, once a later start follows it.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first.
-    """
+    """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes."""
     num_interruptions = 0
     previous_end: str | None = None  # how the previous start ended; None before the first start
     for event in ledger:
@@ -69,14 +52,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes).
-
-    It is (running time + 1 day) / (number of interruptions + 1). The added day and interruption are a first guess: a
-    run without any interruption so far gets a finite result, and they matter less the longer the run lasts.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first.
-    """
+    """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes)."""
     # A wall clock that was set back lets a start end before it began.
     running_s = sum(max(0.0, start.last - start.began) for start in starts_of(ledger))
     num_interruptions = interruptions(ledger) + 1
@@ -84,14 +60,7 @@ def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
 
 
 def measured_stall_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one.
-
-    A checkpoint stops training while the state is copied (`stall_s` of its ledger event), and before that while the
-    previous checkpoint is still being written (`wait_s`). The two are added.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first.
-    """
+    """Return the median seconds for which the newest 20 checkpoints stopped training; None before the first one."""
     checkpoints = [event for event in ledger if event["event"] == "checkpoint"]
     if not checkpoints:
         return None
@@ -100,19 +69,7 @@ def measured_stall_s(ledger: Sequence[Record]) -> float | None:
 
 
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
-    """Return the steps between checkpoints that lose the least time: sqrt(2 x stall x time between interruptions).
-
-    The formula gives seconds, which are divided by the seconds of a step and rounded. Longer intervals lose more work
-    at an interruption (half an interval on average), shorter ones stop training more often. Source: Young 1974, Daly
-    2006, first order.
-
-    Args:
-        stall_s: seconds for which one save stops training.
-        interruption_s: mean seconds between interruptions.
-        step_s: seconds of a step; if it is not positive, `most` is returned.
-        least: lower limit in steps; it also applies if the stall was measured as 0.
-        most: upper limit in steps.
-    """
+    """Return the steps between checkpoints that lose the least time; `most` if `step_s` is not positive."""
     if step_s <= 0:
         return most
     interval_s = math.sqrt(2.0 * stall_s * interruption_s)

@@ -1,15 +1,9 @@
 """Compute the receipt that a run must have for the rows of one phase of its data, up to any position.
 
-A receipt is the number of used rows and the sum of the hashes of their ids (`data/row_receipt.py`). A phase is a range
-of steps that read one corpus (`data.phases`).
-
 Guarantee: the receipt is that of exactly the rows that the run's row order puts at the positions of the phase.
 
-How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
-group of shards whose rows are shuffled together), are therefore sums of the receipts of their shards. Only in a window
-that is used in part are the rows looked up one by one.
-
-Cost: every row id of the corpus is hashed once, and each row that is looked up takes 3 us.
+How: a receipt does not depend on the order of the rows. Receipts of whole epochs and of whole shuffle windows are
+therefore sums of the receipts of their shards. Rows are looked up one by one only in a window that is used in part.
 """
 
 from __future__ import annotations
@@ -25,20 +19,10 @@ _CHUNK = 1 << 16  # positions whose rows are looked up together
 
 
 class PhaseReceipts:
-    """Computes receipts, which are digests of the rows used so far, for one phase of a run.
-
-    The newest result is kept: a query for a later position starts from it and costs only the rows in between, and a
-    query for an earlier position starts at the beginning of the phase.
-    """
+    """Computes the receipts of one phase; a query for a later position costs only the rows since the newest one."""
 
     def __init__(self, phase: OrderPhase) -> None:
-        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch.
-
-        `before` builds its results from them.
-
-        Args:
-            phase: order of the rows of this phase, its first position in the run, and the id of its first row.
-        """
+        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch."""
         self._phase = phase
         self._order = phase.order
         # Id of the first row of each shard, and the id after the last row.
@@ -48,15 +32,7 @@ class PhaseReceipts:
         self._newest_query = (0, Receipt())  # position in the phase, receipt of all rows of the phase before it
 
     def before(self, position: int) -> Receipt:
-        """Return the receipt of this phase's rows at the first `position` positions of the run.
-
-        Rows of skipped steps are included. The receipts of whole epochs and of whole shuffle windows are known; only
-        the rows of a window that ends after `position` are looked up one by one. The computation continues from the
-        result of the newest query, unless that query was for a later position.
-
-        Args:
-            position: number of rows of the whole run, over all its phases.
-        """
+        """Return the receipt of this phase's rows at the first `position` positions of the run."""
         if self._phase.end_position is not None:
             position = min(position, self._phase.end_position)
         end_of_query = max(0, position - self._phase.first_position)

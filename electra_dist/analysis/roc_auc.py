@@ -4,8 +4,6 @@ Guarantee: the AUC is the exact probability that a random replaced token scores 
 where a tie counts one half (the Mann-Whitney statistic). Scores are not put into bins, so it equals scikit-learn's
 `roc_auc_score`.
 
-Cost: one sort; 1 M tokens take about 0.1 s.
-
 Limits: all scores of an evaluation must be in memory at once (8 bytes a token).
 """
 
@@ -20,10 +18,9 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Quality of the discriminator's scores: ROC-AUC, and accuracy, precision and recall of the decision "score > 0".
+    """Quality of the discriminator's scores; a positive is a replaced token, and the decision is "score > 0".
 
-    A positive is a token that was replaced. The AUC is NaN if all tokens are of one class. Precision is 0 if no token
-    is predicted positive, and recall is 0 if no token is positive.
+    The AUC is NaN if all tokens are of one class. Precision and recall are 0 where they are 0 / 0.
     """
 
     auc: float  # NaN if one of the two classes is empty
@@ -33,17 +30,9 @@ class Separation:
 
 
 def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
-    """Return the exact area under the ROC curve: the probability that a positive scores above a negative.
+    """Return the exact probability that a positive scores above a negative; NaN if a class is empty or a score is NaN.
 
-    It is the share of all pairs (positive, negative) in which the positive scores higher; a tie counts one half.
-    Equals scikit-learn's `roc_auc_score`. Cost: one sort.
-
-    Args:
-        scores: any real numbers, [N]; larger means more likely positive.
-        labels: [N]; true or non-zero means positive.
-
-    Returns:
-        A number in [0, 1]; NaN if one of the classes is empty or a score is NaN.
+    Scores [N] are larger for likely positives; labels [N] are true or non-zero for positives.
     """
     score = np.asarray(scores, dtype=np.float64)
     positive = np.asarray(labels).astype(bool)
@@ -70,15 +59,7 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Return the ROC-AUC of the logits, and accuracy, precision and recall of the decision "positive if logit > 0".
-
-    Args:
-        logits: scores of the tokens, [N]; larger means more likely replaced.
-        labels: [N]; true or non-zero means positive (a replaced token).
-
-    Raises:
-        ValueError: N is 0.
-    """
+    """Return the quality of logits [N] for labels [N], which are true or non-zero for replaced tokens."""
     positive = np.asarray(labels).astype(bool)
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
@@ -95,21 +76,9 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error; scores of one cluster need not be independent.
+    """Return the ROC-AUC and its standard error.
 
-    To first order, the AUC's deviation from its expected value is a sum with one term for each score. The term of a
-    positive is (share of negatives below it - AUC) / number of positives. The term of a negative is (share of
-    positives above it - AUC) / number of negatives. The terms are added up within each cluster. The standard error is
-    that of the total of these sums, which count as independent (Obuchowski, Biometrics 1997, in its form for one
-    model).
-
-    Args:
-        scores: real numbers, [N]; larger means more likely positive.
-        labels: [N]; true or non-zero means positive.
-        clusters: number of the cluster of each score, int64 [N], such as the row of a token.
-
-    Returns:
-        AUC and standard error; both are NaN if a class is empty, and the error is NaN with fewer than two clusters.
+    Scores of one cluster (int64 [N], such as the row of a token) need not be independent.
     """
     score = np.asarray(scores, np.float64)
     positive = np.asarray(labels).astype(bool)
@@ -129,7 +98,6 @@ def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np
 
 
 def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each value the share of `others` that are lower, where an equal one counts one half."""
     ordered = np.sort(others)
     num_below = np.searchsorted(ordered, values, side="left")
     num_at_most = np.searchsorted(ordered, values, side="right")

@@ -1,8 +1,7 @@
 """Classify the state of a run: living, waiting, held, stopped, dead, finished or not begun.
 
-Guarantee: a pure function of the evidence. The evidence is the ledger (the run's event log), the newest sign of life
-(a heartbeat, a metrics record or a ledger event) and, with Slurm, the run's jobs in the queue. The queue has
-precedence over the sign of life: if a job runs, the run is living, even if it is silent.
+Guarantee: a pure function of the ledger, the newest sign of life (a heartbeat, a metrics record or a ledger event)
+and, with Slurm, the run's jobs in the queue, which have precedence: a running job is a living run, even if silent.
 
 Limits: without Slurm, a killed run looks like a run in a long step until the newest sign of life is older than
 `RunEvidence.patience_s`.
@@ -21,11 +20,7 @@ State = Literal["finished", "living", "held", "waiting", "stopped", "dead", "not
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
-    """What is known of a run apart from its ledger: the newest sign of life, and its jobs in Slurm's queue.
-
-    A sign of life is a heartbeat of a rank, a metrics record or a ledger event. Without Slurm the three fields about
-    jobs stay False.
-    """
+    """What is known of a run apart from its ledger; without Slurm the three fields about jobs stay False."""
 
     now: float  # Unix seconds
     sign_of_life: float | None  # Unix seconds of the newest heartbeat, metrics record or event; None: never
@@ -36,20 +31,7 @@ class RunEvidence:
 
 
 def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
-    """Classify the state of a run from its ledger and other evidence.
-
-    The first evidence that decides is used: an event "done" in the ledger, then the jobs in Slurm's queue, then the
-    ledger's last event, then the age of the newest sign of life (a heartbeat, metrics record or ledger event).
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first; may be empty.
-        evidence: the newest sign of life, and the run's jobs in Slurm's queue.
-
-    Returns:
-        "finished", "living" (it runs), "held" (in the queue until a person releases it), "waiting" (in the queue),
-        "stopped" (on request, or because storage stayed away), "dead" (it ended with a fault, or has been silent for
-        `evidence.patience_s`) or "not begun" (no event and no sign of life).
-    """
+    """Classify the state of a run from its ledger and other evidence."""
     if any(event["event"] == "done" for event in ledger):
         return "finished"
 

@@ -1,15 +1,11 @@
-"""Find stragglers, the ranks that are repeatedly slower than the median rank, from gathered step times.
+"""Find stragglers, the ranks that are repeatedly slower than the median rank.
 
-The step times of all ranks are gathered at intervals; each gathering is called a look.
-
-Guarantee: a pure function. A rank is reported only if it was slower than the median rank by a given factor in each of
-the last looks. One slow shard, garbage collection or checkpoint is therefore not enough.
-
-Cost: one sort of W numbers per look at W ranks.
+Guarantee: a rank is reported only if it was slower by the given factor in each of the last looks (gatherings of the
+step times of all ranks). One slow shard, garbage collection or checkpoint is therefore not enough.
 
 Limits: in synchronous training all ranks take as long as the slowest. Gather the time of a rank's own work (from the
-end of the data wait to just before the first collective), not the time between steps. With two ranks the median is the
-mean of both times, so no rank can be slower than 2 times the median: the factor must be below 2.
+end of the data wait to just before the first collective), not the time between steps. With two ranks the factor must
+be below 2, because the median is the mean of both times.
 """
 
 from __future__ import annotations
@@ -21,14 +17,7 @@ from collections.abc import Sequence
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
     """Return the ranks that took more than `factor` times the median rank's time in each of the last looks.
 
-    A look is one gathering of the step times of all ranks. The result is sorted by the time in the newest look, the
-    slowest rank first.
-
-    Args:
-        looks: the gathered times, the newest look last; each look has the seconds of each rank's own work in a step,
-            [W].
-        factor: a number above 1; with two ranks it must be below 2, because the median is then the mean of both.
-        in_a_row: number of newest looks in which a rank must be slow; with fewer looks the result is empty.
+    Each look, the newest last, has the seconds of each rank's own work in a step, [W].
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:

@@ -6,8 +6,6 @@ a row are passed over, so a text may go on in the second segment.
 How: NumPy finds, for a whole shard at once, the rows that contain all tokens of some part of the text that is `least`
 tokens long, in any order. Only these rows are then compared token by token.
 
-Cost: one pass over all shards, with one comparison of all ids for each different token of the text.
-
 Limits: a text that is divided between rows is found by its longer part only. Text within one word is not found.
 """
 
@@ -31,14 +29,7 @@ class FoundRow(NamedTuple):
 def rows_with_tokens(
     blocks: Iterable[tuple[int, NDArray[np.integer]]], tokens: list[int], special_ids: set[int], least: int
 ) -> Iterator[FoundRow]:
-    """Yield the rows that contain at least `least` consecutive tokens of a text.
-
-    Args:
-        blocks: index of a shard, and its rows [rows, seq_len], for each shard.
-        tokens: ids of the text, without special tokens.
-        special_ids: ids that are passed over in rows: [CLS], [SEP] and [PAD].
-        least: tokens that must follow one another in a row as in the text, from 1 to the number of tokens.
-    """
+    """Yield the rows with at least `least` consecutive tokens of a text; `special_ids` in rows are passed over."""
     assert 1 <= least <= len(tokens)
     for shard, rows in blocks:
         for row in _possible_rows(rows, tokens, least):
@@ -49,11 +40,7 @@ def rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the numbers, ascending, of the rows that may contain `least` consecutive tokens of the text.
-
-    For some part of the text that is `least` tokens long, such a row contains every token of the part, at whatever
-    positions. A row without `least` consecutive tokens of the text may be among them.
-    """
+    """Return the numbers, ascending, of the rows that may contain `least` consecutive tokens of the text."""
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
     found = np.zeros(num_rows, np.bool_)

@@ -5,10 +5,6 @@ target is a store (a folder or a bucket) that receives every checkpoint. Each ra
 state once, then uploads that file to the other targets. `CheckpointWriter.on_commit` is called when all targets have
 the checkpoint. A second thread then deletes old checkpoints; the next save may begin while it does.
 
-Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. `reserve`
-allocates it before the first save. `benchmarks/checkpoint.py` measures how long a save holds up training. At most one
-save is in flight: the next one waits for it, and reports how long it waited.
-
 Limits: a target that stays full or away for longer than `cluster.storage_patience_s` ends the run, once the other
 targets have the checkpoint. To go on would leave the user with fewer copies than the config asks for, without notice.
 """
@@ -53,8 +49,7 @@ class CheckpointWriter:
     """Writer of checkpoints: `save` copies the training state to host memory, and a thread stores the copy.
 
     Every rank has one writer, which stores the part of the training state that this rank holds. The methods take no
-    locks, so call all of them from the training thread. Call `close` at the end of the run; it waits for the last
-    save.
+    locks, so call all of them from the training thread.
     """
 
     def __init__(
@@ -71,17 +66,7 @@ class CheckpointWriter:
         """Create the writer; with `clears_staging`, also delete the files that earlier starts left in `staging`.
 
         Args:
-            targets: the stores that every checkpoint is written to.
-            staging: local folder in which a file is written before its upload; used only if no target is a local
-                folder.
-            rank: number of this process in the run; rank 0 also commits checkpoints and deletes old ones.
-            attempt: number of this start of the run, from `begin_attempt`; every restart has a higher one.
-            policy: the section `checkpoint` of the config, which decides what rank 0 keeps after each commit.
-            rollback_steps: rank 0 also keeps the newest checkpoint that is at least this many steps older than the
-                newest one, so that a rollback always has a checkpoint to go back to.
             patience: how long a save waits for targets that are full or away; None: not at all.
-            clears_staging: whether this rank deletes the files that earlier starts left in `staging`. One rank of each
-                node does it, because the ranks of a node share the folder.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -104,21 +89,12 @@ class CheckpointWriter:
             self._patience.call(lambda: self._clear_staging(attempt))
 
     def _clear_staging(self, attempt: int) -> None:
-        """Delete from the staging folder what starts of the run before number `attempt` have left there."""
         for key in self._staging.list("step-"):
             if is_older(key, attempt):
                 self._staging.delete(key)
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
-        """Allocate the host buffer for `fragments` and write zeros to it, so that the first save is not slower.
-
-        The operating system provides a memory page only when it is first written, which would slow the first save. The
-        buffer takes 12 bytes for each parameter element: its fp32 master weight and two fp32 moments. If it has the
-        right size already, nothing is done. Call it while no save is in flight.
-
-        Args:
-            fragments: the ranges of parameters that this rank saves; only their sizes matter.
-        """
+        """Allocate the host buffer for `fragments` and write zeros to it, so that the first save is not slower."""
         num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
         if self._buffer is not None and self._buffer.numel() == num_values:
             return
@@ -129,19 +105,8 @@ class CheckpointWriter:
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy this rank's part of the training state to host memory, and start writing it in the background.
 
-        Every rank calls it at the same step. It first waits for the previous save of this rank. When it returns, the
-        caller may change the fragments, but the checkpoint does not exist yet: it does when `on_commit` is called on
-        rank 0.
-
-        Args:
-            state: the part of the checkpoint that is not tensors, equal on all ranks.
-            fragments: the ranges of parameters that this rank saves, with views of their values on any device.
-
         Returns:
             The seconds that the call waited for the previous save, and the seconds that the copy took.
-
-        Raises:
-            Exception: whatever the previous save raised in its thread, for example StoreError or Fenced.
         """
         wait_begin = time.perf_counter()
         self.wait()
@@ -154,12 +119,7 @@ class CheckpointWriter:
         return timing
 
     def wait(self) -> None:
-        """Wait until no save is in flight, then raise the error of a save or of a deletion, if there was one.
-
-        The same error is not raised again by the next call. If there was no error, then on rank 0 all targets have the
-        checkpoint; on any other rank only that rank's own file is stored, and the checkpoint may not exist yet. The
-        deletion of old checkpoints may still go on; `close` waits for it.
-        """
+        """Wait until no save is in flight, then raise the error of a save or of a deletion, if there was one."""
         self._join(self._thread)
         self._thread = None
         self._raise_error()
@@ -175,7 +135,6 @@ class CheckpointWriter:
             thread.join(_WAIT_SLICE_S)
 
     def _raise_error(self) -> None:
-        """Raise the error that the writing or the deleting thread has stored, if there is one, and forget it."""
         if self._error is not None:
             error = self._error
             self._error = None
@@ -187,11 +146,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save and the deletion of old checkpoints, then free the host buffer.
-
-        Raises:
-            Exception: whatever the save or the deletion raised in its thread. The deletion is waited for in any case.
-        """
+        """Wait for the last save and the deletion of old checkpoints, then free the host buffer."""
         try:
             self.wait()
         finally:
@@ -201,13 +156,8 @@ class CheckpointWriter:
         self._buffer = None
 
     def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
-        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have enough.
-
-        Call it on rank 0, after `reserve`. Every rank is taken to save as much as this one.
-
-        Args:
-            num_ranks: ranks of the run, which all write to a target that is a local folder.
-            ranks_on_node: those of them that share this node's staging folder.
+        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have
+        enough.
         """
         assert self._buffer is not None
         own_bytes = self._buffer.numel() * self._buffer.element_size()
@@ -217,10 +167,8 @@ class CheckpointWriter:
         return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as tensors.
-
-        First come the master weights of all fragments, then all first moments, then all second moments; the thread
-        writes them to the file in this order. When it returns, the caller may change the fragments.
+        """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as
+        tensors.
         """
         self.reserve(fragments)
         assert self._buffer is not None
@@ -238,10 +186,7 @@ class CheckpointWriter:
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Run one save in the writing thread: store this rank's file and, on rank 0, commit the checkpoint.
-
-        An error is not raised in the thread. It is kept, and `wait` raises it in the training thread.
-        """
+        """Run one save in the writing thread: store this rank's file and, on rank 0, commit the checkpoint."""
         try:
             begin = time.perf_counter()
             self._store_everywhere(state, tensors)
@@ -252,18 +197,7 @@ class CheckpointWriter:
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target.
-
-        A rank that leads a group of ranks also merges the entries of its group. Targets that are full or do not
-        respond do not hold up the others: they are tried again until the patience ends.
-
-        Args:
-            state: the part of the checkpoint that is not tensors, such as its step.
-            tensors: this rank's part of the state, in host memory.
-
-        Raises:
-            StorageLost: a target was full or did not respond for too long; the others have the checkpoint.
-        """
+        """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target."""
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
         if self._rank == 0:
@@ -281,27 +215,14 @@ class CheckpointWriter:
         return self._patience.is_abandoned
 
     def _start_deletion(self, attempt: int) -> None:
-        """Start a thread that deletes the checkpoints that need not be kept. Rank 0 only.
-
-        The writing thread calls this method after the commit, when all targets have the new checkpoint. It first waits
-        for the deletion that the previous save started.
-
-        Args:
-            attempt: number of this start of the run.
-        """
+        """Start a thread that deletes the checkpoints that need not be kept."""
         if self._deletion is not None:
             self._deletion.join()
         self._deletion = threading.Thread(target=self._delete_old, args=(attempt,), name="checkpoint-deletion")
         self._deletion.start()
 
     def _delete_old(self, attempt: int) -> None:
-        """Delete the checkpoints that need not be kept, on every target. Runs in the deleting thread.
-
-        An error is not raised in the thread. It is stored, and `wait` or `close` raises it in the training thread.
-
-        Args:
-            attempt: number of this start of the run.
-        """
+        """Delete the checkpoints that need not be kept, on every target."""
         try:
             for target, scores in zip(self._targets, self._scores):
                 self._patience.call(
@@ -314,12 +235,7 @@ class CheckpointWriter:
 
 
 def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:
-    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed.
-
-    After a failure of the first stage, which stores files, the others run nevertheless, for the targets that have this
-    rank's file. After a failure of any other stage no further one runs: nothing is committed before `before_commit`
-    has brought the metrics to the disk.
-    """
+    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed."""
     first_failure = None
     for stage in stages:
         failure = stage()
@@ -333,7 +249,7 @@ def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exceptio
 
 
 def _failure_of(action: Callable[[], None]) -> Exception | None:
-    """Call `action`, and return its error if that is worth a wait; None if it succeeds. Other errors are raised."""
+    """Call `action`, and return its error if that is worth a wait; None if it succeeds."""
     try:
         action()
     except Exception as error:

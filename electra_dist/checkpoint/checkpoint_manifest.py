@@ -20,8 +20,6 @@ run at ZeRO stages 0 and 3, where every rank stores a part of every parameter. T
 only a run-length code of how each parameter is divided between the files (many_ranks/parameter_runs.py). The tensors
 and their digests are listed in the header of each file, and the digest of the header is in the manifest. Both formats
 are read.
-
-Cost: docs/cluster.md has the sizes that were measured.
 """
 
 from __future__ import annotations
@@ -91,20 +89,11 @@ class FileEntry(_Frozen):
 
     @property
     def is_listed_in_header(self) -> bool:
-        """Return whether the file has tensors that are listed only in its own header, not in this entry.
-
-        This is the case for entries of a manifest of format 3; `with_tensors` (file_reader.py) then reads the header.
-        """
+        """Return whether the file has tensors that are listed only in its own header, not in this entry."""
         return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
-        """Verify that the header and the tensors of this entry cover every byte of the file exactly once.
-
-        Only the sizes and offsets in this entry are compared; the tensor file is not read.
-
-        Raises:
-            TornCheckpoint: there is a gap or an overlap, or the tensors do not end where the file ends.
-        """
+        """Verify that the header and the tensors of this entry cover every byte of the file exactly once."""
         end = self.header_bytes
         for tensor in self.tensors:
             if tensor.offset != end:
@@ -131,8 +120,8 @@ class LossScaleState(_Frozen):
 class RunState(_Frozen):
     """Part of a checkpoint that is not tensors: identity of the run, its progress, and a digest of its training rows.
 
-    It is stored in the manifest. A run loads a checkpoint only if its own identity, corpus, parameter shapes, shared
-    parameters and skipped steps are those recorded here (`check_belongs`).
+    It is stored in the manifest. A run loads a checkpoint only if its own identity, corpus, parameter shapes,
+    shared parameters and skipped steps are those recorded here (`check_belongs`).
     """
 
     step: int  # steps done or skipped; the next one has this number
@@ -173,23 +162,14 @@ class Manifest(_Frozen):
         return sum(file.size_bytes for file in self.files)
 
     def dump(self) -> bytes:
-        """Return the manifest as bytes: canonical JSON (keys sorted, no spaces) that ends with a newline.
-
-        The key `sha256` holds the digest of the same JSON without that key. A loss that is not finite becomes null.
-        """
+        """Return the manifest as bytes: canonical JSON (keys sorted, no spaces) that ends with a newline."""
         fields_of_format_3 = {"runs"} if self.runs is None else set()
         tree = json.loads(self.model_dump_json(exclude=fields_of_format_3))  # through JSON text: NaN becomes null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Return the manifest that `data` contains, after verifying it; `data` must be exactly what `dump` wrote.
-
-        Verified are the digest in the key `sha256`, and that every element of every parameter is listed exactly once.
-
-        Raises:
-            TornCheckpoint: a byte was changed, the format is not known, or a part of a parameter is not covered.
-        """
+        """Return the manifest that `data` contains, after verifying it; `data` must be exactly what `dump` wrote."""
         try:
             tree = parse_json(data)
             # Equal numbers can be written in several ways in JSON; only the way of `dump` is accepted.
@@ -213,15 +193,7 @@ class Manifest(_Frozen):
         return manifest
 
     def check_coverage(self) -> None:
-        """Verify that the files hold every element of every parameter, and of both its moments, exactly once.
-
-        In format 2 it also verifies that header and tensors cover every byte of each tensor file exactly once. In
-        format 3 the manifest lists no tensors, and this is verified when the header of a file is read. Only numbers in
-        the manifest are compared; the tensor files are not read.
-
-        Raises:
-            TornCheckpoint: a parameter, a moment or a file is not covered exactly once.
-        """
+        """Verify that the files hold every element of every parameter, and of both its moments, exactly once."""
         if self.runs is not None:
             self._check_runs(self.runs)
             return
@@ -241,15 +213,7 @@ class Manifest(_Frozen):
                 _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
 
     def _check_runs(self, runs: dict[str, tuple[Run, ...]]) -> None:
-        """Verify that the part sizes in a manifest of format 3 divide every parameter completely between the files.
-
-        Args:
-            runs: the field `runs` of this manifest: for each parameter, the run-length code of its part sizes.
-
-        Raises:
-            TornCheckpoint: `runs` lacks a parameter or has an unknown one, the part sizes of a parameter do not add up
-                to its number of elements, or their number is not that of the files.
-        """
+        """Verify that the part sizes in a manifest of format 3 divide every parameter completely between the files."""
         if set(runs) != set(self.state.shapes):
             names = sorted(set(runs) ^ set(self.state.shapes))[:3]
             raise TornCheckpoint(f"{MANIFEST} is inconsistent: `runs` and `shapes` differ in the parameters {names}")
@@ -261,16 +225,7 @@ class Manifest(_Frozen):
 
 
 def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None:
-    """Verify that ranges of elements [start, end) cover the elements [0, numel) exactly once.
-
-    Args:
-        label: the kind and the name of the parameter, such as "exp_avg of towers.embeddings.word.weight".
-        numel: number of elements of the parameter.
-        ranges: the ranges in any order.
-
-    Raises:
-        TornCheckpoint: there is a gap or an overlap, or the last range does not end at `numel`.
-    """
+    """Verify that ranges of elements [start, end) cover the elements [0, numel) exactly once."""
     covered = 0  # elements [0, covered) are in exactly one of the ranges so far
     for start, end in sorted(ranges):
         if start != covered:
@@ -284,21 +239,12 @@ def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the folder name of a checkpoint, such as step-00000400-a0003.
-
-    Args:
-        step: number of steps after which the checkpoint was taken.
-        attempt: number of the start of the run that writes it: 1 for the first start, one more for each restart.
-    """
+    """Return the folder name of a checkpoint, such as step-00000400-a0003."""
     return f"step-{step:08d}-a{attempt:04d}"
 
 
 def parse_folder(folder: str) -> tuple[int, int] | None:
-    """Return (step, attempt) from the name of a checkpoint folder; None for any other name.
-
-    The attempt is the number of the start of the run that wrote the folder. For example, step-00000400-a0003 was
-    written after 400 steps by start 3, and gives (400, 3).
-    """
+    """Return (step, attempt) from the name of a checkpoint folder; None for any other name."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None
@@ -306,11 +252,7 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 
 
 def committed(store: Store) -> list[tuple[int, int, str]]:
-    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted by step, the newest last.
-
-    A checkpoint is committed if its folder holds a manifest. The attempt is the number of the start of the run that
-    wrote it. Costs one listing; no manifest is read, so the list may contain damaged checkpoints.
-    """
+    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted by step, the newest last."""
     checkpoints = []
     for key in store.list("step-"):
         folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
@@ -321,15 +263,7 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read the manifest of a committed checkpoint and verify it; the tensor files are not read.
-
-    A manifest that fails the verification is read again, because a bit may have been flipped on its way.
-
-    Raises:
-        TornCheckpoint: the manifest is damaged, or it is for another step or attempt than its folder's name.
-        StoreMissing: there is no manifest.
-        StoreError: the store cannot be read.
-    """
+    """Read the manifest of a committed checkpoint and verify it; the tensor files are not read."""
     manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(
@@ -340,12 +274,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until a reading passes all checks of `Manifest.parse`, or fails twice with the same bytes.
-
-    Raises:
-        TornCheckpoint: no reading passed; this is the error of the last one.
-        StoreExhausted: no reading passed, and the bytes were others each time.
-    """
+    """Read a manifest until a reading passes all checks of `Manifest.parse`, or fails twice with the same bytes."""
 
     def read_once() -> tuple[Manifest | TornCheckpoint, str]:
         """Return the manifest and no fault, or the error and a fault that names the bytes."""
@@ -362,18 +291,7 @@ def _read_until_it_parses(store: Store, key: str) -> Manifest:
 
 
 def set_aside(store: Store, folder: str, reason: str) -> None:
-    """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it.
-
-    The tensor files stay, and `electra-dist checkpoint repair` can restore the checkpoint from a good copy.
-
-    Args:
-        store: the store that holds the checkpoint.
-        folder: the checkpoint's folder in the store.
-        reason: what is wrong; stored beside the manifest, in set-aside.txt.
-
-    Raises:
-        StoreMissing: there is no manifest.
-    """
+    """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it."""
     data = store.read(f"{folder}/{MANIFEST}")
     # The copy is complete before the original is deleted, so that a kill in between loses nothing.
     store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())

@@ -27,31 +27,13 @@ _WRITE_TEST = "write-test"  # one name, so that the next start deletes the objec
 
 
 def open_targets(config: Config) -> list[Store]:
-    """Open the stores that every checkpoint is written to, in the order in which a load tries them.
-
-    Their URLs are in `checkpoint.targets`; if that is not set, the only store is the folder `checkpoints` in the run
-    folder. Nothing is read or written until a store is first used.
-
-    Args:
-        config: the run's config; its section `checkpoint` names the stores and the S3 endpoint.
-
-    Raises:
-        UserError: a URL is malformed or has an unknown scheme, or S3 is named without boto3 being installed.
-    """
+    """Open the stores that every checkpoint is written to, in the order in which a load tries them."""
     return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
 
 
 def check_targets(config: Config) -> None:
-    """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes anything.
-
-    A store that cannot be written is then found before the run folder exists, and not at the first checkpoint. Two
-    stores in which the same object appears are one, whatever their names are: a bind mount, or another name of a
-    bucket. What a start that was killed here has left is deleted. The default target is not checked, because it is
-    inside the run folder. Costs three requests for each store, and one for each pair. Rank 0 only.
-
-    Raises:
-        StoreError: a store cannot be written; the message names the key, the store and the next step.
-        UserError: two of the stores are one.
+    """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes
+    anything.
     """
     if not config.checkpoint.targets:
         return
@@ -76,7 +58,6 @@ def check_targets(config: Config) -> None:
 
 
 def _holds(store: Store, content: bytes) -> bool:
-    """Return whether the object of the test is in a store and has this content; another start may have deleted it."""
     try:
         return store.read(_WRITE_TEST) == content
     except StoreMissing:
@@ -112,10 +93,7 @@ class Owner:
             )
 
     def check_all(self, targets: Iterable[Store]) -> None:
-        """Read the manifests of all checkpoints in some stores, and raise OtherRun if one is not of this run.
-
-        A damaged manifest says nothing, so it is passed over.
-        """
+        """Read the manifests of all checkpoints in some stores, and raise OtherRun if one is not of this run."""
         for target in targets:
             for _, _, folder in committed(target):
                 try:
@@ -126,12 +104,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the run of a run folder; None if its identity is not known.
-
-    Args:
-        config: the config in the folder.
-        identity: content of identity.json (`run.folder.read_identity`); empty if there is none.
-    """
+    """Return the run of a run folder; None if its identity is not known."""
     if not identity:
         return None
     numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}

@@ -6,9 +6,6 @@ next one in the order of the choice is read; if a certain step is asked for, tha
 How: the best checkpoint is the one that `checkpoint.keep_best` would keep first. A mean is that of the chosen
 checkpoint and the good ones before it, summed in float64 and rounded to fp32 once.
 
-Cost: a mean of n checkpoints reads n of them, one after another, and holds a float64 sum and the fp32 weights of one
-in memory. To find the best one costs one request for each checkpoint, which reads its scores.
-
 Source of the mean: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018.
 """
 
@@ -55,18 +52,7 @@ def read_chosen(
     """Read the fp32 master weights of the chosen checkpoint, or their mean with the checkpoints before it.
 
     Args:
-        targets: the stores that hold checkpoints, the preferred one first.
-        choice: step of the checkpoint, "newest" or "best". The best checkpoint has the highest context AUC on held-out
-            rows or, for a run without a discriminator, the lowest loss.
-        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
-        progress: called before the first checkpoint is read, and after each one.
         owner: the run that must have written the checkpoints; None if it is not known.
-
-    Raises:
-        OtherRun: another run has written one of them.
-        UserError: the chosen checkpoint does not exist or is damaged, no checkpoint was evaluated (for "best"), or the
-            run has too few undamaged checkpoints for the mean.
-        StoreError: a checkpoint cannot be read.
     """
     progress(0, num_averaged)
     if choice == "best":
@@ -97,15 +83,7 @@ def read_chosen(
 
 
 def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the best undamaged checkpoint that was evaluated on held-out rows.
-
-    Returns:
-        Its run state, its weights, and one line for each better checkpoint, or copy of one, that is damaged.
-
-    Raises:
-        UserError: no checkpoint was evaluated, or all that were are damaged.
-        StoreError: a checkpoint cannot be read.
-    """
+    """Read the best undamaged checkpoint that was evaluated on held-out rows."""
     damaged: list[str] = []
     for state, weights in _read_good(targets, _best_first(targets), damaged, owner):
         return state, weights, damaged
@@ -121,20 +99,7 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Yield run state and weights of the undamaged checkpoints of some steps, in the order of `steps`.
-
-    Each checkpoint is read when the caller asks for it.
-
-    Args:
-        targets: the stores that hold checkpoints, the preferred one first.
-        steps: steps of committed checkpoints.
-        damaged: list to which one line is appended for each damaged checkpoint, or copy of one.
-        owner: the run that must have written them; None if it is not known.
-
-    Raises:
-        OtherRun: another run has written one of them.
-        StoreError: a checkpoint cannot be read, so that it is not known whether it is good.
-    """
+    """Yield run state and weights of the undamaged checkpoints of some steps, in the order of `steps`."""
     for step in steps:
         try:
             state, weights, damaged_copies = assemble(targets, step)
@@ -160,10 +125,8 @@ def _best_first(targets: Sequence[Store]) -> list[int]:
 
 
 def _newest_first(targets: Sequence[Store]) -> list[int]:
-    """Return the steps of all committed checkpoints, the highest first, each once."""
     return sorted({step for target in targets for step, _, _ in committed(target)}, reverse=True)
 
 
 def _urls(targets: Sequence[Store]) -> str:
-    """Return the URLs of the stores, for messages."""
     return " and ".join(target.url for target in targets)

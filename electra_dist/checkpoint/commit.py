@@ -12,9 +12,6 @@ again before it deletes anything. If the new attempt begins just after the first
 of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
 one, which still exists because the second check prevented its deletion.
 
-Cost: a commit takes rank 0 a number of requests that grows with the square root of the number of ranks, 16 at a time;
-docs/cluster.md has a table. The start of a run takes 6.
-
 Limits: only rank 0, or a command outside the run, calls these functions.
 """
 
@@ -55,9 +52,8 @@ _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 class Fenced(UserError):
     """Error raised in a start of a run ("attempt") when a newer start of the same run has replaced it.
 
-    The process that receives it must end without committing or deleting anything. No other action is needed: the newer
-    attempt goes on from the newest committed checkpoint. It counts as a user's error, so that the process ends with
-    one line and is not started again.
+    The process that receives it must end without committing or deleting anything. No other action is needed: the
+    newer attempt goes on from the newest committed checkpoint.
     """
 
 
@@ -67,29 +63,7 @@ def begin_attempt(
     older_runs: Mapping[int, dict[str, str]] = _NO_OLDER_RUNS,
     accept_new_numerics: bool = False,
 ) -> int:
-    """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted.
-
-    Rank 0 calls it once per start. To take a number is to create `attempts/NNNN.json` on every target. A store creates
-    such a file only if it is absent, so two starts at the same time never get the same number.
-
-    Args:
-        targets: all stores that the run writes its checkpoints to.
-        run: what identifies the run (digest of its identity, corpus fingerprint); stored with the number.
-        older_runs: numerics (version number of random draws and rounding) -> what identified this run in package
-            versions with these numerics.
-        accept_new_numerics: whether the run may continue although its newest start had older numerics. Later starts
-            need no acceptance, because this start stores `run` with its number.
-
-    Returns:
-        The number, from 1; larger than every number that any of the targets holds.
-
-    Raises:
-        UserError: a target holds the checkpoints of another run, which may have begun at the same time; its service
-            replaces a file that it should only create if there is none; or no number can be taken, for example
-            because two targets are the same store.
-        OtherNumerics: the newest start of the run had older numerics, and the change is not accepted.
-        StoreError: a target cannot be read or written.
-    """
+    """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted."""
     document = _attempt_document(run)
     for _ in range(_MOST_TRIES):
         newest_numbers = [newest_attempt(target) for target in targets]
@@ -121,19 +95,7 @@ def begin_attempt(
 def _check_older_run(
     target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> None:
-    """Raise unless the newest start in a target is of this run with older numerics, and the change is accepted.
-
-    Args:
-        target: the store, for messages.
-        found_document: content of the file of the newest start.
-        older_runs: each numerics (version number of random draws and rounding) below this run's -> what identified
-            this run then.
-        accept_new_numerics: whether the user accepts the change.
-
-    Raises:
-        UserError: the start is of another run.
-        OtherNumerics: the start is of this run, and the change is not accepted.
-    """
+    """Raise unless the newest start in a target is of this run with older numerics, and the change is accepted."""
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
     if numerics is None:
@@ -147,34 +109,16 @@ def _check_older_run(
 
 
 def _attempt_document(run: dict[str, str]) -> bytes:
-    """Return the content of an attempt's file: what identifies the run, as one line of canonical JSON."""
     return canonical_json(run).encode() + b"\n"
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
-    """Try to create the file of an attempt number on every target; return whether this call created all of them.
-
-    It stops at the first target that has the file already, because another start of the run took the number there. The
-    files that it created on earlier targets stay, and the caller tries the next number.
-    """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
 
 
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
-    """Raise unless a store refuses to create a file that exists; the file's content does not change in any case.
-
-    Some S3 services ignore the header If-None-Match of a PUT. There, two starts of a run could take the same number,
-    and one that was replaced could commit a checkpoint over its successor's.
-
-    Args:
-        target: the store.
-        key: key of a file that this process has just created there.
-        document: content of that file.
-
-    Raises:
-        UserError: the store has written the file again.
-    """
+    """Raise unless a store refuses to create a file that exists; the file's content does not change in any case."""
     if target.write_new(key, document):
         raise UserError(
             f"{target.url}: the service has replaced {key}, although the request said to create it only if there is "
@@ -184,11 +128,7 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of the run (its "attempt") in a target; 0 before the first start.
-
-    It is the highest number of the files `attempts/NNNN.json`, of which every start creates one; files of other names
-    are passed over. Costs one listing.
-    """
+    """Return the number of the newest start of the run (its "attempt") in a target; 0 before the first start."""
     numbers = [0]
     for key in target.list(_ATTEMPTS):
         name = _ATTEMPT_KEY.fullmatch(key)
@@ -198,14 +138,7 @@ def newest_attempt(target: Store) -> int:
 
 
 def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
-    """Return what identified the run in a start of it, as `begin_attempt` has stored it; None if it is not there.
-
-    None also if the file is damaged.
-
-    Args:
-        target: a store of the run.
-        attempt: number of the start.
-    """
+    """Return what identified the run in a start of it, as `begin_attempt` has stored it; None if it is not there."""
     try:
         document = parse_json(target.read(_attempt_key(attempt)))
     except (StoreMissing, DamagedJson):
@@ -216,17 +149,7 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Return the keys of a target's files that no checkpoint needs ("leftovers"), sorted; nothing is deleted.
-
-    There are two kinds. The first are the entries of files, such as rank-NNNNN.json, of checkpoints that are committed
-    or set aside as damaged, because their manifests contain the same entries. The second are all files of a folder
-    without a manifest, if a start of the run before number `attempt` wrote it. Folders of start `attempt` or of a
-    later one are left out: a process may still be writing to them.
-
-    Args:
-        target: the store to list.
-        attempt: number of the newest start of the run.
-    """
+    """Return the keys of a target's files that no checkpoint needs ("leftovers"), sorted; nothing is deleted."""
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
     leftover_keys = []
@@ -241,18 +164,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete a target's files that no checkpoint needs (`leftovers`), and unfinished uploads of earlier starts.
-
-    Every start of the run has a number, its attempt. The name of a checkpoint folder ends with the number of the start
-    that writes to it.
-
-    Args:
-        target: the store to clean.
-        attempt: number of a start of the run; files that this start or a later one has not committed yet are kept.
-
-    Returns:
-        The keys of the deleted files, sorted. Unfinished uploads have no key, so they are not listed.
-    """
+    """Delete a target's files that no checkpoint needs (`leftovers`), and unfinished uploads of earlier starts."""
     leftover_keys = leftovers(target, attempt)
     target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
@@ -260,23 +172,17 @@ def sweep(target: Store, attempt: int) -> list[str]:
 
 
 def _attempt_of(key: str) -> float:
-    """Return the number of a start of the run from the key of its file; infinity for any other key."""
     name = _ATTEMPT_KEY.fullmatch(key)
     return int(name["number"]) if name is not None else math.inf
 
 
 def _is_of_checkpoint(key: str) -> bool:
-    """Return whether a key in a checkpoint folder is that of a file that a save writes, and not one of the user."""
     _, _, name = key.partition("/")
     return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or is_entry(name) or bool(_TENSORS.fullmatch(name))
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder that a start of the run before number `attempt` wrote.
-
-    For example, step-00000400-a0003/rank-00000.json was written by start 3, so it is older than attempt 4. False for a
-    key outside any checkpoint folder.
-    """
+    """Return whether a key is in a checkpoint folder that a start of the run before number `attempt` wrote."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -293,27 +199,7 @@ def commit(
     is_repeated: bool = False,
     give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
-
-    The checkpoint exists from the moment at which the manifest is created. Afterwards the entries, which each rank has
-    stored with `submit`, are deleted. In a run with more than 16 ranks, `merge_group` merges the entries of each group
-    of ranks into one object; this function then waits for the merged objects, and deletes these.
-
-    Args:
-        target: the store; every rank has written its tensor file to it, or is about to.
-        state: run state of the checkpoint; its step, attempt and world size decide which files are expected.
-        saved_at: time of the save in UTC, ISO 8601; the same for all targets.
-        is_repeated: whether this process has tried to commit this checkpoint on this target before. If the manifest
-            exists then, this process has created it, and only the entries are deleted.
-        give_up: called while entries are missing; if it returns True, TimeoutError is raised.
-
-    Raises:
-        Fenced: a newer start of the run exists, or another process has created this manifest. If the newer start began
-            during the commit, the checkpoint exists although the error is raised.
-        TimeoutError: a rank stored no entry within `ENTRY_TIMEOUT_S` seconds, or `give_up` returned True.
-        StoreError: an entry cannot be read.
-        TornCheckpoint: the entries do not cover every parameter exactly once.
-    """
+    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only."""
     folder = folder_name(state.step, state.attempt)
     keys = keys_of_rank_0(folder, state.world_size)
     if is_repeated and target.exists(f"{folder}/{MANIFEST}"):
@@ -338,25 +224,12 @@ def commit(
 
 
 def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
-    """Delete the entries of a committed checkpoint, unless a newer start of the run began during the commit.
-
-    Raises:
-        Fenced: a newer start of the run exists.
-    """
     check_fence(target, attempt)
     target.delete_all(keys)
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise `Fenced` if a newer start of the run than the caller's has taken a number in a target.
-
-    Call it before every commit and every deletion, so that a start that was replaced stops changing the store. Costs
-    one listing.
-
-    Args:
-        target: a store of the run.
-        attempt: number of the caller's own start of the run.
-    """
+    """Raise `Fenced` if a newer start of the run than the caller's has taken a number in a target."""
     newest = newest_attempt(target)
     if newest > attempt:
         raise Fenced(
@@ -368,22 +241,7 @@ def check_fence(target: Store, attempt: int) -> None:
 def retain(
     target: Store, policy: CheckpointConfig, rollback_steps: int, attempt: int, scores: dict[str, HeldOutScore]
 ) -> None:
-    """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only.
-
-    Checkpoints that were set aside as damaged stay. The manifest of a checkpoint is deleted before its other files, so
-    that a kill in between leaves unused files, and never a manifest whose files are missing.
-
-    Args:
-        target: the store to delete from.
-        policy: the section `checkpoint` of the config, which sets what is kept.
-        rollback_steps: as for `superfluous`.
-        attempt: number of the caller's start of the run.
-        scores: cache from checkpoint folder to its scores on held-out rows. Scores that are not in it are read from
-            the manifest and added, but only if the policy has `keep_best`.
-
-    Raises:
-        Fenced: a newer start of the run exists; nothing was deleted.
-    """
+    """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only."""
     checkpoints = []
     for step, writing_attempt, folder in committed(target):
         if policy.keep_best and folder not in scores:
@@ -397,13 +255,7 @@ def retain(
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:
-    """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records.
-
-    Both are None if there was no evaluation at its step, or if its manifest is damaged or cannot be read.
-
-    Raises:
-        StoreAway: the store is full or away; the best checkpoint must not be deleted for that.
-    """
+    """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records."""
     try:
         state = read_manifest(target, folder).state
     except StoreAway:
@@ -416,5 +268,4 @@ def held_out_score(target: Store, folder: str) -> HeldOutScore:
 
 
 def _attempt_key(attempt: int) -> str:
-    """Return the key of the file that a start of the run creates to take an attempt number: attempts/NNNN.json."""
     return f"{_ATTEMPTS}{attempt:04d}.json"

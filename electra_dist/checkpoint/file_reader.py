@@ -7,9 +7,6 @@ or a tensor that does not match its digest is read again, with pauses, and count
 
 A manifest of format 3 does not list the tensors of a file. They are listed in the header of the file, which is read
 and verified before its tensors.
-
-Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
-requests at a time, so a rank holds at most 256 MB. SHA-256 does 1.5 GB/s on a core.
 """
 
 from __future__ import annotations
@@ -48,15 +45,7 @@ class Request:
 
 
 def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda tensor: True) -> Iterator[Request]:
-    """Group the wanted tensors of a file into as few reads as possible, in the order of the file.
-
-    A `Request` holds tensors that follow one another in the file and have at most `REQUEST_BYTES` together. A single
-    tensor that is larger than that gets a request of its own.
-
-    Args:
-        file: manifest entry of the file.
-        wanted: returns whether a tensor is to be read; by default all are.
-    """
+    """Group the wanted tensors of a file into as few reads as possible, in the order of the file."""
     neighbours: list[TensorEntry] = []  # wanted tensors without a gap between them, not yet in a request
     size_bytes = 0  # of the neighbours
     for tensor in file.tensors:
@@ -77,33 +66,16 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
 def file_faults(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> list[str]:
     """Compare the size and the header of a tensor file with its manifest entry; the tensors are not read.
 
-    If they do not agree, both are read again, because a bit may have been flipped on the way from the store.
-
-    Args:
-        store: the store to read from.
-        folder: the checkpoint's folder in the store.
-        file: manifest entry of the file.
-        rereading: repeats a faulty reading; one object serves all readings of a checkpoint.
-
     Returns:
         One line for each fault of the last reading, empty for a good file; exactly `[missing(file.name)]` if there is
-            no such file.
-
-    Raises:
-        StoreError: the store cannot be read, or returns other bytes at each reading.
+        no such file.
     """
     key = f"{folder}/{file.name}"
     return _repeat_while_faulty(lambda: _file_faults(store, key, file), f"{store.url}/{key}", rereading)
 
 
 def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
-    """Make one reading of a tensor file's size and header, and compare them with the file's manifest entry.
-
-    `file_faults` calls this function again if it returns faults.
-
-    Returns:
-        One line for each fault, empty for a good file; exactly `[missing(file.name)]` if the file is not there.
-    """
+    """Make one reading of a tensor file's size and header, and compare them with the file's manifest entry."""
     _, header_fault = _read_header(store, key, file)
     try:
         size = store.size(key)
@@ -118,17 +90,7 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
 
 
 def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, str]:
-    """Read the header of a tensor file once, and compare it with the digest in the file's manifest entry.
-
-    Args:
-        store: the store to read from.
-        key: key of the file in the store.
-        file: manifest entry of the file, with the length and the digest of its header.
-
-    Returns:
-        The header (b"" if there is no such file), and one line that describes the fault; "" if the header is good. The
-            line for a missing file is `missing(file.name)`.
-    """
+    """Read the header of a tensor file once, and compare it with the digest in the file's manifest entry."""
     try:
         header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
     except StoreMissing:
@@ -148,22 +110,9 @@ def read_tensors(
 ) -> list[str]:
     """Read the tensors of a request, compare each with its digest, and pass those that match to `use`.
 
-    After a fault the whole request is read again.
-
     Args:
-        store: the store to read from.
-        folder: the checkpoint's folder in the store.
-        request: neighbouring tensors of one file, which one read covers.
         use: called with the manifest entry and the bytes (little-endian fp32) of a tensor. After a fault it is called
             again for tensors of the request that it has received before.
-        rereading: repeats a faulty reading; one object serves all readings of a checkpoint.
-
-    Returns:
-        One line for each tensor that did not match its digest at the last reading, empty if all are good. A missing
-            file is one fault.
-
-    Raises:
-        StoreError: the store cannot be read, or returns other bytes at each reading.
     """
     name = f"{store.url}/{folder}/{request.file}"
     return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use), name, rereading)
@@ -172,18 +121,8 @@ def read_tensors(
 def _read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Make one reading of a request: pass each tensor that matches its digest to `use`, return the others as faults.
-
-    `read_tensors` calls this function again if it returns faults.
-
-    Args:
-        store: the store to read from.
-        folder: the checkpoint's folder in the store.
-        request: neighbouring tensors of one file, which one read covers.
-        use: called with the manifest entry and the bytes (little-endian fp32) of a tensor.
-
-    Returns:
-        One line for each tensor that does not match its digest; a missing file is one fault.
+    """Make one reading of a request: pass each tensor that matches its digest to `use`, return the others as
+    faults.
     """
     first_byte = request.tensors[0].offset
     try:
@@ -207,24 +146,7 @@ def _read_tensors(
 def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Fill ranges of parameters ("fragments") from a checkpoint; each tensor is verified before it is used.
-
-    The checkpoint may cut the parameters into other ranges than `fragments`. Only stored tensors that share elements
-    with a fragment are read, by `THREADS` threads. Not collective.
-
-    Args:
-        store: the store to read from.
-        folder: the checkpoint's folder in the store.
-        manifest: the checkpoint's manifest, from `read_manifest`.
-        fragments: ranges of parameters, with the tensors on any device that receive them.
-        check: manifest entries of the files whose size and header are also compared; each rank passes its share.
-
-    Returns:
-        One line for each fault, empty if all is good. With faults the fragments are partly overwritten.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Fill ranges of parameters ("fragments") from a checkpoint; each tensor is verified before it is used."""
     destinations = _Destinations(fragments)
     rereading = Rereading(store.reread_pauses_s)
     needed_requests: list[Request] = []
@@ -234,11 +156,9 @@ def fill(
         needed_requests.extend(requests(file, destinations.need))
 
     def check_file(file: FileEntry) -> list[str]:
-        """Return the faults in the size and the header of one file; a missing file is one fault."""
         return file_faults(store, folder, file, rereading)
 
     def read_request(request: Request) -> list[str]:
-        """Copy the intact tensors of one request into the fragments; return a line of text for each damaged one."""
         return read_tensors(store, folder, request, destinations.copy, rereading)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -250,16 +170,7 @@ def fill(
 def _files_of(
     files: Sequence[FileEntry], runs: Mapping[str, Sequence[Run]], fragments: Sequence[Fragment]
 ) -> list[FileEntry]:
-    """Return the files of a checkpoint with a manifest of format 3 that hold any element of the given fragments.
-
-    Args:
-        files: manifest entries of all files of the checkpoint.
-        runs: `Manifest.runs`: for each parameter, the run-length code of how it is divided between the files.
-        fragments: the ranges of parameters that a load fills.
-
-    Returns:
-        The entries of these files, in the order of the manifest.
-    """
+    """Return the files of a checkpoint with a manifest of format 3 that hold any element of the given fragments."""
     file_numbers: set[int] = set()
     for fragment in fragments:
         end = fragment.start + fragment.numel
@@ -270,24 +181,8 @@ def _files_of(
 def with_tensors(
     store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
 ) -> tuple[list[FileEntry], list[str]]:
-    """Complete manifest entries of files with the tensors that the files hold; read the files' headers if necessary.
-
-    An entry from a manifest of format 2 lists the tensors already, and is returned as it is. For an entry of format 3
-    the header of the file is read, verified and parsed. Headers are read up to 16 at a time.
-
-    Args:
-        store: the store to read from.
-        folder: the checkpoint's folder in the store.
-        files: manifest entries of the files.
-        rereading: decides whether a header that does not match its digest is read again, or counts as damaged.
-
-    Returns:
-        The completed entries, without those of files whose header is missing or damaged, and one line for each of
-            these faults.
-
-    Raises:
-        StoreError: the store cannot be read, or returns other bytes at each reading.
-        TornCheckpoint: the tensors that a header lists do not cover its file.
+    """Complete manifest entries of files with the tensors that the files hold; read the files' headers if
+    necessary.
     """
 
     def complete(file: FileEntry) -> tuple[FileEntry, str]:
@@ -311,14 +206,9 @@ def with_tensors(
 
 
 class _Destinations:
-    """Ranges of parameters ("fragments") that a load fills, with a lookup of those that a stored tensor overlaps.
-
-    Several threads may use it at once: the lookup does not change, and no element is in two stored tensors, so that no
-    two threads write to the same element.
-    """
+    """Ranges of parameters ("fragments") that a load fills, with a lookup of those that a stored tensor overlaps."""
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
-        """Group the fragments by parameter and by kind, which is master weight, first moment or second moment."""
         self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
         for fragment in fragments:
             for kind in fragment.views:
@@ -329,12 +219,7 @@ class _Destinations:
         return len(self._overlapping(tensor)) > 0
 
     def copy(self, tensor: TensorEntry, data: memoryview) -> None:
-        """Copy a stored tensor into the views of the fragments, as far as they share elements with it.
-
-        Args:
-            tensor: manifest entry of the tensor.
-            data: its verified bytes, little-endian fp32.
-        """
+        """Copy a stored tensor into the views of the fragments, as far as they share elements with it."""
         values = torch.frombuffer(data, dtype=torch.float32)
         for fragment in self._overlapping(tensor):
             # The shared elements are [begin, end) of the flattened parameter.
@@ -344,9 +229,8 @@ class _Destinations:
             view.copy_(values[begin - tensor.start : end - tensor.start])
 
     def _overlapping(self, tensor: TensorEntry) -> list[Fragment]:
-        """Return the fragments that overlap a stored tensor: same kind, same parameter, at least one shared element.
-
-        A kind is master weight, first moment or second moment.
+        """Return the fragments that overlap a stored tensor: same kind, same parameter, at least one shared
+        element.
         """
         tensor_end = tensor.start + tensor.numel
         overlapping = []
@@ -363,15 +247,10 @@ def verify(
     """Verify every byte of a checkpoint: the manifest, then all files. Nothing is changed.
 
     Args:
-        store: the store that holds the checkpoint.
-        folder: the checkpoint's folder in the store.
         advance: called with the number of bytes read since its last call, to show progress; from several threads.
 
     Returns:
         The manifest, None if it is damaged or missing; and one line for each fault, empty for a good checkpoint.
-
-    Raises:
-        StoreError: the store cannot be read; the checkpoint may be good.
     """
     try:
         manifest = read_manifest(store, folder)
@@ -389,20 +268,10 @@ def verify_file(
     """Verify every byte of one tensor file against its manifest entry.
 
     Args:
-        store: the store that holds the checkpoint.
-        folder: the checkpoint's folder in the store.
-        file: manifest entry of the file.
         advance: called with the number of bytes read since its last call, to show progress; from several threads.
-
-    Returns:
-        One line for each fault, empty for a good file. A missing file is one fault.
-
-    Raises:
-        StoreError: the store cannot be read.
     """
 
     def verify_request(request: Request) -> list[str]:
-        """Return the faults of the tensors in one request, and pass the request's size in bytes to `advance`."""
         request_faults = read_tensors(store, folder, request, lambda tensor, data: None, rereading)
         advance(request.size_bytes)
         return request_faults
@@ -425,25 +294,14 @@ def verify_file(
 
 
 def missing(file: str) -> str:
-    """Return the fault that reports a file as missing, "FILE is missing".
-
-    A caller compares faults with it to distinguish a missing file from a damaged one.
-    """
+    """Return the fault that reports a file as missing, "FILE is missing"."""
     return f"{file} is missing"
 
 
 def _repeat_while_faulty(read: Callable[[], list[str]], name: str, rereading: Rereading) -> list[str]:
-    """Call `read` until it returns no faults, or the same faults twice; return the faults of the last call.
-
-    `read` makes one reading and returns its faults. A bit that was flipped on the way from the store is right again at
-    the next reading, whereas damage in the store stays.
-
-    Raises:
-        StoreExhausted: the faults are others at each reading.
-    """
+    """Call `read` until it returns no faults, or the same faults twice; return the faults of the last call."""
 
     def read_once() -> tuple[list[str], str]:
-        """Return the faults of one reading, as a list and as one text."""
         faults = read()
         return faults, "; ".join(faults)
 

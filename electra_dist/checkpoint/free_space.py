@@ -23,25 +23,14 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def save_folders(targets: Sequence[Store], staging: Path) -> list[Path]:
-    """Return the local folders to which a rank writes the file of a checkpoint.
-
-    These are all targets that are local folders or, if there is none, the staging folder.
-    """
+    """Return the local folders to which a rank writes the file of a checkpoint."""
     local_paths = [target.local_path("checkpoint") for target in targets]
     local_folders = [path.parent for path in local_paths if path is not None]
     return local_folders or [staging]
 
 
 def shortage(folders: Sequence[Path], needed_bytes: int) -> str:
-    """Return which disk has too little space for a checkpoint, and how much it has; "" if all have enough.
-
-    The needs of folders on the same disk are added up. A disk that does not answer is passed over; the save itself
-    reports it.
-
-    Args:
-        folders: local folders that each receive the checkpoint; they need not exist.
-        needed_bytes: size of the checkpoint in one of them.
-    """
+    """Return which disk has too little space for a checkpoint, and how much it has; "" if all have enough."""
     folders_by_disk: dict[int, list[Path]] = {}
     for folder in folders:
         try:

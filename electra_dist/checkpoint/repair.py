@@ -42,8 +42,8 @@ Status = Literal["committed", "damaged", "of another run", "set aside", "leftove
 class Found:
     """A checkpoint folder that was found in a store, and its status.
 
-    The status is determined from the file names and the manifest. The tensor files are not read, so a checkpoint with
-    the status "committed" may have damaged tensors.
+    The status is determined from the file names and the manifest. The tensor files are not read, so a checkpoint
+    with the status "committed" may have damaged tensors.
     """
 
     target: Store  # the store
@@ -63,14 +63,8 @@ class Found:
 def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
 
-    Costs one listing, and one request for each folder that has a manifest or was set aside.
-
     Args:
-        target: the store.
         owner: the run whose checkpoints are expected; None if it is not known.
-
-    Raises:
-        StoreError: the store cannot be read.
     """
     names_by_folder: dict[str, set[str]] = {}
     for key in target.list("step-"):
@@ -88,19 +82,7 @@ def survey(target: Store, owner: Owner | None = None) -> list[Found]:
 
 
 def _inspect(target: Store, folder: str, step: int, attempt: int, names: set[str], owner: Owner | None) -> Found:
-    """Determine the status of a checkpoint folder from the names of its files and from its manifest.
-
-    It is "committed" with a good manifest, "damaged" with a bad one, "of another run" with that of another run, "set
-    aside" if the manifest was renamed, and "leftover" without a manifest.
-
-    Args:
-        target: the store that holds the folder.
-        folder: name of the folder.
-        step: step in the folder's name.
-        attempt: number of the start of the run, in the folder's name.
-        names: names of all files in the folder.
-        owner: the run whose checkpoints are expected; None if it is not known.
-    """
+    """Determine the status of a checkpoint folder from the names of its files and from its manifest."""
     status: Status
     manifest = None
     note = ""
@@ -130,21 +112,10 @@ def repair(
 ) -> Iterator[str]:
     """Repair the checkpoints of all targets, and yield one line of text for each change.
 
-    A checkpoint that is damaged, or was set aside as damaged, is restored from another target or donor that has a good
-    copy of it. If no store has one, a damaged checkpoint is set aside: its manifest is renamed, so that no load takes
-    it. Then files that no checkpoint needs are deleted. The work is done while the caller iterates.
-
     Args:
-        targets: the stores to repair.
-        donors: further stores to copy from; they are not changed.
-        dry_run: change nothing; the lines then report what would be done.
         advance: called with the number of bytes verified since its last call, from several threads.
         owner: the run whose checkpoints they are; None if the targets do not lie in a run folder. The files that the
             starts of the run have written to a target then say it.
-
-    Raises:
-        OtherRun: a checkpoint in a target or a donor is of another run; nothing was changed.
-        StoreError: a store cannot be read or written, or a checkpoint is still damaged after it was restored.
     """
     surveys = [survey(target) for target in targets]
     for found in itertools.chain(*surveys):
@@ -199,16 +170,8 @@ def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
 
 
 def copy_to_all(targets: Sequence[Store], folder: str) -> None:
-    """Copy a checkpoint to each target that lacks it, because a start was killed between the commits on two targets.
-
-    The manifest is copied last. Nothing is done where the checkpoint is committed.
-
-    Args:
-        targets: all targets of the run; at least one has the checkpoint, and was verified when it was loaded.
-        folder: name of the checkpoint's folder.
-
-    Raises:
-        StoreError: a target cannot be read or written, or the copy is damaged.
+    """Copy a checkpoint to each target that lacks it, because a start was killed between the commits on two
+    targets.
     """
     has_it = [target.exists(f"{folder}/{MANIFEST}") for target in targets]
     donor = targets[has_it.index(True)]
@@ -231,17 +194,8 @@ def _repair_checkpoint(
     advance: Callable[[int], None],
     owner: Owner | None,
 ) -> Iterator[str]:
-    """Verify one checkpoint; if it is damaged, restore it from a good copy or, if there is none, set it aside.
-
-    To set a checkpoint aside is to rename its manifest, so that no load takes it. Yields one line of text for each
-    change.
-
-    Args:
-        found: the checkpoint and its status; a folder without a manifest is left as it is.
-        other_stores: stores that may hold a copy of it.
-        dry_run: change nothing; the lines then report what would be done.
-        advance: called with the number of bytes verified since its last call, from several threads.
-        owner: the run whose checkpoint it is; None if it is not known.
+    """Verify one checkpoint; if it is damaged, restore it from a good copy or, if there is none, set it aside. To set
+    a checkpoint aside is to rename its manifest, so that no load takes it.
     """
     if found.status == "leftover" or found.note.startswith(WITHDRAWN):
         return
@@ -268,7 +222,6 @@ def _repair_checkpoint(
 
 def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
     """Return whether a store has the same checkpoint, by the manifests or, where that of `found` is lost, by the run.
-
     The manifests of copies are equal, because a save writes the same files, digests and time to all targets.
     """
     try:
@@ -282,26 +235,12 @@ def _is_copy(store: Store, found: Found, owner: Owner | None) -> bool:
 
 
 def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool:
-    """Return whether a store has a checkpoint in this folder and every byte of it is good. Reads all of it."""
     manifest, faults = verify(target, folder, advance)
     return manifest is not None and not faults
 
 
 def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
-    """Restore a damaged checkpoint from a donor, a store with a good copy; yield one line of text for each file.
-
-    Only damaged files are copied. The manifest is written last, so that a checkpoint that was set aside exists again
-    only when all of its files are good. At the end every byte is verified again.
-
-    Args:
-        found: the damaged checkpoint.
-        donor: the store to copy from.
-        faults: what is wrong with the checkpoint, for the first line of text.
-        dry_run: change nothing; the lines then report what would be done.
-
-    Raises:
-        StoreError: the checkpoint is still damaged afterwards.
-    """
+    """Restore a damaged checkpoint from a donor, a store with a good copy; yield one line of text for each file."""
     target = found.target
     folder = found.folder
     manifest = read_manifest(donor, folder)
@@ -329,10 +268,7 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
 
 
 def _copy(source: Store, destination: Store, key: str) -> None:
-    """Copy an object to the same key of another store.
-
-    If the source is not a local folder, the object is first fetched into a temporary file.
-    """
+    """Copy an object to the same key of another store."""
     path = source.local_path(key)
     if path is not None:
         destination.upload(path, key)

@@ -9,9 +9,6 @@ discarded all of them, it begins again at step 0. No pickle is read.
 
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
-
-Cost: at stages 1 to 3 the ranks together read the checkpoint once, except that each rank that holds a part of a stored
-tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint.
 """
 
 from __future__ import annotations
@@ -55,10 +52,6 @@ class _Candidate(NamedTuple):
     folder: str
 
     def is_copy_of(self, candidate: _Candidate) -> bool:
-        """Return whether two candidates are the same checkpoint, possibly in two stores: same step and same attempt.
-
-        The attempt is the number of the start of the run that wrote the checkpoint.
-        """
         return self.step == candidate.step and self.attempt == candidate.attempt
 
 
@@ -67,11 +60,7 @@ class _Discarded(TornCheckpoint):
 
 
 class _Fault(NamedTuple):
-    """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable.
-
-    A file that is damaged or missing is a proof, and so is a checkpoint of another run. A store that cannot be read is
-    no proof: the checkpoint may then be good.
-    """
+    """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable."""
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
@@ -88,30 +77,12 @@ def load_newest(
 ) -> tuple[RunState | None, list[str]]:
     """Load the newest good checkpoint into this rank's part of the training state. Collective.
 
-    If a checkpoint is damaged or of another run, its copy in another store is tried, or the next older checkpoint. All
-    ranks load the same one. Those that were rejected are then set aside: their manifests are renamed, so that no later
-    load takes them. If there are checkpoints and none is good, nothing is renamed and UserError is raised, so that the
-    run does not begin again by itself. But if a rollback has discarded all of them, they are set aside, and the run
-    goes back to step 0, as it does without any checkpoint.
-
     Args:
-        targets: the stores that hold checkpoints, the preferred one first.
         fragments: views of the ranges of master weights and moments that this rank holds; written in place.
-        expected: what this run is (identity, corpus, shapes, skipped steps); its step and world size are not compared.
-        older_identities: further digests of the identity that a checkpoint of this run may have. They are those of
-            versions with older numerics (random draws and rounding), and `commit.begin_attempt` has made sure that
-            the user accepts the change.
-        stopped: those of the skipped steps that the guard has stopped or a rollback has discarded. A checkpoint that
-            was trained on some of them is discarded; one that differs in other skipped steps is an error of the user.
 
     Returns:
         The state of the loaded checkpoint, None if there is none or a rollback has discarded all; and one line for
-            each checkpoint that was set aside.
-
-    Raises:
-        UserError: there are checkpoints, and none of them can be used; the message lists them.
-        StoreError: a checkpoint cannot be read, and no other target has it. No older one is loaded, to lose no steps.
-            It is StoreAway, on all ranks, if the call may be repeated when the store is back.
+        each checkpoint that was set aside.
     """
     rejected: list[tuple[_Candidate, _Fault]] = []  # each checkpoint that cannot be used, and why
     unreadable: _Candidate | None = None
@@ -144,15 +115,7 @@ def load_newest(
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
-    """Rename the manifest of every committed checkpoint in all stores, so that a run begins again at step 0.
-
-    Damaged checkpoints are renamed, too. No load takes a checkpoint without its manifest, and no repair restores one
-    that was given up like this, also if a load had set it aside as damaged before. The tensor files stay. Only rank 0
-    calls this function, and no save may be under way.
-
-    Returns:
-        One line for each checkpoint; empty if there was none.
-    """
+    """Rename the manifest of every committed checkpoint in all stores, so that a run begins again at step 0."""
     reason = f"{WITHDRAWN}the run was begun again from scratch"
     lines = []
     for target in targets:
@@ -169,20 +132,8 @@ def set_all_aside(targets: Sequence[Store]) -> list[str]:
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
     """Read the whole fp32 master weights of the newest good checkpoint, verified. Needs no process group.
 
-    Export, fine-tuning and `train.init_from` use it. Nothing is written: a damaged checkpoint is passed over, not set
-    aside.
-
     Args:
-        targets: the stores that hold checkpoints, the preferred one first.
         step: number of steps after which the checkpoint was taken; None: the newest good one.
-
-    Returns:
-        The checkpoint's run state; the weights, from parameter name to whole fp32 CPU tensor; and one line for each
-            damaged checkpoint that was tried before.
-
-    Raises:
-        UserError: there is no checkpoint, or none is good.
-        StoreError: a checkpoint cannot be read.
     """
     damaged: list[str] = []
     for candidate in _newest_first(targets):
@@ -199,15 +150,7 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
-    """Return the error of `assemble` if no store has a good checkpoint, or none that was taken after `step` steps.
-
-    The message and its next step depend on whether there was a damaged checkpoint, or none at all.
-
-    Args:
-        targets: the stores that were searched.
-        step: the step that was asked for; None if any would do.
-        damaged: one line for each checkpoint that was rejected as damaged.
-    """
+    """Return the error of `assemble` if no store has a good checkpoint, or none that was taken after `step` steps."""
     urls = " and ".join(target.url for target in targets)
     if damaged:
         return UserError(
@@ -225,15 +168,7 @@ def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Se
 
 
 def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
-    """Read and verify the fp32 master weights of one checkpoint.
-
-    Returns:
-        The run state of the checkpoint; parameter name -> whole fp32 CPU tensor.
-
-    Raises:
-        TornCheckpoint: the manifest or a file is damaged.
-        StoreMissing: the manifest is not there.
-    """
+    """Read and verify the fp32 master weights of one checkpoint."""
     manifest = read_manifest(target, folder)
     weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
     fragments = [
@@ -249,22 +184,7 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
 def check_belongs(
     found: RunState, expected: RunState, older_identities: Collection[str] = (), stopped: Collection[int] = ()
 ) -> None:
-    """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ.
-
-    A skipped step makes no update of the weights. The config (`train.skip_steps`) and skipped_steps.json in the run
-    folder list the steps that this run skips. Below the checkpoint's step they must be those that the checkpoint
-    records; later steps are not compared.
-
-    Args:
-        found: state of the checkpoint.
-        expected: state of the run; its step and world size are not compared.
-        older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
-        stopped: those of the skipped steps that the guard has stopped or a rollback has discarded.
-
-    Raises:
-        TornCheckpoint: names the first thing that differs; it is `_Discarded` if the run itself has made the
-            difference by a rollback.
-    """
+    """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ."""
     identities = frozenset([expected.identity_sha256, *older_identities])
     fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
     for field, description in _FURTHER_FIELDS_OF_A_RUN.items():
@@ -288,11 +208,7 @@ def check_belongs(
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, sorted: the highest step first, then the highest attempt.
-
-    The attempt is the number of the start of the run that wrote the checkpoint. Copies of the same checkpoint come in
-    the order of the targets. Nothing is verified.
-    """
+    """Return the committed checkpoints of all targets, sorted: the highest step first, then the highest attempt."""
     candidates = []
     for target_index, target in enumerate(targets):
         for step, attempt, folder in committed(target):
@@ -308,22 +224,7 @@ def _read_own_part(
     older_identities: Collection[str],
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
-    """Read the part of a checkpoint that this rank holds into `fragments` and verify it. Not collective.
-
-    Each of W ranks also checks the size and the header of every W-th file of the checkpoint.
-
-    Args:
-        target: the store that holds the checkpoint.
-        folder: the checkpoint's folder in the store.
-        fragments: views of the ranges of parameters that this rank holds; they are filled in place, and are partly
-            overwritten if there is a fault.
-        expected: state of the run, with which that of the checkpoint is compared.
-        older_identities: digests of the identity, beside that of `expected`, which the checkpoint may have.
-        stopped: as for `load_newest`.
-
-    Returns:
-        The checkpoint's run state and None, or None and the first fault.
-    """
+    """Read the part of a checkpoint that this rank holds into `fragments` and verify it."""
     try:
         manifest = read_manifest(target, folder)
         check_belongs(manifest.state, expected, older_identities, stopped)
@@ -342,18 +243,7 @@ def _read_own_part(
 def _set_aside(
     targets: Sequence[Store], unusable: _Candidate, fault: _Fault, used_step: int, used_target: Store | None
 ) -> str:
-    """Rename the manifest of a checkpoint that cannot be used on rank 0, so that no later load takes it. Collective.
-
-    Args:
-        targets: the stores that hold checkpoints.
-        unusable: the checkpoint.
-        fault: why it cannot be used.
-        used_step: step of the good checkpoint that was loaded; 0 if the run goes back to its beginning.
-        used_target: the store that it was loaded from; None if the run goes back to its beginning.
-
-    Returns:
-        The line for the log.
-    """
+    """Rename the manifest of a checkpoint that cannot be used on rank 0, so that no later load takes it."""
     target = targets[unusable.target_index]
     reason = f"{WITHDRAWN}{fault.text}" if fault.is_discarded else fault.text
     from_rank_0(lambda: set_aside(target, unusable.folder, reason))
@@ -368,12 +258,7 @@ def _set_aside(
 
 
 def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, _Fault]]) -> UserError:
-    """Return the error for a run that has checkpoints of which none can be used.
-
-    Args:
-        targets: the stores that hold checkpoints.
-        rejected: each checkpoint, and why it cannot be used.
-    """
+    """Return the error for a run that has checkpoints of which none can be used."""
     faults = "; ".join(
         f"{targets[candidate.target_index].url}/{candidate.folder}: {fault.text}" for candidate, fault in rejected
     )

@@ -35,21 +35,7 @@ class CheckpointInfo:
 def superfluous(
     checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig, rollback_steps: int
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted.
-
-    A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
-    `keep_steps` names its step, or if it is one of the `keep_best` that were best on held-out rows (of equal ones the
-    newer). The best has the highest context AUC; without one in any checkpoint, it has the lowest loss.
-
-    Two are always kept, whatever the policy is: the newest checkpoint, and the newest that is at least
-    `rollback_steps` steps older. A rollback skips at most so many steps before the newest checkpoint, so it finds one
-    that has not been trained on a skipped step.
-
-    Args:
-        checkpoints: all committed checkpoints of one store, in any order.
-        policy: the section `checkpoint` of the config.
-        rollback_steps: `guard.most_skipped`.
-    """
+    """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted."""
     ordered = sorted(checkpoints)
     num_newest = max(1, policy.keep_last)
     keep = set(ordered[-num_newest:])
@@ -63,12 +49,7 @@ def superfluous(
 
 
 def best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first.
-
-    Those with a context AUC come first, the highest AUC first. The others, which an older version has written or whose
-    objective has no discriminator, follow by their loss, the lowest first. Checkpoints at whose step there was no
-    evaluation are left out.
-    """
+    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first."""
     ranked = []
     for checkpoint in checkpoints:
         score = checkpoint.score

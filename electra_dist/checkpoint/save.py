@@ -46,15 +46,7 @@ class Save:
     def __init__(
         self, rank: int, state: RunState, tensors: Sequence[Tensor], staging: LocalStore, targets: Sequence[Store]
     ) -> None:
-        """Begin with nothing stored.
-
-        Args:
-            rank: number of this process in the run.
-            state: the part of the checkpoint that is not tensors.
-            tensors: this rank's part of the state, in host memory.
-            staging: local folder for the file, if no target that is a local folder accepts it.
-            targets: the stores that receive the checkpoint.
-        """
+        """Begin with nothing stored."""
         self._rank = rank
         self._state = state
         self._tensors = tensors
@@ -72,8 +64,8 @@ class Save:
 
         Returns:
             None if all targets have both. Otherwise the first error that may pass, such as a full disk or a store that
-                does not respond: it is returned and not raised, so that the caller can wait and call again. All other
-                errors are raised.
+            does not respond: it is returned and not raised, so that the caller can wait and call again. All other
+            errors are raised.
         """
         failures: list[Exception | None] = []
         for copy in self._copies:
@@ -85,15 +77,9 @@ class Save:
     def merge(self, give_up: Callable[[], bool]) -> Exception | None:
         """Merge the entries of the group of ranks that this rank leads, in every target where this is not done yet.
 
-        Nothing is done if this rank leads no group. A target that lacks this rank's own file is left out.
-
-        Args:
-            give_up: called while entries of the group's ranks are missing; if it returns True, the wait ends with
-                TimeoutError.
-
         Returns:
             None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
-                is returned and not raised, so that the caller can wait and call again. All other errors are raised.
+            is returned and not raised, so that the caller can wait and call again. All other errors are raised.
         """
         group = led_group(self._rank, self._state.world_size)
         if group is None:
@@ -103,13 +89,9 @@ class Save:
     def commit(self, give_up: Callable[[], bool]) -> Exception | None:
         """Commit the checkpoint on every target that has this rank's file and no manifest. Rank 0 only.
 
-        Args:
-            give_up: called while entries of other ranks are missing; if it returns True, the wait ends with
-                TimeoutError.
-
         Returns:
             None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
-                is returned and not raised, so that the caller can wait and call again. All other errors are raised.
+            is returned and not raised, so that the caller can wait and call again. All other errors are raised.
         """
         return self._for_each(lambda copy: self._commit(copy, give_up))
 
@@ -119,25 +101,13 @@ class Save:
             self._staging.delete(self._key)
 
     def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
-        """Run a stage of the save for the copy in every target, up to 16 at a time.
-
-        Args:
-            stage: called once for each copy that is left.
-            failures: results of `_failure` for the first copies, which the caller has handled already.
-
-        Returns:
-            The first error that may pass, in the order of the copies; None if the stage succeeded for all. All other
-                errors are raised.
-        """
+        """Run a stage of the save for the copy in every target, up to 16 at a time."""
         remaining_copies = self._copies[len(failures) :]
         results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
         return next((failure for failure in results if failure is not None), None)
 
     def _failure(self, stage: Callable[[_Copy], None], copy: _Copy) -> Exception | None:
-        """Run a stage of the save for one copy; return its error if it may pass, or None if the stage succeeds.
-
-        An error that a wait cannot remove is raised.
-        """
+        """Run a stage of the save for one copy; return its error if it may pass, or None if the stage succeeds."""
         try:
             stage(copy)
         except Exception as error:
@@ -147,10 +117,8 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Store this rank's file and its manifest entry in one target, unless they are there.
-
-        The first call that succeeds writes the file: into the target if that is a local folder, otherwise into the
-        staging folder. Every other target receives a copy of the written file.
+        """Store this rank's file and its manifest entry in one target, unless they are there. The first call that
+        succeeds writes the file: into the target if that is a local folder, otherwise into the staging folder.
         """
         if copy.is_stored:
             return
@@ -167,15 +135,7 @@ class Save:
         copy.is_stored = True
 
     def _merge(self, copy: _Copy, group: int, give_up: Callable[[], bool]) -> None:
-        """Merge the entries of a group of ranks in one target.
-
-        Nothing is done if they are merged already, or if this rank's own file is not in the target yet.
-
-        Args:
-            copy: the copy of the checkpoint in this target.
-            group: number of the group, which this rank leads.
-            give_up: called while entries of the group are missing; if it returns True, TimeoutError is raised.
-        """
+        """Merge the entries of a group of ranks in one target."""
         if copy.is_merged or not copy.is_stored:
             return
         world_size = self._state.world_size
@@ -193,13 +153,8 @@ class Save:
 
 
 def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Raise StoreAway unless the disk of a file that is about to be written has room for it.
-
-    Without this check a save that cannot succeed would fill the disk for everybody, again at every try.
-
-    Args:
-        path: the file, whose folder need not exist.
-        tensors: what will be written.
+    """Raise StoreAway unless the disk of a file that is about to be written has room for it. Without this check a save
+    that cannot succeed would fill the disk for everybody, again at every try.
     """
     needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
     try:

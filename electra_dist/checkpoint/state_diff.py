@@ -20,8 +20,8 @@ from electra_dist.store.interface import Store
 class Difference:
     """Result of comparing one parameter and its optimizer moments in two checkpoints.
 
-    It has the largest absolute difference of the master weights and of each moment, and whether all are equal bit for
-    bit.
+    It has the largest absolute difference of the master weights and of each moment, and whether all are equal bit
+    for bit.
     """
 
     name: str  # of the parameter
@@ -38,15 +38,7 @@ class Side:
     manifest: Manifest
 
     def read(self, name: str) -> dict[Kind, torch.Tensor]:
-        """Read a whole parameter and its optimizer moments from this checkpoint, and verify them.
-
-        Returns:
-            Kind -> flat fp32 CPU tensor: the master weight and both moments of the optimizer.
-
-        Raises:
-            TornCheckpoint: a part of the parameter does not match its digest, or its file is missing.
-            StoreError: the checkpoint cannot be read.
-        """
+        """Read a whole parameter and its optimizer moments from this checkpoint, and verify them."""
         numel = prod(self.manifest.state.shapes[name])
         views = {kind: torch.empty(numel) for kind in KINDS}
         fragment = Fragment(name=name, start=0, numel=numel, views=views)
@@ -59,11 +51,7 @@ class Side:
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
-
-    A run state is the part of a checkpoint that is not tensors. World size, ZeRO stage and package versions are among
-    its fields; they may differ although all weights are equal.
-    """
+    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ."""
     return [
         (field, getattr(a, field), getattr(b, field))
         for field in RunState.model_fields
@@ -72,14 +60,8 @@ def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
 
 
 def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
-    """Compare every parameter that both checkpoints have in the same shape, and yield the results in the order of `a`.
-
-    Parameters that only one side has, or has in another shape, are left out. At any time one parameter of each side,
-    with its two moments, is in memory.
-
-    Raises:
-        TornCheckpoint: a parameter of either side is damaged.
-        StoreError: a checkpoint cannot be read.
+    """Compare every parameter that both checkpoints have in the same shape, and yield the results in the order of
+    `a`.
     """
     for name, shape in a.manifest.state.shapes.items():
         if b.manifest.state.shapes.get(name) != shape:

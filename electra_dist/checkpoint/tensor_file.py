@@ -38,8 +38,8 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 class Fragment:
     """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
 
-    `views` are the same range of its fp32 master weight and moments. They alias the tensors that they were made from,
-    such as the training state, so writing to a view changes these.
+    `views` are the same range of its fp32 master weight and moments. They alias the tensors that they were made
+    from, such as the training state, so writing to a view changes these.
     """
 
     name: str  # of the parameter
@@ -61,11 +61,7 @@ class Tensor:
     values: torch.Tensor  # 1-D, fp32, contiguous, on the CPU
 
     def pieces(self) -> list[Tensor]:
-        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory.
-
-        Each piece is stored with a digest of its own. A rank that needs a part of the tensor can then read and verify
-        little more than that part.
-        """
+        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory."""
         return [
             Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
             for begin in range(0, len(self.values), PIECE)
@@ -73,22 +69,7 @@ class Tensor:
 
 
 def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_header: bool = False) -> FileEntry:
-    """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest.
-
-    Tensors of more than `PIECE` elements are stored in pieces, each with its own name and digest. An existing file is
-    overwritten in place, so readers must not look at it before the checkpoint's manifest exists.
-
-    Args:
-        path: the file; its folder is created if missing.
-        tensors: fp32 values on the CPU, in the order in which they are written.
-        digests_in_header: whether the header also holds the digest of each tensor, as a manifest of format 3 requires.
-
-    Returns:
-        The entry, with all tensors of the file, also if their digests are in the header.
-
-    Raises:
-        StoreError: the disk is full or refuses the write.
-    """
+    """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest."""
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
     header = _header(pieces, [_NO_DIGEST] * len(pieces) if digests_in_header else [])
     entries = []
@@ -130,14 +111,7 @@ def parse_header(file: FileEntry, header: bytes) -> FileEntry:
     """Complete the manifest entry of a tensor file with the tensors, and their digests, that the file's header lists.
 
     Args:
-        file: entry without tensors, from a manifest of format 3; it is not changed.
         header: all bytes of the header, whose digest the caller has compared with that in the entry.
-
-    Returns:
-        A copy of the entry with all tensors in the order of the file.
-
-    Raises:
-        TornCheckpoint: the header and the tensors do not cover every byte of the file exactly once.
     """
     table = json.loads(header[_LENGTH_BYTES:])
     digests = table.pop("__metadata__")["sha256"]
@@ -172,15 +146,8 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
 
 
 def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
-    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with spaces.
-
-    A piece of a tensor is named `KIND|PARAMETER|START`: master or a moment, the parameter, and its first element. The
-    padding makes the length of the JSON a multiple of 8 bytes, as the format asks, so that the data after it are
-    aligned.
-
-    Args:
-        pieces: the tensors in the order of the file.
-        digests: the SHA-256 of each piece in hexadecimal, to be stored in the header; empty to store no digests.
+    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with
+    spaces.
     """
     table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}
     offset = 0  # of a tensor's data, counted from the end of the header

@@ -56,11 +56,11 @@ _SCORE = TypeAdapter(Score)
 def with_prefix(progress: Progress, prefix: str) -> Progress:
     """Return a progress callback that puts `prefix` before the name of the activity, then calls `progress`.
 
-    The prefix shows which run or task a report is about: with "rte: ", the activity "predict" becomes "rte: predict".
+    The prefix shows which run or task a report is about: with "rte: ", the activity "predict" becomes "rte:
+    predict".
     """
 
     def report(activity: str, done: int, total: int) -> None:
-        """Call the original callback with the prefix before the name of the activity."""
         progress(f"{prefix}{activity}", done, total)
 
     return report
@@ -69,17 +69,11 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
 class Scores:
     """Store of a comparison's scores: a folder with one JSON file for each checkpoint and task.
 
-    A stored score is used only if the config of the run, the corpus, the data and the settings are those from which it
-    was computed. Otherwise it counts as missing, and the next score replaces its file.
+    A stored score is used only if the config of the run, the corpus, the data and the settings are those from which
+    it was computed. Otherwise it counts as missing, and the next score replaces its file.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Use a folder as the store of scores; it is created when the first score is written.
-
-        Args:
-            folder: folder of the scores.
-            fingerprint: digest of the corpus's content; scores from another corpus count as missing.
-        """
         self._folder = folder
         self._fingerprint = fingerprint
 
@@ -89,27 +83,18 @@ class Scores:
         A score from another config, corpus or data is not valid.
 
         Args:
-            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
-            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
-            measures: the ways to score it.
         """
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> Score | None:
         """Return the score of a checkpoint, or None if there is no valid one.
 
-        A stored score is valid if the config of the run, the corpus and the task's data and settings have not changed
-        since it was computed.
+        A stored score is valid if the config of the run, the corpus and the task's data and settings have not
+        changed since it was computed.
 
         Args:
-            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
-            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
-            measure: the way of scoring, such as a task.
-
-        Raises:
-            UserError: the file of the score is damaged.
         """
         path = self._path(entry, cell, step, measure)
         if not path.exists():
@@ -130,15 +115,7 @@ class Scores:
         An interrupt thus loses at most the score in progress. Existing scores are computed again and replaced.
 
         Args:
-            entry: name of the run's objective in the comparison's config, or "random" for the initial weights.
-            cell: the run that made the checkpoint.
             step: step of the checkpoint; 0 for the initial weights.
-            measures: the ways to score it.
-            progress: called with (activity, parts done, parts in total) while scores are computed; the activity starts
-                with the name of the task.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or the encoder cannot be scored in one of the ways.
         """
         if step == 0:
             # The initial weights are a function of the run's config, so no checkpoint is needed.
@@ -171,18 +148,11 @@ class Scores:
                 file.write(json.dumps(record, indent=1).encode() + b"\n")
 
     def _path(self, entry: str, cell: Cell, step: int, measure: Measure) -> Path:
-        """Return the path of a score's JSON file, such as FOLDER/rtd-seed1/step-00000500-rte.json.
-
-        It consists of objective (or "random"), seed, step and measure. The config is not part of it, so a score after
-        a change of the config replaces the earlier one.
-        """
+        """Return the path of a score's JSON file, such as FOLDER/rtd-seed1/step-00000500-rte.json."""
         return self._folder / f"{entry}-seed{cell.seed}" / f"step-{step:08d}-{measure.name}.json"
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task.
-
-        A stored score with another digest was computed from something else, and is not used.
-        """
+        """Return a digest of what a score depends on: run, corpus, step, and data and settings of the task."""
         # The identity is that of the numerics version that the run records, so scores of an older run stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(

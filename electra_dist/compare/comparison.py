@@ -58,13 +58,7 @@ class Comparison:
         They are written to the output folder of the comparison, or nothing is written if a check fails.
 
         Args:
-            compare: the config of the comparison.
-            file: the file from which `compare` was read.
             glue: folder of the GLUE tasks; None if every task has its own `data`.
-
-        Raises:
-            UserError: a config, the corpus or a task is not valid; the message names the file and the key. Or the
-                folder of a run has checkpoints of another run.
         """
         self._compare = compare
         self._file = file
@@ -106,15 +100,6 @@ class Comparison:
         """Make the scores that are missing, with the runs that they need, and write the results after each run.
 
         A run that fails does not stop the others; `failures` lists it.
-
-        Args:
-            progress: called with (activity, parts done, parts in total) while a run trains and while a checkpoint is
-                scored.
-            note: called with one line of text for the user after each run: the number of its steps and of its scored
-                checkpoints, or why it is not finished.
-
-        Returns:
-            Whether every run is finished and every checkpoint could be scored.
         """
         if self._compare.criterion is not None:
             num_scores = len(self.scores())
@@ -145,12 +130,7 @@ class Comparison:
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
         """Score what interrupted runs have saved, and write the results if any score exists, also an earlier one.
-
         Finished runs are left out, because they are scored later, while the next runs train.
-
-        Args:
-            cells: runs of which some may be interrupted, others finished or not begun.
-            progress: called while a checkpoint is scored.
         """
         for cell in cells:
             is_finished = cell.marks[-1] in saved_steps(cell)
@@ -160,12 +140,6 @@ class Comparison:
             self.write()
 
     def _score_saved(self, cell: Cell, progress: Progress) -> None:
-        """Score the checkpoints that a run has saved, as far as they have no scores yet.
-
-        Args:
-            cell: the run, which may be unfinished.
-            progress: called while a checkpoint is scored.
-        """
         saved = saved_steps(cell)
         for step in cell.marks:
             if step in saved:
@@ -184,10 +158,7 @@ class Comparison:
                 self._failures[key] = Failure(entry=cell.entry, seed=cell.seed, what=what)
 
     def _summary(self, cell: Cell) -> str:
-        """Return how many steps a finished run has made, and how many of its checkpoints have all their scores.
-
-        A checkpoint that no measure scores does not count, for example if all tasks have `at: ends`.
-        """
+        """Return how many steps a finished run has made, and how many of its checkpoints have all their scores."""
         num_scored = 0
         for step in cell.marks:
             measures = self._due_measures(cell, step)
@@ -196,16 +167,7 @@ class Comparison:
         return f"{cell.marks[-1]:,} steps, {num_scored} of {len(cell.marks)} checkpoints scored"
 
     def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
-        """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored.
-
-        Tasks with `at: ends` in the config are scored for the initial and the last weights only.
-
-        Args:
-            entry: name of the objective, or `RANDOM` for the initial weights.
-            cell: the run that made the checkpoint.
-            step: step of the checkpoint; 0 for the initial weights.
-            progress: called while the checkpoint is scored.
-        """
+        """Score a checkpoint on every task for which it has no score yet; record a failure if it cannot be scored."""
         missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
         if not missing_measures:
             return
@@ -217,21 +179,14 @@ class Comparison:
             self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
 
     def _is_scored(self, cell: Cell) -> bool:
-        """Return whether all checkpoints of a run have all their scores, so that the run is not needed any more.
-
-        False if the comparison has no measures, because then its only result is what the runs record themselves.
+        """Return whether all checkpoints of a run have all their scores, so that the run is not needed any more. False
+        if the comparison has no measures, because then its only result is what the runs record themselves.
         """
         return bool(self._measures) and not any(
             self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
-        """Return the measures that score a checkpoint; those with `at: ends` only score the initial and last weights.
-
-        Args:
-            cell: the run to which the checkpoint belongs.
-            step: step of the checkpoint; 0 for the initial weights.
-        """
         is_first_or_last = step in (0, cell.marks[-1])
         return [measure for measure in self._measures if measure.at == "all" or is_first_or_last]
 
@@ -261,8 +216,7 @@ class Comparison:
         """Return the failures of runs, of checkpoints and of single seeds of fine-tuning.
 
         First come runs that did not finish, and checkpoints that are missing or could not be scored; only those of
-        this process are known. Then come seeds of fine-tuning that diverged or predicted the same for every example,
-        which are stored with the scores.
+        this process are known.
         """
         return [*self._failures.values(), *score_failures(self.scores())]
 
@@ -302,7 +256,6 @@ class Comparison:
 
     @property
     def _command(self) -> str:
-        """Return the shell command that starts or resumes this comparison, with paths quoted where necessary."""
         command = f"electra-dist compare {shlex.quote(str(self._file))}"
         if self._glue is not None:
             command += f" --glue {shlex.quote(str(self._glue))}"
@@ -315,6 +268,5 @@ def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
 
 
 def _replace_file(path: Path, data: bytes, permissions: int = SHARED) -> None:
-    """Write a whole file in place of an existing one; readers see either the old content or the new one."""
     with replacing(path, permissions=permissions) as file:
         file.write(data)

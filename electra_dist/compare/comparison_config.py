@@ -43,12 +43,6 @@ class Entry(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, value: Any) -> Any:
-        """Expand a bare name such as `rtd` to {name: rtd, objective: rtd}, before the fields are validated.
-
-        An entry with a name and without an objective gets its name as the objective.
-
-        Anything that is not a name or a mapping is returned as it is; pydantic then reports it.
-        """
         fields = {"name": value} if isinstance(value, str) else value
         if isinstance(fields, dict) and "name" in fields:
             return {"objective": fields["name"], **fields}
@@ -57,11 +51,6 @@ class Entry(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, value: str) -> str:
-        """Return the value of `objective`, the name of a pretraining objective, unchanged.
-
-        Raises:
-            ValueError: there is no objective of this name; the message lists the names.
-        """
         if value not in OBJECTIVES:
             raise ValueError(f"no such objective; set one of {', '.join(OBJECTIVES)}")
         return value
@@ -69,14 +58,7 @@ class Entry(Section):
     @field_validator("set")
     @classmethod
     def _check_reserved_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the config changes of one objective unchanged if none of their keys is reserved (`RESERVED`).
-
-        The reserved keys are of three kinds. data, checkpoint and train.skip_steps must be equal in all runs; run_dir,
-        seed and train.num_steps are set by the comparison; objective.name is set by the entry's `objective`.
-
-        Raises:
-            ValueError: a key is reserved, such as `data`, or is below a reserved one, such as `data.seq_len`.
-        """
+        """Return the config changes of one objective unchanged if none of their keys is reserved (`RESERVED`)."""
         for key in value:
             for reserved_key in RESERVED:
                 is_reserved = key == reserved_key or key.startswith(f"{reserved_key}.")
@@ -93,8 +75,8 @@ class Entry(Section):
 class TaskEntry(Section):
     """One task on which encoders are scored, and how: by a probe or by fine-tuning, at which checkpoints.
 
-    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how: tags`
-    or `how: heads` a treebank.
+    It is a GLUE task, or a custom task, which needs the keys `text_a` and `label` for its columns, or with `how:
+    tags` or `how: heads` a treebank.
     """
 
     task: str | None = Field(
@@ -222,11 +204,7 @@ class CompareConfig(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompareConfig:
-        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing.
-
-        The names of objectives and the seeds must be distinct, there must be one budget (`steps` or `flops`), and the
-        shares of `evaluate_at` must ascend to 1.0.
-        """
+        """Raise ValueError if the comparison's fields contradict each other, or if it would score nothing."""
         names = [entry.name for entry in self.objectives]
         has_repeated_name = len(set(names)) < len(names)
         if has_repeated_name or RANDOM in names:
@@ -258,19 +236,12 @@ class CompareConfig(Section):
         return self
 
     def _pair_columns(self) -> list[str]:
-        """Return the names of the columns of minimal pairs: that of the built-in ones, or those of the files."""
         if isinstance(self.minimal_pairs, bool):
             return [MINIMAL_PAIRS] if self.minimal_pairs else []
         return [Path(path).stem for path in self.minimal_pairs]
 
     def _check_criterion(self, criterion: Criterion, names: list[str], columns: list[str]) -> None:
-        """Raise ValueError if a criterion names an unknown objective or column, or cannot be judged.
-
-        Args:
-            criterion: the criterion to check.
-            names: names of the objectives' entries.
-            columns: names of the columns of the table.
-        """
+        """Raise ValueError if a criterion names an unknown objective or column, or cannot be judged."""
         for key, name in (("arm", criterion.arm), ("baseline", criterion.baseline)):
             if name not in names:
                 raise ValueError(f"criterion.{key}: no objective `{name}`; set one of {', '.join(names)}")

@@ -28,8 +28,8 @@ from electra_dist.model.flops import run_flops, steps_of_flops
 class Cell:
     """One run of a comparison: an objective and a seed, with its complete config.
 
-    `marks` are the steps whose checkpoints are kept and scored, in ascending order; the last one is the last step of
-    the run.
+    `marks` are the steps whose checkpoints are kept and scored, in ascending order; the last one is the last step
+    of the run.
     """
 
     entry: str  # name of the objective's entry
@@ -56,8 +56,9 @@ class Cell:
 class Plan:
     """All runs of a comparison, in the order in which they are made.
 
-    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be compared
-    as soon as one seed is complete. Each run has the same training FLOPs, `budget_flops`, up to half a step.
+    All objectives run with the first seed, then all with the second, and so on, so that the objectives can be
+    compared as soon as one seed is complete. Each run has the same training FLOPs, `budget_flops`, up to half a
+    step.
     """
 
     budget_flops: float  # training FLOPs of every run, up to half a step
@@ -69,16 +70,7 @@ class Plan:
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
-    """Determine the runs of a comparison, each with its complete config and the steps at which it is scored.
-
-    Args:
-        compare: the config of the comparison.
-        file: the file from which it was read; a relative path of the base config starts at its folder.
-
-    Raises:
-        UserError: the base config or an objective's `set` is not valid, or a run has so few steps that two shares of
-            `evaluate_at` give the same checkpoint. The message names the file and the objective.
-    """
+    """Determine the runs of a comparison, each with its complete config and the steps at which it is scored."""
     base = file.parent / compare.base
     # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
     objective_configs = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
@@ -111,14 +103,8 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Scale `optimizer.decay_steps` of a config to a run with another number of steps, so that the share stays equal.
-
-    Args:
-        config: the config of an objective, before its number of steps is replaced.
-        num_steps: optimizer steps of the run.
-
-    Returns:
-        Steps of the decay in the run, at least 1; None if the config does not set `optimizer.decay_steps`.
+    """Scale `optimizer.decay_steps` of a config to a run with another number of steps, so that the share stays
+    equal.
     """
     if config.optimizer.decay_steps is None:
         return None
@@ -127,19 +113,7 @@ def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
-    """Return the steps of a run whose checkpoints are scored, one for each share of `evaluate_at`.
-
-    With 1,000 steps and the shares 0.25, 0.5 and 1.0, these are the steps 250, 500 and 1,000.
-
-    Args:
-        compare: the config of the comparison.
-        file: the file from which it was read, for the message.
-        entry: the objective, for the message.
-        num_steps: number of steps of the run.
-
-    Raises:
-        UserError: the run is so short that two shares of `evaluate_at` give the same step.
-    """
+    """Return the steps of a run whose checkpoints are scored, one for each share of `evaluate_at`."""
     steps = tuple(max(1, round(share * num_steps)) for share in compare.evaluate_at)
     if len(set(steps)) < len(steps):
         raise UserError(
@@ -155,17 +129,7 @@ def _run_name(entry: str, seed: int) -> str:
 
 
 def _load(file: Path, base: Path, entry: Entry, run_keys: Mapping[str, object]) -> Config:
-    """Load the base config with the changes of one objective and, applied last, the settings of one run.
-
-    Args:
-        file: the config of the comparison, for error messages.
-        base: the config file of an ordinary run, whose settings all runs share.
-        entry: the objective, with its changes to the base config.
-        run_keys: settings of one run as dotted key -> value, such as {"train.num_steps": 1000}; may be empty.
-
-    Raises:
-        UserError: the base config or a change is not valid; the message names the comparison's file and the objective.
-    """
+    """Load the base config with the changes of one objective and, applied last, the settings of one run."""
     overrides = [_override("objective.name", entry.objective)]
     overrides += [_override(key, value) for key, value in entry.set.items()]
     overrides += [_override(key, value) for key, value in run_keys.items()]

@@ -46,17 +46,7 @@ class ComparisonResults:
         command: str,
         criterion_origin: str,
     ) -> None:
-        """Group the scores into rows, and judge the criterion.
-
-        Args:
-            compare: the config of the comparison.
-            plan: its runs.
-            measures: the ways in which it scores encoders.
-            scores: the scores that exist.
-            title: heading of the tables and of the page.
-            command: shell command that starts or resumes the comparison.
-            criterion_origin: sentence about when the criterion was stated; empty without a criterion.
-        """
+        """Group the scores into rows, and judge the criterion."""
         self._compare = compare
         self._plan = plan
         self._scores = scores
@@ -137,10 +127,7 @@ class ComparisonResults:
 
 
 def _describe_run(cell: Cell) -> dict[str, object]:
-    """Return the entry of a run in the list `runs` of compare.json: folder, steps, FLOPs and parameters.
-
-    Steps and FLOPs are those of the whole run, also if it is not finished.
-    """
+    """Return the entry of a run in the list `runs` of compare.json: folder, steps, FLOPs and parameters."""
     num_steps = cell.marks[-1]
     return {
         "objective": cell.entry,

@@ -32,13 +32,8 @@ class Verdict(NamedTuple):
 def judge(criterion: Criterion, scores: Sequence[Score], num_seeds: int) -> Verdict:
     """Return whether a criterion is met by the scores of the last checkpoints of a comparison's runs.
 
-    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors` times
-    its standard error. That is the larger one of the errors over the seeds and over the test examples.
-
-    Args:
-        criterion: the criterion of the comparison's config.
-        scores: scores of the last checkpoints of the runs that have ended.
-        num_seeds: number of the comparison's seeds; a metric that lacks some of them leaves the answer open.
+    A metric is passed if the mean difference of arm and baseline over the seeds is larger than `standard_errors`
+    times its standard error. That is the larger one of the errors over the seeds and over the test examples.
     """
     differences: dict[str, Difference] = {}
     passed = []
@@ -80,13 +75,8 @@ def verdict_lines(criterion: Criterion, verdict: Verdict) -> list[str]:
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
     """Append the criterion to the folder's record if it is new or changed; return a sentence on when it was stated.
 
-    The sentence also says how many scores existed then, so that a reader sees whether the criterion was stated before
-    the results were known.
-
-    Args:
-        folder: output folder of the comparison, which exists.
-        criterion: the criterion of the comparison's config.
-        num_scores: number of scores that exist now.
+    The sentence also says how many scores existed then, so that a reader sees whether the criterion was stated
+    before the results were known.
     """
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")

@@ -50,13 +50,7 @@ class Pretrainings:
     """
 
     def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
-        """Prepare the pool; no run is started yet.
-
-        Args:
-            cells: all runs, in the order in which their results will be requested.
-            ranks: ranks (processes, one per GPU) of each run.
-            parallel: number of runs that may train at the same time.
-        """
+        """Prepare the pool; no run is started yet."""
         self._cells = cells
         self._ranks = ranks
         self._parallel = parallel
@@ -65,32 +59,14 @@ class Pretrainings:
         self._started: dict[str, Future[str]] = {}
 
     def __enter__(self) -> Self:
-        """Return the pool itself; no run is started yet."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the runs that this pool has started, and wait until their ranks have saved a checkpoint and ended.
-
-        A run that an earlier comparison has started, and that this pool only waits for, is not stopped. Runs that were
-        requested but have not started yet are not started. No exception is suppressed.
-        """
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
     def result(self, cell: Cell, progress: Progress) -> str:
-        """Wait for a run to end, and meanwhile start it and the runs that may train beside it.
-
-        Args:
-            cell: one of the runs of the pool.
-            progress: called every half second with ("pretraining", steps done, steps in total).
-
-        Returns:
-            An empty string if the run is finished, otherwise the reason in one line.
-
-        Raises:
-            UserError: the checkpoint stores of the run cannot be listed.
-            OSError: the supervisor of the run cannot be started, or its log cannot be written or read.
-        """
+        """Wait for a run to end, and meanwhile start it and the runs that may train beside it."""
         self._start(cell)
         run = self._started[cell.name]
         while not run.done():
@@ -108,16 +84,10 @@ class Pretrainings:
             self._start(next_cell)
 
     def _start(self, cell: Cell) -> None:
-        """Start a run in a thread of the pool, unless it has been started before."""
         if cell.name not in self._started:
             self._started[cell.name] = self._pool.submit(pretrain, cell, self._ranks, self._pause)
 
     def _pause(self) -> None:
-        """Sleep for half a second between two checks of a run.
-
-        Raises:
-            _StoppedError: the pool of runs is closed, so the caller must end its run; the sleep is cut short.
-        """
         if self._stop.wait(_POLL_S):
             raise _StoppedError
 
@@ -125,18 +95,8 @@ class Pretrainings:
 def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
     """Start or continue a run, and wait until it ends; a finished run is not started again.
 
-    If an earlier comparison has started the run and its processes still train on this machine, the function waits for
-    them, and starts the run only if they end before its last step. It starts the run at most once per call.
-
-    Args:
-        cell: the run.
-        ranks: ranks (processes, one per GPU) of the run.
-        pause: sleeps for a moment; called between checks of the run. If it raises, the run that this call started
-            receives SIGTERM, saves a checkpoint and ends, and the exception passes on.
-
-    Returns:
-        An empty string if the run is finished, which is when the checkpoint of its last step is complete; otherwise
-        the reason in one line.
+    If an earlier comparison has started the run and its processes still train on this machine, the function waits
+    for them, and starts the run only if they end before its last step. It starts the run at most once per call.
     """
     last_step = cell.marks[-1]
     # The value of an environment variable by which the run's processes on this machine are found.
@@ -160,10 +120,7 @@ def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
 
 
 class _StoppedError(Exception):
-    """Error: the pool of runs was closed, for example by Ctrl-C, so the runs that still train must be stopped.
-
-    It is raised between two checks of a run, in the thread that waits for the run.
-    """
+    """Error: the pool of runs was closed, for example by Ctrl-C, so the runs that still train must be stopped."""
 
 
 def _current_step(cell: Cell) -> int:
@@ -175,16 +132,7 @@ def _current_step(cell: Cell) -> int:
 
 
 def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-    """Start the supervisor process of a run, which starts and watches the ranks; return its exit code when it ends.
-
-    The output of supervisor and ranks is appended to the run's log. Ctrl-C in the terminal does not reach them.
-
-    Args:
-        cell: the run.
-        ranks: ranks of the run, all on this machine.
-        pause: sleeps for a moment; called between checks of the supervisor. If it raises, the supervisor receives
-            SIGTERM, lets the ranks save a checkpoint and ends; then the exception passes on.
-    """
+    """Start the supervisor process of a run, which starts and watches the ranks; return its exit code when it ends."""
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(cell.file), "--gpus-per-node", str(ranks)]
     with _log_file(cell).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
@@ -201,19 +149,11 @@ def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
 
 
 def _log_file(cell: Cell) -> Path:
-    """Return the path of the log of a run's supervisor and ranks, the run's folder with the suffix ".log"."""
     return Path(f"{cell.config.run_dir}.log")
 
 
 def _last_error(log: Path, begin: int) -> str:
-    """Return the last line of a part of a log that starts with "error: ", or its last line if no line starts so.
-
-    Blank lines do not count. If the part has no other lines, the result is "it has written nothing to the log".
-
-    Args:
-        log: the log, which several starts of a run may have written.
-        begin: number of bytes to leave out at the beginning, for example those of earlier starts.
-    """
+    """Return the last line of a part of a log that starts with "error: ", or its last line if no line starts so."""
     last_line = "it has written nothing to the log"
     last_error = ""
     for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():

@@ -32,9 +32,6 @@ def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
 
     A field that a run does not record, or whose value is not finite, has no points.
-
-    Args:
-        cells: the runs of a comparison.
     """
     curves = []
     for cell in cells:

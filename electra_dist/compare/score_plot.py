@@ -40,12 +40,8 @@ _DODGE = 0.012  # distance of neighbouring objectives' points, as a share of the
 
 
 def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -> None:
-    """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white background.
-
-    Args:
-        rows: scores, one row for each objective and number of steps; there may be none yet.
-        titles: task -> title of its panel, in the order of the panels; at least one.
-        path: the PNG file; an existing file is replaced at once, so readers never see half a picture.
+    """Draw scores against training FLOPs, one panel per task, and write the picture as a PNG with a white
+    background.
     """
     with _new_picture(titles.values(), _legend_handles(rows), path) as panels:
         for axes, task in zip(panels, titles):
@@ -56,10 +52,6 @@ def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw what runs have recorded at their evaluations against training FLOPs, and write the picture as a PNG.
 
     Each value has a panel, and each run a line in it, in the color of its objective.
-
-    Args:
-        curves: the curves of all runs; at least one.
-        path: the PNG file; an existing file is replaced at once.
     """
     color_of = _colors(run.entry for run in curves)
     titles = {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
@@ -75,13 +67,7 @@ def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
 
 @contextmanager
 def _new_picture(titles: Iterable[str], legend_handles: Sequence[Line2D], path: Path) -> Iterator[list[Axes]]:
-    """Yield empty panels with titles below a common legend, and write them as a PNG when the `with` block ends.
-
-    Args:
-        titles: titles of the panels.
-        legend_handles: entries of the legend; there may be none.
-        path: the PNG file.
-    """
+    """Yield empty panels with titles below a common legend, and write them as a PNG when the `with` block ends."""
     titles = list(titles)
     num_columns = min(_MAX_COLUMNS, len(titles))
     num_rows = math.ceil(len(titles) / num_columns)
@@ -106,15 +92,7 @@ def _new_picture(titles: Iterable[str], legend_handles: Sequence[Line2D], path: 
 
 
 def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str, str]:
-    """Return the titles of the picture's panels: one per task, and one for the average if any row has it.
-
-    Args:
-        metrics: task -> name of its metric, in the order of the panels.
-        rows: scores, one row for each objective and number of steps.
-
-    Returns:
-        Task -> title, such as "rte (accuracy)"; the average is the last one.
-    """
+    """Return the titles of the picture's panels: one per task, and one for the average if any row has it."""
     titles = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if any(AVERAGE in row.columns for row in rows):
         titles[AVERAGE] = "average"
@@ -122,11 +100,6 @@ def panel_titles(metrics: dict[str, str], rows: Sequence[ScoreRow]) -> dict[str,
 
 
 def _colors(entries: Iterable[str]) -> dict[str, str]:
-    """Return objective -> color, in the order of `entries`; colors repeat if there are more objectives than colors.
-
-    Args:
-        entries: names of objectives, each once or several times; the initial weights have no color.
-    """
     names = [entry for entry in dict.fromkeys(entries) if entry != RANDOM]
     return dict(zip(names, itertools.cycle(_COLORS)))
 
@@ -142,14 +115,7 @@ def _legend_handles(rows: Sequence[ScoreRow]) -> list[Line2D]:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the panel of one task: the score of the initial weights, the scores of all objectives, and the axes.
-
-    Args:
-        axes: the empty panel.
-        rows: scores, one row for each objective and number of steps. The row of the initial weights has `RANDOM` in
-            place of the objective's name.
-        task: name of the task, or `AVERAGE`.
-    """
+    """Draw the panel of one task: the score of the initial weights, the scores of all objectives, and the axes."""
     # The initial weights are a dashed line across the panel, to which the scores of training can be compared.
     for row in rows:
         if row.entry == RANDOM and task in row.columns:
@@ -166,16 +132,7 @@ def _draw_panel(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
 
 
 def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dict[str, str]) -> None:
-    """Draw the panel of a task that is scored at one number of FLOPs only: one column of dots for each objective.
-
-    A short bar is the median over the seeds.
-
-    Args:
-        axes: the panel of the task.
-        rows: scores of the task, one row for each objective that has one.
-        task: name of the task, or `AVERAGE`.
-        color_of: objective -> color, in the order of the columns.
-    """
+    """Draw the panel of a task that is scored at one number of FLOPs only: one column of dots for each objective."""
     objectives = list(color_of)
     for row in rows:
         column = objectives.index(row.entry)
@@ -189,13 +146,7 @@ def _draw_columns(axes: Axes, rows: Sequence[ScoreRow], task: str, color_of: dic
 
 
 def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
-    """Draw the panel of a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars.
-
-    Args:
-        axes: the panel of the task.
-        rows: scores, one row for each objective and number of steps, ascending for each objective.
-        task: name of the task, or `AVERAGE`.
-    """
+    """Draw the panel of a task that is scored at several numbers of FLOPs: medians joined by lines, ranges as bars."""
     max_flops = max((row.flops for row in rows), default=0)
     right_end = 1.06 * max_flops if max_flops > 0 else 1
     color_of = _colors(row.entry for row in rows)
@@ -214,17 +165,13 @@ def _draw_lines(axes: Axes, rows: Sequence[ScoreRow], task: str) -> None:
 
 
 def _label_flops(axes: Axes) -> None:
-    """Label the horizontal axis of a panel as training FLOPs."""
     axes.set_xlabel("training FLOPs")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(_format_flops))
 
 
 def _format_flops(flops: float, _: int | None) -> str:
-    """Format a tick of the FLOPs axis with two significant digits, as in "1.5e13".
-
-    matplotlib passes the number of the tick as the second argument, which is not used.
-    """
+    """Format a tick of the FLOPs axis with two significant digits, as in "1.5e13"."""
     if flops == 0:
         return "0"
     return f"{flops:.2g}".replace("e+", "e")

@@ -64,13 +64,8 @@ class ScoreRow:
 def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[ScoreRow]:
     """Group scores into the rows of the table: one for each objective and number of steps.
 
-    Objectives are in the order in which they first occur in the scores; the rows of an objective are ordered by step.
-    A row has, for each task, the median and the range of the scores of all seeds.
-
-    Args:
-        scores: all scores of the comparison.
-        tasks: task -> whether it counts in the average, in the order of the columns. If fewer than two tasks count,
-            there is no average.
+    Objectives are in the order in which they first occur in the scores; the rows of an objective are ordered by
+    step. A row has, for each task, the median and the range of the scores of all seeds.
     """
     scores_of_row: dict[tuple[str, int], list[Score]] = {}  # keyed by (objective, step)
     for score in scores:
@@ -87,15 +82,7 @@ def summarize_rows(scores: Sequence[Score], tasks: Mapping[str, bool]) -> list[S
 
 
 def _summarize_columns(row_scores: Sequence[Score], tasks: Mapping[str, bool]) -> dict[str, ScoreSummary]:
-    """Return the columns of one row: task, or `AVERAGE` -> summary of its scores over the seeds.
-
-    A task without any score is left out.
-
-    Args:
-        row_scores: the scores of one objective after one number of steps.
-        tasks: task -> whether it counts in the average, in the order of the columns. If fewer than two tasks count,
-            there is no average.
-    """
+    """Return the columns of one row: task, or `AVERAGE` -> summary of its scores over the seeds."""
     by_task = {task: _scores_by_seed(row_scores, task) for task in tasks}
     averaged_tasks = [task for task, is_averaged in tasks.items() if is_averaged]
     if len(averaged_tasks) > 1:
@@ -117,13 +104,7 @@ def score_failures(scores: Sequence[Score]) -> list[Failure]:
 
 
 def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
-    """Return the rows as a table for the terminal: medians in per cent with the lowest and the highest seed.
-
-    Args:
-        title: shown above the table.
-        rows: rows of the table, one for each objective and number of steps.
-        num_seeds: number of the comparison's seeds; a cell with scores from fewer seeds shows how many.
-    """
+    """Return the rows as a table for the terminal: medians in per cent with the lowest and the highest seed."""
     columns = _columns(rows)
     table = Table("objective", "steps", "FLOPs", *columns, title=title)
     for row in rows:
@@ -139,16 +120,7 @@ def markdown(
     notes: Sequence[str],
     sections: Sequence[str] = (),
 ) -> str:
-    """Return the table and the failures as the text of a Markdown page.
-
-    Args:
-        title: heading of the page.
-        rows: rows of the table, one for each objective and number of steps.
-        failures: runs, checkpoints and tasks that have failed, listed below the table.
-        num_seeds: number of the comparison's seeds; a cell with scores from fewer seeds shows how many.
-        notes: lines between the heading and the table.
-        sections: lines of further sections, between the table and the failures.
-    """
+    """Return the table and the failures as the text of a Markdown page."""
     columns = _columns(rows)
     table_lines = [
         markdown_row(["objective", "steps", "FLOPs", *columns]),
@@ -177,38 +149,22 @@ def markdown(
 
 
 def _scores_by_seed(scores: Sequence[Score], task: str) -> dict[int, float]:
-    """Return seed of pretraining -> score on one task; seeds without a score are left out.
-
-    `scores` are those of one objective after one number of steps, on all tasks. A score is None if all fine-tuning
-    runs on the checkpoint diverged.
-    """
     return {score.seed: score.score for score in scores if score.task == task and score.score is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return seed -> mean score over the tasks, ascending by seed; seeds that lack a score on a task are left out.
-
-    `by_task` has one mapping, seed -> score, for each task. There is at least one task.
-    """
     seeds_per_task = [set(by_seed) for by_seed in by_task]
     complete_seeds = set.intersection(*seeds_per_task)
     return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
 
 
 def _summarize(by_seed: dict[int, float]) -> ScoreSummary:
-    """Summarize scores over the seeds by the median, the lowest and the highest one.
-
-    `by_seed` is seed -> score, as a fraction, of at least one seed.
-    """
     values = list(by_seed.values())
     return ScoreSummary(median=statistics.median(values), low=min(values), high=max(values), scores=by_seed)
 
 
 def _columns(rows: Sequence[ScoreRow]) -> list[str]:
-    """Return the names of the table's score columns: each task with a score in at least one row, then the average.
-
-    The tasks are in the order in which they first occur in the rows. The average is left out if no row has one.
-    """
+    """Return the names of the table's score columns: each task with a score in at least one row, then the average."""
     names = list(dict.fromkeys(name for row in rows for name in row.columns))  # without repetitions, in order
     if AVERAGE in names:
         names.remove(AVERAGE)
@@ -217,21 +173,13 @@ def _columns(rows: Sequence[ScoreRow]) -> list[str]:
 
 
 def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[str]:
-    """Return the texts of the cells of a row: objective, steps, FLOPs, then the scores of each of `columns`.
-
-    `num_seeds` is the number of seeds of the comparison; a cell with scores from fewer seeds shows how many.
-    """
     name = "random initialisation" if row.entry == RANDOM else row.entry
     scores = [_score_text(row.columns.get(column), num_seeds) for column in columns]
     return [name, f"{row.step:,}", f"{row.flops:.3g}", *scores]
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)".
-
-    These are the median, the lowest and the highest score, and how many of the comparison's `num_seeds` have a score,
-    unless all have one. Without any score (None), the text is "-".
-    """
+    """Format the scores of a cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"."""
     if summary is None:
         return "-"
     num_scores = len(summary.scores)

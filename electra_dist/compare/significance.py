@@ -54,12 +54,6 @@ class Difference:
 def paired_difference(scores: Sequence[Score], entry: str, baseline: str, task: str) -> Difference | None:
     """Return the difference of two objectives on a task at the end of their runs, paired by seed.
 
-    Args:
-        scores: scores of the last checkpoints of the comparison's runs.
-        entry: name of the objective.
-        baseline: name of the objective whose scores are subtracted.
-        task: name of the task.
-
     Returns:
         The difference; None if no seed has a score of both objectives.
     """
@@ -109,12 +103,6 @@ def difference_rows(
 
     The first cell of a row is the objective's name. Then follows, for each task, the objective's score minus the
     baseline's score, or "-" if scores are missing.
-
-    Args:
-        scores: scores of the last checkpoint of each run in the comparison.
-        entries: names of the objectives, in row order.
-        baseline: name of the objective whose scores are subtracted.
-        tasks: names of the tasks, in column order.
     """
     rows = []
     for entry in entries:
@@ -153,16 +141,11 @@ def _by_seed(scores: Sequence[Score], entry: str, task: str) -> dict[int, Score]
 
 
 def _value(score: Score) -> float:
-    """Return the value of a score that is known to have one."""
     assert score.score is not None
     return score.score
 
 
 def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
-    """Return the two-sided p-value of a paired t-test.
-
-    If all differences are equal, the standard error is 0. The result is then 1 if the mean is 0, too, and otherwise 0.
-    """
     if standard_error == 0.0:
         return 1.0 if mean == 0.0 else 0.0
     statistic = abs(mean) / standard_error
@@ -170,10 +153,7 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _test_error(entry_scores: Sequence[Score], baseline_scores: Sequence[Score]) -> float | None:
-    """Return the standard error of a difference over the test examples; None if a score has no standard error.
-
-    It is sqrt(e_1^2 + e_2^2), where e_1 and e_2 are the means of the standard errors of the two objectives' scores.
-    """
+    """Return the standard error of a difference over the test examples; None if a score has no standard error."""
     squares = 0.0
     for scores in (entry_scores, baseline_scores):
         errors = [score.standard_error for score in scores if score.standard_error is not None]

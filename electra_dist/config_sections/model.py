@@ -137,17 +137,15 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults_of_architecture(cls, section: Any) -> Any:
-        """Return the section, completed with the defaults of `_MODERN_DEFAULTS` if `architecture` is `modern`."""
         if isinstance(section, dict) and section.get("architecture") == "modern":
             return _MODERN_DEFAULTS | section
         return section
 
     @model_validator(mode="after")
     def _is_modern_shape(self) -> ModelConfig:
-        """Raise ValueError if the architecture is `modern` and does not support the shapes of the towers.
-
-        Rotary positions rotate pairs of features, so the width of a head must be even. The embeddings must be as wide
-        as the discriminator, because Hugging Face's ModernBERT has no projection between them.
+        """Raise ValueError if the architecture is `modern` and does not support the shapes of the towers. The
+        embeddings must be as wide as the discriminator, because Hugging Face's ModernBERT has no projection between
+        them.
         """
         if self.architecture != "modern":
             return self
@@ -167,11 +165,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
-        """Raise ValueError if the towers' shapes contradict `sharing`.
-
-        With sharing `all`, both towers need the same shape. A generator_embedding_size is valid only with sharing
-        `none`.
-        """
+        """Raise ValueError if the towers' shapes contradict `sharing`."""
         if self.sharing == "all" and self.generator != self.discriminator:
             raise ValueError(
                 "sharing `all` needs two towers of the same shape; set model.generator to the values of "
@@ -204,10 +198,6 @@ class ModelConfig(Section):
         """Return the largest number of tokens that a token attends to, summed over the layers of a tower.
 
         A global layer counts with all tokens of a row, a local layer with those of the window.
-
-        Args:
-            num_layers: number of layers of the tower.
-            seq_len: number of tokens in a row.
         """
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
@@ -319,11 +309,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> ObjectiveConfig:
-        """Raise ValueError if an option does not go with the chosen objective.
-
-        The options that only some objectives allow are a generator that is not trained, generator_only_steps,
-        discriminator_mlm_weight, disallow_correct, random_share and a schedule of the temperature.
-        """
+        """Raise ValueError if an option does not go with the chosen objective."""
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"generator `{self.generator}` does not go with objective `{self.name}`; set "
@@ -408,12 +394,7 @@ def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
 
 
 def _check_two_stage(model: ModelConfig) -> None:
-    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
-
-    Two-stage training trains the generator alone for `objective.generator_only_steps` steps. Then the discriminator
-    starts as a copy of the generator, which needs equal sizes, and the generator is frozen, which shared parameters
-    cannot be.
-    """
+    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters."""
     same_layers = model.generator == model.discriminator
     same_embedding_width = model.generator_embedding_width == model.embedding_size
     if not same_layers or not same_embedding_width:

@@ -256,7 +256,6 @@ class ClusterConfig(Section):
     @field_validator("notify")
     @classmethod
     def _is_a_command(cls, command: str | None) -> str | None:
-        """Return the command; raise ValueError for the text that takes its place in a recorded command line."""
         if command == HIDDEN:
             raise ValueError("a record has this text in place of the command; write the command itself")
         return command

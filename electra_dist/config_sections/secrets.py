@@ -36,7 +36,6 @@ def without_secrets(tree: Any, key: str = "") -> Any:
 
     Args:
         tree: dicts, lists and plain values; a key may be dotted, such as "cluster.notify".
-        key: dotted key of the tree within a larger one.
     """
     is_secret = _SECRET_KEY.search(key) or (_SECTION.search(key) and not isinstance(tree, (dict, list)))
     if is_secret:

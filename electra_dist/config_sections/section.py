@@ -12,11 +12,7 @@ from electra_dist.schedule import Schedule, refuse_boolean
 
 
 def _without_tilde(folder: str) -> str:
-    """Return the path of a folder, in which a leading `~` or `~USER` is replaced by that user's home folder.
-
-    Raises:
-        ValueError: there is no such user, or this user has no home folder.
-    """
+    """Return the path of a folder, in which a leading `~` or `~USER` is replaced by that user's home folder."""
     try:
         return str(Path(folder).expanduser()) if folder.startswith("~") else folder
     except RuntimeError:
@@ -53,8 +49,7 @@ class Section(BaseModel):
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the value of a key unchanged; raise ValueError if it is, or contains, a boolean that is not allowed.
-
-        Without this check pydantic would take `true` for the number 1. Elements of a list are checked, too.
+        Without this check pydantic would take `true` for the number 1.
         """
         assert info.field_name is not None
         if _allows_boolean(cls.model_fields[info.field_name].annotation):

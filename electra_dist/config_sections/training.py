@@ -114,7 +114,6 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _phases_ascend(self) -> DataConfig:
         """Raise ValueError if the entries of `phases` are not in ascending order of from_step, or repeat a corpus.
-
         `corpus` counts as a corpus that must not be repeated.
         """
         for earlier, later in itertools.pairwise(self.phases):
@@ -179,10 +178,8 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
-
-        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits.
-        They accept 1 for every number of ranks that divides the global batch.
+        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the
+        number.
         """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
@@ -377,9 +374,6 @@ class OptimizerConfig(Section):
         """Return over how many steps the learning rate decays at the end of a run with `shape: trapezoid`.
 
         It is `decay_steps` or, if that is not set, a tenth of the steps of the run, rounded down, but at least 1.
-
-        Args:
-            num_steps: optimizer steps of the whole run.
         """
         if self.decay_steps is not None:
             return self.decay_steps
@@ -446,11 +440,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
-        """Raise ValueError if an option is on that does not work with the ZeRO stage or with another option.
-
-        early_generator and compile need whole parameters on each rank, but stage 3 splits them between the ranks.
-        overlap_communication works at stage 1 only, and not with offload_optimizer.
-        """
+        """Raise ValueError if an option is on that does not work with the ZeRO stage or with another option."""
         if self.overlap_communication and self.zero_stage != 1:
             raise ValueError(
                 f"overlap_communication works at zero_stage 1, not at {self.zero_stage}; set "

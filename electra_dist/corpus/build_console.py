@@ -23,11 +23,7 @@ class BuildConsole:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        """Prepare the display; nothing is printed yet.
-
-        Args:
-            console: where to print; the default is stdout.
-        """
+        """Prepare the display; nothing is printed yet."""
         self._console = console or Console()
         self._bar: Progress | None = None  # None if the console is no terminal
         self._begin("", 0, 0)
@@ -47,7 +43,6 @@ class BuildConsole:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """Stop the progress bar; an exception of the block is not suppressed."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -56,30 +51,15 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how much of the inputs is read.
-
-        Args:
-            total_bytes: size of all input files, on disk.
-            done_bytes: size of those that were read before this call.
-        """
+        """Begin to show how much of the inputs is read."""
         self._begin("reading", total_bytes, done_bytes)
 
     def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how much of the documents has become rows.
-
-        Args:
-            total_bytes: size of all documents of which this call makes rows, undecoded.
-            done_bytes: size of those that became rows before this call.
-        """
+        """Begin to show how much of the documents has become rows."""
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Add a group of input files that was read to the counts, and show the new counts.
-
-        Args:
-            num_bytes: size of the files of the group, on disk.
-            num_documents: number of documents in the group.
-        """
+        """Add a group of input files that was read to the counts, and show the new counts."""
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
@@ -87,8 +67,6 @@ class BuildConsole:
         """Add documents of which rows were made to the counts, and show the new counts.
 
         Args:
-            num_bytes: size of the documents, undecoded.
-            num_documents: number of documents.
             num_tokens: number of tokens in the documents, without [CLS], [SEP] and [PAD].
         """
         self._documents += num_documents
@@ -112,12 +90,7 @@ class BuildConsole:
             self._task = self._bar.add_task(stage, total=self._total_bytes, completed=done_bytes, counts="")
 
     def _advance(self, num_bytes: int, counts: str) -> None:
-        """Show the progress: on a terminal in the bar, otherwise as a line, at most every ten seconds.
-
-        Args:
-            num_bytes: bytes of the stage that are finished since the last call.
-            counts: what was counted so far, for people.
-        """
+        """Show the progress: on a terminal in the bar, otherwise as a line, at most every ten seconds."""
         self._done_bytes += num_bytes
         now = time.monotonic()
         if self._bar is not None:
@@ -137,9 +110,7 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
     The outcomes are used, held out, and each kind of skipped document that occurred.
 
     Args:
-        totals: counts of the training corpus, the key `totals` of its corpus.json.
         heldout: the same counts of the held-out corpus; None if there is none.
-        seq_len: ids of a row, from which the share of padding is computed.
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
@@ -158,17 +129,7 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 
 
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
-    """Add the size of one corpus to the table: its text, tokens, examples, rows and share of padding.
-
-    An example is [CLS] A [SEP] B [SEP]; a row has `seq_len` ids and holds one example or several. The share of padding
-    is the share of a row's ids that are [PAD].
-
-    Args:
-        table: the table, of two columns.
-        prefix: begins the label of each added row, for example "held-out ".
-        totals: counts of the corpus, the key `totals` of its corpus.json.
-        seq_len: ids of a row.
-    """
+    """Add the size of one corpus to the table: its text, tokens, examples, rows and share of padding."""
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places
     table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")

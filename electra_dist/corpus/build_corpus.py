@@ -71,11 +71,7 @@ WHOLE = Part(1, 1)
 
 
 def parse_part(text: str) -> Part:
-    """Return the part that a user named, such as "2/4".
-
-    Raises:
-        UserError: the text is not a number, a slash and a number that is not smaller; parts count from 1.
-    """
+    """Return the part that a user named, such as "2/4"."""
     number, slash, count = text.partition("/")
     if slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
         return Part(int(number), int(count))
@@ -85,19 +81,12 @@ def parse_part(text: str) -> Part:
 def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> JoinedCorpus:
     """Build the corpus that `request` describes, or resume its build, or return it if it is finished.
 
-    The call may be killed at any time; a later call with an equal request goes on after the steps that are finished.
-    One build, or the parts of one build, may write to `request.output` at a time.
-
-    Args:
-        request: inputs, vocabulary, parameters and output.
-        console: receives the progress; the default prints to stdout.
+    The call may be killed at any time; a later call with an equal request goes on after the steps that are
+    finished. One build, or the parts of one build, may write to `request.output` at a time.
 
     Raises:
-        UserError: `seq_len` is too short, no document is usable, an input cannot be read to its end, or a worker was
-            killed.
         ManifestMismatch: the output holds a corpus of other inputs or parameters, or the inputs have changed since
             they were read.
-        StoreError: the output cannot be read or written.
     """
     resumed_shards = build_part(request, WHOLE, console)
     if resumed_shards is None:
@@ -108,16 +97,8 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 def build_part(request: BuildRequest, part: Part, console: BuildConsole | None = None) -> int | None:
     """Do one part of a build: read inputs, and write the shards of the part's buckets. `join_parts` does the rest.
 
-    Args:
-        request: inputs, vocabulary, parameters and output, the same for all parts.
-        part: which part.
-        console: receives the progress; the default prints to stdout.
-
     Returns:
         The number of the part's shards that were finished before this call; None if the corpus is finished.
-
-    Raises:
-        UserError, ManifestMismatch, StoreError: as `build_corpus`.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
@@ -131,7 +112,6 @@ class _PartOfBuild:
     """State of one call of `build_part`, with one method for each stage."""
 
     def __init__(self, request: BuildRequest, part: Part, console: BuildConsole) -> None:
-        """Open the store of the corpus; nothing is written yet."""
         self._request = request
         self._part = part
         self._console = console
@@ -142,19 +122,10 @@ class _PartOfBuild:
         self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
-        """Return whether the output holds this corpus already, finished.
-
-        Raises:
-            ManifestMismatch: it holds a finished corpus of other inputs or parameters.
-        """
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
-        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before.
-
-        A build that is refused or interrupted before it has read anything gives its output up, so that the corrected
-        command may have other parameters. The output of a part stays claimed, because other parts may be at work.
-        """
+        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before."""
         self._refuse_unknown_sources()
         was_begun = self._records.is_begun()
         try:
@@ -199,11 +170,7 @@ class _PartOfBuild:
         return resumed_shards
 
     def _changed_groups(self) -> set[int]:
-        """Return the numbers of the groups of inputs whose documents have changed since they were recorded.
-
-        A group counts as changed if its files have other names or sizes. If only times of modification differ, the
-        group is read again, and its documents are compared with the recorded digest.
-        """
+        """Return the numbers of the groups of inputs whose documents have changed since they were recorded."""
         recorded = self._records.groups()
         changed: set[int] = set()
         touched: list[InputGroup] = []
@@ -224,11 +191,7 @@ class _PartOfBuild:
         return changed
 
     def _read_inputs(self, changed: set[int]) -> None:
-        """Read every group of inputs that no part has read, those of this part first.
-
-        Args:
-            changed: groups that have changed since they were read, for example because a damaged file was replaced.
-        """
+        """Read every group of inputs that no part has read, those of this part first."""
         recorded = self._records.groups()
         missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
         if recorded:
@@ -237,11 +200,8 @@ class _PartOfBuild:
             pass
 
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
-        """Let workers read groups of inputs, yield the record of each group when it is ready, and show the progress.
-
-        Args:
-            groups: all groups that may be read.
-            tasks: the groups to read, some or all of `groups`; each is taken when a worker will soon be free.
+        """Let workers read groups of inputs, yield the record of each group when it is ready, and show the
+        progress.
         """
         if not groups:
             return
@@ -264,12 +224,7 @@ class _PartOfBuild:
                 yield record
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
-        """Yield the groups of this part, then those of the parts after it, without those that were read meanwhile.
-
-        Args:
-            missing: groups without a good record when this call began.
-            changed: numbers of the groups in `missing` whose record describes other documents than they have now.
-        """
+        """Yield the groups of this part, then those of the parts after it, without those that were read meanwhile."""
         for distance in range(self._part.count):
             owner = Part((self._part.number - 1 + distance) % self._part.count + 1, self._part.count)
             for group in missing:
@@ -277,14 +232,7 @@ class _PartOfBuild:
                     yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> CorpusOrder:
-        """Decide how many buckets the corpus has and how often each source is used; return this as a record.
-
-        The result follows from the records of all groups, so all parts of a build decide the same.
-
-        Raises:
-            UserError: `corpus.source_epochs` or `source_shares` do not fit the sources of the documents, or a sample
-                of the text has too many [UNK].
-        """
+        """Decide how many buckets the corpus has and how often each source is used; return this as a record."""
         request = self._request
         records = self._group_records()
         source_bytes: dict[str, int] = {}
@@ -314,7 +262,6 @@ class _PartOfBuild:
         )
 
     def _group_records(self) -> list[ReadGroup]:
-        """Return the records of all groups, in order."""
         records = self._records.groups()
         return [records[group.number] for group in self._groups]
 
@@ -351,7 +298,6 @@ class _PartOfBuild:
         return resumed_shards
 
     def _inputs_changed(self) -> ManifestMismatch:
-        """Return the error for inputs of other names or sizes than those that were read."""
         return ManifestMismatch(
             f"{self._store.url}: holds a corpus half built from inputs that have changed since (other names or sizes "
             "of files); restore the inputs, delete this folder, or choose another --output"
@@ -361,13 +307,11 @@ class _PartOfBuild:
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
     """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
-    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket reads
-    a piece of each spill file, and more buckets would mean more and smaller pieces. The number of buckets is higher if
-    the documents of a bucket would otherwise exceed 256 MB, because a worker holds them in memory.
+    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket
+    reads a piece of each spill file, and more buckets would mean more and smaller pieces.
 
     Args:
         total_bytes: bytes of all documents; a document that is used several times counts each time.
-        num_shards: number of shards that the rows of the corpus fill.
     """
     shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)

@@ -27,21 +27,7 @@ _NUM_BYTES = 256
 def train_kind(
     kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
 ) -> Vocabulary:
-    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names.
-
-    Args:
-        kind: "wordpiece" or "bpe".
-        texts: function that returns an iterable over all texts, from the first one at each call; WordPiece may call it
-            several times.
-        vocab_size: number of tokens wanted; few or short texts may yield fewer.
-        lowercase: whether WordPiece lower-cases the texts and strips their accents; not used for "bpe".
-
-    Returns:
-        The vocabulary: the lines of a vocab.txt for "wordpiece", or a tokenizer.json for "bpe".
-
-    Raises:
-        UserError: the texts are empty, or `vocab_size` is too small.
-    """
+    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names."""
     if kind == "bpe":
         return train_byte_level_bpe(texts(), vocab_size)
     return train_vocabulary(texts, vocab_size, lowercase)
@@ -51,16 +37,6 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens.
 
     Its ids are, in this order, the five special tokens, the 256 bytes and the merges.
-
-    Args:
-        texts: the texts, read once.
-        vocab_size: number of tokens wanted; few or short texts may yield fewer.
-
-    Returns:
-        The vocabulary, whose text is a tokenizer.json that Hugging Face's libraries can load.
-
-    Raises:
-        UserError: the texts are empty, or `vocab_size` has no room for the special tokens and the bytes.
     """
     smallest_size = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < smallest_size:

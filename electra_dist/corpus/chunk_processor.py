@@ -111,11 +111,6 @@ class ChunkProcessor:
     """
 
     def __init__(self, rules: Rules) -> None:
-        """Build the tokenizer of `rules`.
-
-        Raises:
-            UserError: `rules.vocabulary_text` is not a vocabulary.
-        """
         self._rules = rules
         self._vocabulary = Vocabulary(rules.vocabulary_text, "vocab.txt")
         self._tokenizer = new_tokenizer(self._vocabulary, rules.lowercase)
@@ -126,9 +121,6 @@ class ChunkProcessor:
         """Return the rows of a chunk of documents, separately for training and held-out documents.
 
         The result depends on the rules and the chunk alone, not on chunks that were processed before.
-
-        Raises:
-            AssertionError: a document was not counted exactly once, or a token was lost; this is a bug.
         """
         outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
         sources: SourceCounts = {}
@@ -160,18 +152,7 @@ class ChunkProcessor:
         sources: SourceCounts,
         names: dict[int, DocumentNames],
     ) -> Iterator[_Text]:
-        """Decode documents, and yield the text of each one that can be used.
-
-        Documents without text, with undecodable bytes (unless these are replaced) or with broken JSON are counted and
-        left out.
-
-        Args:
-            raw_documents: undecoded documents.
-            outcomes: counter to increase: "in" for each document, and the reason (a key of `SKIPPED_KINDS`) for each
-                one that is left out.
-            sources: counts by source, to increase in the same way.
-            names: receives an entry for each document that can be used: index in the chunk -> its names.
-        """
+        """Decode documents, and yield the text of each one that can be used."""
         for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
             document_bytes = len(document.data or b"")
@@ -190,12 +171,7 @@ class ChunkProcessor:
 
     def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
         """Tokenize texts, and yield each text with its sentences: a list of token ids for each line that has tokens.
-
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
-
-        Args:
-            texts: decoded documents.
-            outcomes: counter whose "no_tokens" is increased for each text without a token, which is not yielded.
         """
         for batch in _batches(texts):
             lines_of_texts = [self._tokenizer.split_lines(document.text) for document in batch]
@@ -213,11 +189,7 @@ class ChunkProcessor:
                     document.counts.add_skipped("no_tokens", document.document_bytes)
 
     def _is_heldout(self, text: str) -> bool:
-        """Return whether a document goes to the held-out corpus instead of the training corpus.
-
-        The 64-bit hash of its text, keyed by the build's seed, decides: a document is held out if its hash is less
-        than `heldout_fraction` of 2**64. Equal texts have equal hashes, so all copies of a text go to the same corpus.
-        """
+        """Return whether a document goes to the held-out corpus instead of the training corpus."""
         if self._rules.heldout_fraction == 0:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
@@ -226,19 +198,9 @@ class ChunkProcessor:
 
 
 class _RowCollector:
-    """Collector of the examples that one chunk of documents gives to one corpus (training or held-out).
-
-    Call `add` for each document in order, then `finish` once, which packs the examples into rows.
-    """
+    """Collector of the examples that one chunk of documents gives to one corpus (training or held-out)."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
-        """Start without examples.
-
-        Args:
-            rules: parameters of the rows.
-            vocabulary: the vocabulary of the ids; its size decides whether rows are uint16 or uint32.
-            seed: seed of the random draws that divide sentences into segments and choose the lengths of examples.
-        """
         self._rules = rules
         self._special = vocabulary.special
         self._dtype = row_dtype(vocabulary.size)
@@ -255,13 +217,7 @@ class _RowCollector:
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
-        """Build the examples of one document, and count its bytes and tokens.
-
-        Args:
-            index: index of the document in the chunk.
-            text: the document; only its size in UTF-8 is used.
-            sentences: token ids of each of its lines; each line counts as a sentence.
-        """
+        """Build the examples of one document, and count its bytes and tokens."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
@@ -269,13 +225,7 @@ class _RowCollector:
         self._document_of_example += [index] * num_new_examples
 
     def finish(self) -> Rows:
-        """Pack the examples of all added documents into rows, and return the rows with their counts.
-
-        Call it once, after the last document.
-
-        Raises:
-            AssertionError: a token was lost or added, or text was encoded as [CLS] or [MASK]; this is a bug.
-        """
+        """Pack the examples of all added documents into rows, and return the rows with their counts."""
         pad_id = self._special["[PAD]"]
         seq_len = self._rules.seq_len
         lengths = [len(example) for example in self._examples]
@@ -298,10 +248,7 @@ class _RowCollector:
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
-    """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last.
-
-    One call of the tokenizer encodes one group: larger groups need fewer calls, smaller ones less memory.
-    """
+    """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last."""
     batch: list[_Text] = []
     num_lines = 0
     for document in texts:

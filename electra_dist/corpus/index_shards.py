@@ -39,11 +39,8 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
 
     Args:
         store: folder or S3 prefix with the shards.
-        vocabulary: the vocabulary to which the ids in the rows refer.
-        lowercase: whether the text was lower-cased and stripped of accents; recorded, not checked.
 
     Raises:
-        UserError: a corpus.json exists already, or there is no shard.
         ManifestMismatch: a shard is not a tar of rows, or its rows do not fit the vocabulary or the other shards.
     """
     if store.exists(MANIFEST_KEY):
@@ -72,16 +69,11 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
 
 
 def _is_shard_of_top_folder(key: str) -> bool:
-    """Return whether a key of the store is a shard to index: `a.tar` is, `heldout/a.tar` and `corpus.json` are not."""
     return key.endswith(".tar") and "/" not in key
 
 
 def _local_shard(store: Store, name: str, folder: Path) -> Path:
-    """Return the path of a shard on a local disk; from S3 it is first downloaded to `folder`.
-
-    Every download overwrites the previous one, so the disk holds one shard at a time. Use the path before the next
-    call.
-    """
+    """Return the path of a shard on a local disk; from S3 it is first downloaded to `folder`."""
     path = store.local_path(name)
     if path is None:
         path = folder / "shard.tar"
@@ -90,16 +82,8 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the length of the rows of a shard, in ids, and their type (uint16 or uint32), read from its first block.
-
-    A shard is a tar whose members are .npy files, each a block of rows.
-
-    Args:
-        path: the shard on a local disk.
-        name: its name in the corpus, for errors.
-
-    Raises:
-        ManifestMismatch: the file is not a tar, has no block, or its first block is not rows of uint16 or uint32.
+    """Return the length of the rows of a shard, in ids, and their type (uint16 or uint32), read from its first
+    block.
     """
     try:
         first_block = _first_block(path)
@@ -119,14 +103,7 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | None:
-    """Return the name, the shape and the type of the first block of rows in a tar; None if the tar has no block.
-
-    A block is a member in .npy format, of which the header alone is read. Other members are ignored.
-
-    Raises:
-        tarfile.TarError: the file is not an uncompressed tar.
-        ValueError: the member is not an .npy file.
-    """
+    """Return the name, the shape and the type of the first block of rows in a tar; None if the tar has no block."""
     with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
@@ -139,18 +116,7 @@ def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | Non
 
 
 def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], vocabulary: Vocabulary) -> ShardEntry:
-    """Check all rows of a shard, and return its entry for corpus.json.
-
-    Args:
-        path: the shard on a local disk.
-        name: its name in the corpus.
-        seq_len: ids that every row must have.
-        dtype: type that the rows must have, uint16 or uint32.
-        vocabulary: the vocabulary of the ids.
-
-    Raises:
-        ManifestMismatch: a block does not hold rows of `seq_len` ids of `dtype`, or a row cannot be trained on.
-    """
+    """Check all rows of a shard, and return its entry for corpus.json."""
     shard = Shard(path, seq_len, dtype)
     try:
         rows = shard.rows(np.arange(shard.num_rows))
@@ -172,16 +138,7 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why the rows of a shard cannot be trained on; None if they can.
-
-    Rows must begin with [CLS], must have [PAD] only at their end, and must hold ids of the vocabulary only. The result
-    continues a sentence that begins with the shard's name, for example "has no rows".
-
-    Args:
-        rows: ids, [rows, seq_len].
-        is_pad: where `rows` is [PAD], same shape.
-        vocabulary: the vocabulary of the ids.
-    """
+    """Return why the rows of a shard cannot be trained on; None if they can."""
     if len(rows) == 0:
         return "has no rows"
     largest_id = rows.max()

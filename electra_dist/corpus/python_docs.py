@@ -59,17 +59,8 @@ _SPACE = re.compile(r"\s+")
 
 
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
-    """Write the prose of the installed Python documentation to `python_docs.txt`, with a blank line between documents.
-
-    Args:
-        folder: where to write; an existing file is replaced atomically.
-        packages: import names of installed packages to read beside the standard library; missing ones are ignored.
-
-    Returns:
-        The path of the file and the number of documents.
-
-    Raises:
-        StoreError: the folder cannot be written.
+    """Write the prose of the installed Python documentation to `python_docs.txt`, with a blank line between
+    documents.
     """
     path = folder / FILE_NAME
     num_documents = 0
@@ -84,9 +75,6 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     """Yield one document per source file, help topic or C module: its paragraphs of prose, one on a line.
 
     A paragraph that occurred before (letter case ignored) is left out. Sources without new prose give no document.
-
-    Args:
-        packages: import names of installed packages to read beside the standard library; missing ones are ignored.
     """
     seen: set[int] = set()  # hashes of the paragraphs that a document contains
     for docstrings in _docstrings_by_source(packages):
@@ -102,15 +90,7 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
-    """Return the paragraphs of prose in a docstring that have not occurred before, by their hashes.
-
-    Upper and lower case are not distinguished. If a paragraph occurs twice in the docstring, it is returned once, at
-    its first place and in its last spelling.
-
-    Args:
-        docstring: a docstring or help text, as it is in the source.
-        seen: hashes (`_paragraph_hash`) of the paragraphs that occurred before; the set is not changed.
-    """
+    """Return the paragraphs of prose in a docstring that have not occurred before, by their hashes."""
     new_paragraphs: dict[int, str] = {}
     for paragraph in prose(docstring):
         key = _paragraph_hash(paragraph)
@@ -123,9 +103,6 @@ def prose(docstring: str) -> list[str]:
     """Return the paragraphs of a docstring that are sentences, each on one line and without mark-up.
 
     Code, doctests, tables and paragraphs of fewer than five words are left out.
-
-    Args:
-        docstring: a docstring as it is in the source; its common indentation is removed first.
     """
     paragraphs: list[str] = []
     # After a block that ends in `::`, its indentation: blocks that are indented deeper are code (reStructuredText).
@@ -142,11 +119,7 @@ def prose(docstring: str) -> list[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the paragraphs of a block of lines, each joined to one line; some of them may be empty strings.
-
-    An item of a list and a Sphinx field (`:param x:`) begin a new paragraph. A line of code, such as a doctest, ends
-    the block: it and all later lines are left out. Lines without a word, such as the rules of a table, are left out.
-    """
+    """Yield the paragraphs of a block of lines, each joined to one line; some of them may be empty strings."""
     paragraph_lines: list[str] = []
     for line in lines:
         if _NOT_PROSE.match(line):
@@ -161,10 +134,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _joined_without_markup(lines: list[str]) -> str:
-    """Return the lines of a paragraph as one line, without mark-up and repeated white space.
-
-    For example, "- See :func:`f` for" and "  **details**." become "See f for details.".
-    """
+    """Return the lines of a paragraph as one line, without mark-up and repeated white space."""
     text = _SPACE.sub(" ", " ".join(lines))
     text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
     text = _ROLE.sub(r"\1\2", text)
@@ -175,11 +145,7 @@ def _joined_without_markup(lines: list[str]) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether a paragraph is prose: five words or more, and mostly letters.
-
-    Code, tables and formulas have too few letters. A paragraph with "___" (a blank to fill in, or a drawing) is no
-    prose.
-    """
+    """Return whether a paragraph is prose: five words or more, and mostly letters."""
     words = _WORD.findall(text)
     num_letters = sum(map(len, words)) + text.count(" ")
     if len(words) < _MIN_PARAGRAPH_WORDS or num_letters < _MIN_LETTER_SHARE * len(text):
@@ -194,18 +160,11 @@ def _paragraph_hash(text: str) -> int:
 
 
 def _indent(line: str) -> int:
-    """Return the number of white-space characters at the start of a line; a tab counts as one."""
     return len(line) - len(line.lstrip())
 
 
 def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the docstrings of each source: first the help topics of Python, then C modules, then .py files.
-
-    The .py files are those of the standard library, then those of each package.
-
-    Args:
-        packages: import names of installed packages; for one that is not installed nothing is yielded.
-    """
+    """Yield the docstrings of each source: first the help topics of Python, then C modules, then .py files."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]
@@ -223,19 +182,13 @@ def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
-    """Return the .py files below `folder`, sorted; tests and folders named in `skip` are left out.
-
-    The result is empty if there is no such folder.
-    """
     excluded = {*skip, "test", "tests", "testing", "__pycache__"}
     return sorted(path for path in folder.rglob("*.py") if not excluded.intersection(path.relative_to(folder).parts))
 
 
 def _docstrings_of_file(path: Path) -> list[str]:
-    """Return the docstrings of a .py file, in source order; [] if the file is not worth reading or cannot be parsed.
-
-    A file is not worth reading if its triple-quoted strings are less than the share `MIN_SHARE` of its bytes. It
-    cannot be parsed, for example, if it is written for another version of Python.
+    """Return the docstrings of a .py file, in source order; [] if the file is not worth reading or cannot be
+    parsed.
     """
     source = read_regular(path)
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
@@ -252,9 +205,8 @@ def _docstrings_of_file(path: Path) -> list[str]:
 
 
 def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
-    """Yield the docstrings of a node and of everything that is defined in it, in source order.
-
-    Only statements are visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
+    """Yield the docstrings of a node and of everything that is defined in it, in source order. Only statements are
+    visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
     """
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         docstring = ast.get_docstring(node, clean=False)
@@ -268,11 +220,8 @@ def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
 
 
 def _docstrings_of_c_module(name: str) -> list[str]:
-    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks the module.
-
-    Args:
-        name: import name of the module, such as "math"; the module is imported, because its docstrings are in no .py
-            file.
+    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks the
+    module.
     """
     try:
         module = importlib.import_module(name)

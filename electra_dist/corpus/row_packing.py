@@ -37,11 +37,7 @@ def make_rows(
     """Return rows that hold every example once, [num_rows, seq_len] of `dtype`.
 
     Args:
-        examples: lists of ids, each of at most `seq_len`.
-        seq_len: ids of a row.
-        pad_id: id that fills the end of a row.
         dtype: type of the rows; it must hold every id.
-        packing: "rows" puts as many examples into a row as fit, "none" gives each example a row of its own.
     """
     lengths = [len(example) for example in examples]
     groups = group_examples(lengths, seq_len, packing)
@@ -49,13 +45,7 @@ def make_rows(
 
 
 def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
-    """Return which examples each row holds: one list of indices into `lengths` for each row.
-
-    Args:
-        lengths: length of each example in tokens, each at most `seq_len`.
-        seq_len: length of a row in tokens.
-        packing: "rows" puts several examples into a row if they fit; "none" puts each example into a separate row.
-    """
+    """Return which examples each row holds: one list of indices into `lengths` for each row."""
     if packing == "rows":
         return pack(lengths, seq_len)
     return [[index] for index in range(len(lengths))]
@@ -65,10 +55,6 @@ def places_of_examples(lengths: Sequence[int], groups: Sequence[Sequence[int]]) 
     """Return where each example lies, int64 [examples, 3]: row, position of the first token in the row, example index.
 
     The lines of the result are ordered by row, and within a row from left to right.
-
-    Args:
-        lengths: length of each example in tokens.
-        groups: indices of the examples of each row, as `group_examples` returns them.
     """
     places = []
     for row, group in enumerate(groups):
@@ -90,10 +76,6 @@ def fill_rows(
     """Copy the examples into rows, and return the rows, [num_rows, seq_len] of `dtype`.
 
     Args:
-        examples: token ids of each example, each at most `seq_len` long.
-        places: row, position of the first token and index of each example, as `places_of_examples` returns them.
-        num_rows: number of rows.
-        seq_len: length of a row in tokens.
         pad_id: id of [PAD], which fills the rest of each row.
         dtype: type of the rows; it must be able to hold every id.
     """
@@ -108,18 +90,10 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Group examples so that each group fits a row, by best fit decreasing.
 
     The longest examples are placed first. Each goes to the group with the least free space that still holds it; if
-    there is none, it begins a new group. For example, lengths [6, 5, 4, 3] in rows of 10 give [[0, 2], [1, 3]]: 6 and
-    5 begin groups with 4 and 5 ids of free space, 4 fills the first group, and 3 goes to the second.
-
-    Cost: constant time per example, because no group is searched: a bit set of the free spaces finds the best one.
+    there is none, it begins a new group.
 
     Args:
         lengths: number of ids of each example, from 1 to `seq_len`.
-        seq_len: most that the lengths of a group may add up to.
-
-    Returns:
-        Groups of indices into `lengths`, every index once. The indices of a group ascend; the groups are in the order
-        of their first index. Equal lengths always give equal groups.
     """
     groups: list[list[int]] = []
     groups_with_space: list[list[int]] = [[] for _ in range(seq_len + 1)]  # free space -> numbers of groups

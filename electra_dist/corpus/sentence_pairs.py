@@ -35,8 +35,8 @@ _NO_LIMIT = 1 << 60  # limit of segment A, in tokens, if it takes all sentences
 class ExampleBuilder:
     """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from tokenized documents.
 
-    Create one builder for each chunk of documents, and call `document` for its documents in order. All documents of a
-    chunk share one random generator, so the examples of a document depend on the documents before it.
+    Create one builder for each chunk of documents, and call `document` for its documents in order. All documents of
+    a chunk share one random generator, so the examples of a document depend on the documents before it.
     """
 
     def __init__(
@@ -45,12 +45,10 @@ class ExampleBuilder:
         """Start with a target length of `seq_len`.
 
         Args:
-            seq_len: most ids of an example, its special tokens included; at least `MIN_SEQ_LEN`.
             cls_id: id of [CLS].
             sep_id: id of [SEP].
             single_segment_prob: probability that an example has segment A only (reference: 0.1).
             short_target_prob: probability of a target length drawn from [5, seq_len] (reference: 0.05).
-            seed: of all random draws of this builder.
         """
         assert seq_len >= MIN_SEQ_LEN
         self._seq_len = seq_len
@@ -66,13 +64,8 @@ class ExampleBuilder:
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
         """Yield the examples `[CLS] A [SEP] B [SEP]` of one document, each of 3 to seq_len ids.
 
-        Sentences accumulate until they have as many tokens as the target length, and then make one example; the end of
-        the document makes the last. Together the examples hold every id of `sentences` exactly once, besides [CLS] and
-        [SEP]. Exhaust the iterator before the next call, because sentences that remain would be mixed with the next
-        document.
-
-        Args:
-            sentences: token ids of each line of the document.
+        Sentences accumulate until they have as many tokens as the target length, and then make one example; the end
+        of the document makes the last.
         """
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
@@ -84,11 +77,8 @@ class ExampleBuilder:
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return the sentence as a list of one, or cut into pieces if it is too long for an example of its own.
-
-        A sentence is too long if it has more than seq_len - 2 ids, because [CLS] and one [SEP] are added. A piece has
-        (seq_len - 3) // 2 ids, the last one maybe fewer. Two pieces fill an example, one as segment A and one as
-        segment B.
+        """Return the sentence as a list of one, or cut into pieces if it is too long for an example of its own. A
+        sentence is too long if it has more than seq_len - 2 ids, because [CLS] and one [SEP] are added.
         """
         longest_alone = self._seq_len - 2  # with [CLS] and one [SEP]
         if len(sentence) <= longest_alone:
@@ -97,19 +87,12 @@ class ExampleBuilder:
         return [sentence[start : start + piece_length] for start in range(0, len(sentence), piece_length)]
 
     def _add(self, sentence: Ids) -> None:
-        """Add a sentence to those that accumulate for the next example; an empty sentence is ignored."""
         if sentence:
             self._sentences.append(sentence)
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences, and draw the target length of the next one.
-
-        Tokens that do not fit the example are not lost: they become the first sentence of the next one.
-
-        Returns:
-            The ids `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` if no token is left for B; at most seq_len.
-        """
+        """Make an example of the accumulated sentences, and draw the target length of the next one."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.
@@ -132,15 +115,7 @@ class ExampleBuilder:
         return example
 
     def _divide_into_segments(self) -> tuple[Ids, Ids]:
-        """Divide the accumulated sentences into segments A and B, and return the ids of each segment.
-
-        Segment A takes sentences until it has about half of the target length, and B takes the others. With
-        probability `single_segment_prob` A takes all. For example, with a target of 13 tokens the limit of A is
-        (13 - 3) // 2 = 5: of sentences of 4, 3 and 6 tokens, A takes the first; the second crosses the limit, so a
-        random draw decides; B takes the third.
-
-        Source: class ExampleBuilder of google-research/electra, with the same order of random draws.
-        """
+        """Divide the accumulated sentences into segments A and B, and return the ids of each segment."""
         limit_of_a = (self._target - 3) // 2  # half of the tokens beside [CLS] and two [SEP]
         if self._random.random() < self._single_segment_prob:
             limit_of_a = _NO_LIMIT
@@ -160,10 +135,6 @@ class ExampleBuilder:
         return segment_a, segment_b
 
     def _draw_target(self) -> None:
-        """Draw the next target length, the number of accumulated tokens at which an example is made.
-
-        It is seq_len or, with probability `short_target_prob`, uniform in [5, seq_len].
-        """
         self._target = self._seq_len
         if self._random.random() < self._short_target_prob:
             num_targets = self._seq_len - MIN_TARGET + 1

@@ -48,11 +48,7 @@ class SkippedDocument(Exception):
         """Store the reason for which the document is left out.
 
         Args:
-            kind: a key of `SKIPPED_KINDS`, such as "empty".
             undecodable_bytes: how many of its bytes are not UTF-8, if that is the reason.
-
-        Raises:
-            AssertionError: `kind` is not one of these keys.
         """
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
@@ -85,14 +81,12 @@ def decode_counted(document: RawDocument, text_field: str, undecodable: Undecoda
 
     Args:
         document: the bytes, as a reader yields them.
-        text_field: field of a JSON line that holds the text; ignored for plain text.
         undecodable: what happens to bytes that are not UTF-8, and to half a surrogate pair in JSON. skip: the document
             is left out. replace: U+FFFD takes their place, which the tokenizer drops. Half a pair counts as the six
             bytes of its escape.
 
     Raises:
-        SkippedDocument: the document has no usable text; its `kind` is the reason. The kind "no_tokens" is not raised
-            by this function, because only the tokenizer can find it.
+        SkippedDocument: the document has no usable text; its `kind` is the reason.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
@@ -136,11 +130,7 @@ def _num_half_pairs(text: str) -> int:
 
 
 def _parse_record(line: str) -> dict[str, Any]:
-    """Parse a JSON line, and return its object.
-
-    Raises:
-        SkippedDocument: the line is not a JSON object.
-    """
+    """Parse a JSON line, and return its object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -151,11 +141,7 @@ def _parse_record(line: str) -> dict[str, Any]:
 
 
 def _text_of_record(record: dict[str, Any], text_field: str) -> str:
-    """Return the field `text_field` of a JSON object, which must be a string with more than white space.
-
-    Raises:
-        SkippedDocument: the field is missing, not a string, empty or white space.
-    """
+    """Return the field `text_field` of a JSON object, which must be a string with more than white space."""
     text = record.get(text_field)
     if not isinstance(text, str):
         raise SkippedDocument("no_text")
@@ -165,10 +151,6 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:
-    """Return the id (field `id`) and the source (field `metadata.source`) of a document's JSON object.
-
-    A name that is missing, or is neither a string nor an integer, is None.
-    """
     metadata = record.get("metadata")
     source = metadata.get("source") if isinstance(metadata, dict) else None
     return DocumentNames(name_of_value(record.get("id")), name_of_value(source))

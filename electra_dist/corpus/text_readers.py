@@ -41,7 +41,6 @@ class StreamCounts:
     """Counts of what a `DocumentStream` has read and left out; complete when the stream has ended."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.files: Counter[str] = Counter()  # files read, by ending
         self.file_bytes: Counter[str] = Counter()  # their bytes on disk, by ending
         self.source_files: Counter[str] = Counter()  # files read, by source
@@ -65,21 +64,13 @@ class DocumentStream:
     """
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text", *, with_fields: bool = False) -> None:
-        """Prepare to read `files`; none is opened yet.
-
-        Args:
-            files: input files in reading order, from `find_inputs`.
-            text_field: name of the column of a table that holds the text. Other formats ignore it: a JSON line is
-                yielded whole, and `text_decoding.decode` finds its text.
-            with_fields: whether the documents of a table have the other cells of their rows, too.
-        """
+        """Prepare to read `files`; none is opened yet."""
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
         self._with_fields = with_fields
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Yield every document of every file, undecoded, in the order of the files; `numbered` lists the errors."""
         for _, _, document in self.numbered():
             yield document
 
@@ -88,11 +79,6 @@ class DocumentStream:
 
         `file` is the position of the document's file in `files`, and `number` the position of the document in its
         file, both from 0.
-
-        Raises:
-            UserError: a file cannot be read to its end, or a table that the user gave, or a parquet file, has no
-                column of text of the given name.
-            StoreError: a file cannot be downloaded.
         """
         for position, file in enumerate(self._files):
             try:
@@ -110,12 +96,7 @@ class DocumentStream:
                 ) from None
 
     def _documents_of_file(self, file: InputFile) -> Iterator[RawDocument]:
-        """Yield the documents of one file, decompressed but not decoded.
-
-        Raises:
-            NoTextColumn: the file is a table without the column that holds the text.
-            Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
-        """
+        """Yield the documents of one file, decompressed but not decoded."""
         kind = kind_of(file.name)
         assert kind is not None
         with local_path(file) as path, open_regular(path) as raw:
@@ -133,14 +114,6 @@ class DocumentStream:
                 yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
-        """Count a table without the text column as left out, or raise an error if the table was meant to be read.
-
-        A CSV or TSV file in an input folder is counted, because a folder of texts may also hold tables about them. A
-        parquet or Arrow file, or a table that the user gave by its name, is an error.
-
-        Raises:
-            UserError: the file is parquet or Arrow, or was given by its name.
-        """
         if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(f"{file.location}: {error}") from None
         self.counts.skipped.add("no_text_column", file.name)
@@ -148,11 +121,7 @@ class DocumentStream:
 
 @contextlib.contextmanager
 def local_path(file: InputFile) -> Iterator[Path]:
-    """Provide the path of an input file on a local disk; a file on S3 is downloaded, and deleted after the block.
-
-    Raises:
-        StoreError: the file cannot be downloaded.
-    """
+    """Provide the path of an input file on a local disk; a file on S3 is downloaded, and deleted after the block."""
     if file.store is None:
         yield file.path
         return

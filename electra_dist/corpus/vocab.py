@@ -31,12 +31,7 @@ def train_vocabulary(
     Args:
         texts: function that returns an iterable over all texts; it is called twice, and each call must begin with the
             first text.
-        vocab_size: number of tokens wanted; a small text may yield fewer.
-        lowercase: whether to lower-case the text and strip its accents first (BERT uncased).
         max_alphabet: how many characters to keep, the most frequent ones; words with others become [UNK].
-
-    Raises:
-        UserError: the texts are empty, or `vocab_size` is smaller than the special tokens and the alphabet together.
     """
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -72,16 +67,7 @@ def _continuations(
     normalizer: tokenizers.normalizers.Normalizer,
     pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer,
 ) -> list[str]:
-    """Return the continuation token `##c` of each character c that can occur within a word, in the order given.
-
-    WordPiece writes a character as `##c` if it is not the first of its word. A character that is always a word of its
-    own, such as a comma, needs no continuation: "a," is two words.
-
-    Args:
-        alphabet: the characters.
-        normalizer: the normalization of the text, for example to lower case.
-        pre_tokenizer: the rule that divides normalized text into words.
-    """
+    """Return the continuation token `##c` of each character c that can occur within a word, in the order given."""
     continuations = []
     for char in alphabet:
         words = pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))
@@ -91,15 +77,7 @@ def _continuations(
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the most frequent characters of the normalized texts, white space excluded, in code-point order.
-
-    Of equally frequent characters the one with the lower code point is kept.
-
-    Args:
-        texts: the texts, read once.
-        normalizer: the normalization of the text, for example to lower case.
-        limit: most characters to return.
-    """
+    """Return the most frequent characters of the normalized texts, white space excluded, in code-point order."""
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)
@@ -114,6 +92,5 @@ def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalize
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of all texts, without their line ends; the vocabulary trainer takes one line at a time."""
     for text in texts:
         yield from text.splitlines()

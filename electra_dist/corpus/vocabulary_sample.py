@@ -51,10 +51,7 @@ class VocabularySample:
         """Prepare a sample; nothing is read or written yet.
 
         Args:
-            folder: folder of the sample, which belongs to this class alone.
-            inputs_digest: digest of everything that decides which documents there are.
             limit_bytes: bytes of the texts of the sample at most, in UTF-8.
-            seed: decides which documents are taken.
         """
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -71,16 +68,7 @@ class VocabularySample:
         return is_whole and stored["description"] == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
-        """Read all documents, and keep the sample in the folder; another sample there is replaced.
-
-        Args:
-            texts: (file, number, text) of each document: the position of its file among the inputs, its position in
-                the file, and its text.
-            progress: called for each document with the position of its file among the inputs.
-
-        Raises:
-            StoreError: the folder cannot be written.
-        """
+        """Read all documents, and keep the sample in the folder; another sample there is replaced."""
         self.delete()
         self._folder.mkdir(parents=True, exist_ok=True)
         levels: dict[int, _LevelFile] = {}
@@ -108,11 +96,7 @@ class VocabularySample:
         return sum(self._files().values())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the finished sample, always in the same order.
-
-        Raises:
-            UserError: a file of the sample is damaged or truncated.
-        """
+        """Yield the texts of the finished sample, always in the same order."""
         for name, num_bytes in self._files().items():
             path = self._folder / name
             num_read = 0
@@ -140,20 +124,12 @@ class VocabularySample:
             self._folder.rmdir()
 
     def _files(self) -> dict[str, int]:
-        """Return the names of the files of the finished sample, in order, with the bytes of their texts."""
         return self._record()["files"]
 
     def _record(self) -> _Record:
-        """Return the content of sample.json.
-
-        Raises:
-            OSError: sample.json cannot be read.
-            DamagedJson: sample.json is damaged.
-        """
         return validate_json(_RECORD, parse_json_object(read_regular(self._folder / _DONE_FILE)))
 
     def _damaged(self, path: Path, reason: str) -> UserError:
-        """Return the error that reports a damaged file of the sample, for the caller to raise."""
         return UserError(f"{path}: damaged, because {reason}; delete {self._folder} and run the command again")
 
 
@@ -161,24 +137,20 @@ class _LevelFile:
     """Writer of the texts of one level: for each its length (4 bytes) and its UTF-8, compressed."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file."""
         self.path = path
         self.num_bytes = 0  # of the texts
         self._raw = path.open("wb")
         self._stream = zstandard.ZstdCompressor(level=1).stream_writer(self._raw)
 
     def add(self, text: str) -> None:
-        """Append a text."""
         data = text.encode()
         self._stream.write(len(data).to_bytes(4, "little"))
         self._stream.write(data)
         self.num_bytes += len(data)
 
     def close(self) -> None:
-        """Complete the file."""
         self._stream.close()  # closes the raw file, too
 
     def delete(self) -> None:
-        """Close the file and delete it."""
         self.close()
         self.path.unlink()

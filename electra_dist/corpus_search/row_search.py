@@ -82,12 +82,7 @@ class RowSearch:
         """Open the side files, if the corpus has them; no shard is read yet.
 
         Args:
-            query: the text, the source or the document.
             corpora: the corpora of a run, or a single corpus as the only phase.
-            progress: wraps the indices of the shards during each pass over them, for a progress bar.
-
-        Raises:
-            ManifestMismatch: origins.json is damaged, or belongs to another corpus.
         """
         self._query = query
         self._corpora = corpora
@@ -192,7 +187,6 @@ class RowSearch:
         return self._origins[self._phase_of_shard(shard)]
 
     def _phase_of_shard(self, shard: int) -> int:
-        """Return the index of the phase whose corpus has the shard; `shard` counts over the shards of all corpora."""
         return int(np.searchsorted(self._first_shards, shard, side="right")) - 1
 
 
@@ -202,7 +196,6 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
     Without a held-out corpus, or without its side files, the result is 0.
 
     Args:
-        query: the source or the document; a text cannot be searched for by this function.
         location: folder or s3:// prefix of the training corpus, whose subfolder `heldout` is searched.
         endpoint_url: S3 endpoint; None for AWS.
     """

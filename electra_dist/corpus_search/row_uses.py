@@ -33,7 +33,6 @@ class StepsOfRows:
     """Counter of the steps of a run that use any of the found rows; a step with several of them counts once."""
 
     def __init__(self) -> None:
-        """Begin with no steps."""
         self._read: set[int] = set()
         self._to_come: set[int] = set()
         self._skipped: set[int] = set()
@@ -60,13 +59,6 @@ def uses_of_found_rows(
 
     The rows are processed in blocks of `_BLOCK_ROWS`, so that millions of rows need little memory.
 
-    Args:
-        found: the rows that a search has found.
-        num_listed: number of rows, from the first one, whose uses are returned.
-        corpora: the corpora of the run, in which the rows were found.
-        config: config of the run.
-        run: the run folder.
-
     Returns:
         For each of the first `num_listed` rows its uses in order of the steps, and `StepsOfRows.counts` of all rows.
     """
@@ -84,15 +76,7 @@ def uses_of_found_rows(
 def steps_of_rows(
     shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
 ) -> list[list[RowUse]]:
-    """Return the steps that use each row, in ascending order, from the first to the last step of the whole run.
-
-    Args:
-        shards: index of each row's shard, counted over the shards of all corpora of the run.
-        rows: number of each row within its shard.
-        corpora: the corpora of the run, in which the rows were found.
-        config: config of the run.
-        run: the run folder, whose records hold the last step that was done and the skipped steps.
-    """
+    """Return the steps that use each row, in ascending order, from the first to the last step of the whole run."""
     from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 

@@ -7,8 +7,6 @@ Guarantee: the manifest is written atomically, after all files that it lists; a 
 unfinished. The manifest's `fingerprint` (SHA-256 of the canonical JSON) changes when any row, the tokenizer or the
 order of the shards changes, so a run notices that its corpus has been replaced.
 
-Cost: about 150 bytes per shard; 4,000 shards (66 GB, 64 M rows of 512) are read and validated in about 20 ms.
-
 Limits: the manifest states which bytes a corpus consists of; `verified_shards.py` verifies them.
 """
 
@@ -46,7 +44,6 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
-        """Raise StoreError if the name of the shard leaves the folder of the corpus, such as ../x.tar."""
         check_key(self.name)
         return self
 
@@ -62,12 +59,7 @@ class TokenizerEntry(Section):
 
     @model_validator(mode="after")
     def _special_tokens_exist(self) -> TokenizerEntry:
-        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus.
-
-        Raises:
-            ValueError: `special` lacks a token, or holds an id that is not in [0, vocab_size).
-            StoreError: `vocab_file` is not a path below the corpus.
-        """
+        """Refuse a missing special token, a special id outside the vocabulary, and a vocab_file outside the corpus."""
         missing = [token for token in SPECIAL_TOKENS if token not in self.special]
         if missing:
             raise ValueError(f"special lacks {', '.join(missing)}; it must hold the ids of all five special tokens")
@@ -109,11 +101,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _rows_fit_into_the_shards(self) -> CorpusManifest:
-        """Refuse a shard that claims more rows than fit into its file, or more tokens than fit into its rows.
-
-        Raises:
-            ValueError: such a shard exists.
-        """
+        """Refuse a shard that claims more rows than fit into its file, or more tokens than fit into its rows."""
         row_bytes = self.seq_len * self.numpy_dtype.itemsize
         for shard in self.shards:
             if shard.rows * row_bytes > shard.bytes:
@@ -129,14 +117,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _agrees_with_the_build(self) -> CorpusManifest:
-        """Refuse a row length or a casing that is not the one among the parameters of the build.
-
-        A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
-        shows which kind it has (`train/input_checks.py`).
-
-        Raises:
-            ValueError: one of them differs.
-        """
+        """Refuse a row length or a casing that is not the one among the parameters of the build."""
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
         if self.tokenizer.lowercase and not self.builder.get("lowercase", True):
@@ -145,12 +126,7 @@ class CorpusManifest(Section):
 
     @model_validator(mode="after")
     def _token_counts_are_counts(self) -> CorpusManifest:
-        """Refuse `totals.token_counts` that cannot be how often each token occurs in the rows.
-
-        Raises:
-            ValueError: they are no list of `vocab_size` whole numbers from 0, all are 0, or their sum exceeds the
-                number of places in the rows.
-        """
+        """Refuse `totals.token_counts` that cannot be how often each token occurs in the rows."""
         counts = self.totals.get("token_counts")
         if counts is None:
             return self
@@ -184,8 +160,6 @@ class CorpusManifest(Section):
     def row_name(self, row_id: int) -> str:
         """Return the name of a row for messages: its shard and its index in that shard, "shard-000001.tar row 17".
 
-        Row ids number the rows of the first shard from 0, then those of the second shard, and so on.
-
         Args:
             row_id: Number of the row in the corpus, in [0, num_rows).
         """
@@ -202,26 +176,12 @@ class CorpusManifest(Section):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus.
-
-        Two corpora have equal fingerprints only if their rows, their tokenizers and the orders of their shards are
-        equal. Each checkpoint stores the fingerprint, so that a resumed run notices that its corpus was replaced.
-        """
+        """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus."""
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
-    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times.
-
-    Args:
-        store: Store of the corpus.
-        key: Config key that names the corpus, for messages.
-
-    Raises:
-        StoreMissing: There is no corpus.json, because there is no corpus or its build is unfinished.
-        ManifestMismatch: corpus.json is damaged or of another version of the format.
-        UserError: The corpus has no shards.
-    """
+    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times."""
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
         manifest = read_verified(store, MANIFEST_KEY, lambda text: _parse_manifest(text, url))
@@ -236,15 +196,7 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
 
 
 def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
-    """Parse and validate the content of corpus.json.
-
-    Args:
-        text: Content of the file.
-        url: Path or URL of the file, for messages.
-
-    Raises:
-        ManifestMismatch: The content is not JSON, or a value is missing or not valid; the message names its key.
-    """
+    """Parse and validate the content of corpus.json."""
     try:
         return CorpusManifest.model_validate(parse_json(text))
     except DamagedJson as error:
@@ -254,10 +206,6 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
-    """Write corpus.json; from then on readers treat the corpus as complete.
-
-    Call this last, when all shards and the vocabulary file are in the store, because readers refuse a corpus without
-    corpus.json and trust one that has it.
-    """
+    """Write corpus.json; from then on readers treat the corpus as complete."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
     store.write(MANIFEST_KEY, text.encode())

@@ -10,19 +10,7 @@ from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 
 def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabulary:
-    """Return the vocabulary in a corpus's vocab.txt, which must be the one that corpus.json describes.
-
-    Its SHA-256, its size and the ids of its special tokens are compared. A wrong body from S3 is read again a few
-    times.
-
-    Args:
-        store: store of the corpus.
-        tokenizer: entry of the tokenizer in corpus.json.
-
-    Raises:
-        StoreMissing: the file is missing.
-        ManifestMismatch: the file is not the one with which the corpus was built, or corpus.json contradicts it.
-    """
+    """Return the vocabulary in a corpus's vocab.txt, which must be the one that corpus.json describes."""
     vocabulary = read_named_vocabulary(
         store,
         tokenizer.vocab_file,
@@ -37,13 +25,7 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
 
 def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) -> None:
-    """Raise ManifestMismatch if a number of the tokenizer's entry in corpus.json is not that of the vocabulary.
-
-    Args:
-        tokenizer: the entry.
-        vocabulary: the vocabulary with the digest of the entry.
-        url: path or URL of corpus.json, for the message.
-    """
+    """Raise ManifestMismatch if a number of the tokenizer's entry in corpus.json is not that of the vocabulary."""
     fault = ""
     if tokenizer.vocab_size != vocabulary.size:
         fault = f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens"
@@ -56,15 +38,7 @@ def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) ->
 
 
 def write_corpus_vocabulary(store: Store, text: str) -> bool:
-    """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written.
-
-    Args:
-        store: store of the corpus.
-        text: content of vocab.txt, a vocabulary.
-
-    Raises:
-        UserError: the store has a vocab.txt that is another vocabulary, or none.
-    """
+    """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written."""
     if not store.exists(VOCAB_FILE):
         store.write(VOCAB_FILE, text.encode())
         return True
@@ -80,16 +54,7 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
     """Return the vocabulary in an object of a store, after a check of its digest if one is recorded.
 
-    A wrong body from S3 is read again a few times.
-
     Args:
-        store: store of the object.
-        key: key of the vocabulary.
         expected: the SHA-256 that the vocabulary must have, and the file that records it; None if no file does.
-
-    Raises:
-        StoreMissing: the object is missing.
-        ManifestMismatch: the object has another digest.
-        UserError: the object is not a vocabulary.
     """
     return read_verified(store, key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))

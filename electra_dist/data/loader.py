@@ -10,9 +10,6 @@ How: one background thread reads batches ahead of training, into a queue of `_DE
 one window (a group of shards whose rows are shuffled together), the threads of the `ShardCache` fetch and verify the
 shards of the next window. `RowLoader.next` raises the errors of the background thread.
 
-Cost: about 3 us of CPU per row of 512 tokens, spent outside the training thread. The time to verify the SHA-256 of the
-shards comes on top (`benchmarks/loader.py`).
-
 Limits: W must divide G. The thread is a daemon; `close` ends it.
 """
 
@@ -42,11 +39,7 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for a thread that is in the mi
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows that one rank trains on in one step: G / W rows, where G is the global batch and W the number of ranks.
-
-    Its receipt is a checksum of the rows (their number and the sum of the hashes of their ids), with which a run
-    records which rows it has used.
-    """
+    """Rows that one rank trains on in one step: G / W rows, where G is the global batch and W the number of ranks."""
 
     step: int
     row0: int  # number of this rank's first row within the global batch
@@ -56,11 +49,7 @@ class RowBatch:
 
 
 class RowLoader:
-    """Loader of one rank's batches, in the order of steps from a given first step on.
-
-    A background thread reads the next batches while the caller trains. Only one thread may call `next`. The caller
-    must call `close` at the end.
-    """
+    """Loader of one rank's batches, in the order of steps from a given first step on."""
 
     def __init__(
         self,
@@ -77,22 +66,8 @@ class RowLoader:
         """Start the thread that reads ahead.
 
         Args:
-            cache: Source of the corpus's shards. No one but the loader may use it, and the caller must close it after
-                the loader.
-            order: Infinite sequence of the run's rows; each step takes the next `global_batch` rows of it.
-            global_batch: Rows per step, summed over all ranks.
             rank: This rank, in [0, world_size).
-            world_size: Number of ranks.
-            start_step: First step to load, counted from 0.
-            skip_steps: Steps for which `next` returns no batch. Their rows are not used, and the rows of all other
-                steps do not shift.
-            call: Receives a function that reads one batch, calls it in the background thread and returns the batch. It
-                may call the function again after an error: a run passes `Patience.call`, which waits while storage
-                does not respond. The default calls the function once.
             on_wait: Called about every second while `next` waits, with the seconds waited so far.
-
-        Raises:
-            UserError: The number of ranks does not divide the global batch.
         """
         if global_batch % world_size:
             raise UserError(
@@ -121,15 +96,7 @@ class RowLoader:
         self._thread.start()
 
     def next(self) -> RowBatch:
-        """Return the batch of the next step that is not skipped; wait until the background thread has read it.
-
-        The time waited is added to `wait_s`, in seconds. Once a call has raised an error, every further call raises
-        the same error.
-
-        Raises:
-            StoreError: A shard could not be fetched or read.
-            ManifestMismatch: A shard is not the one that the manifest lists, or a token id is outside the vocabulary.
-        """
+        """Return the batch of the next step that is not skipped; wait until the background thread has read it."""
         if self._failure is None:
             start = time.monotonic()
             item = self._take(start)
@@ -149,18 +116,11 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how often this rank has fetched a shard again because its bytes were wrong, on arrival or on disk.
-
-        A number above 0 points to a faulty network, disk or storage service. Training used only verified rows.
-        """
+        """Return how often this rank has fetched a shard again because its bytes were wrong, on arrival or on disk."""
         return self._cache.refetches
 
     def close(self) -> None:
-        """Stop reading ahead and wait up to two seconds for the background thread to end.
-
-        If the thread is still waiting for a download after that, the call returns anyway; the thread is a daemon, so
-        it does not keep the process alive.
-        """
+        """Stop reading ahead and wait up to two seconds for the background thread to end."""
         self._stop.set()
         deadline = time.monotonic() + _CLOSE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -171,11 +131,7 @@ class RowLoader:
                 self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read the batches from `step` on into the queue until `close` is called or an error occurs.
-
-        This is the body of the background thread. Steps in `_skip_steps` are left out. An error is put into the queue
-        in place of a batch, and `next` raises it when it takes it out.
-        """
+        """Read the batches from `step` on into the queue until `close` is called or an error occurs."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -185,12 +141,7 @@ class RowLoader:
             self._queue.put(error)
 
     def _read(self, step: int) -> RowBatch:
-        """Read this rank's batch of a step and check its token ids; wait for shards that are still being fetched.
-
-        Raises:
-            StoreError: A shard could not be fetched or read.
-            ManifestMismatch: A shard is not the one that the manifest lists, or a token id is outside the vocabulary.
-        """
+        """Read this rank's batch of a step and check its token ids; wait for shards that are still being fetched."""
         first_position = step * self._global_batch + self._row0
         self._look_ahead(first_position, first_position + self._num_rows)
         shard_of_row, row_in_shard = self._locate(step)
@@ -202,17 +153,8 @@ class RowLoader:
         return RowBatch(step=step, row0=self._row0, ids=ids, row_ids=row_ids, receipt=Receipt.of(row_ids))
 
     def _check_token_ids(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
-        """Refuse a batch in which a token id is outside the vocabulary.
-
-        Without this check the id would cause an index error in the embedding, which on a GPU names neither row nor id.
-
-        Args:
-            ids: [G / W, seq_len] token ids; G is the global batch and W the number of ranks.
-            row_ids: [G / W] number of each row in the corpus, for the message.
-
-        Raises:
-            ManifestMismatch: A token id is >= vocab_size; the message names the first row that has one, and the
-                largest id in that row.
+        """Refuse a batch in which a token id is outside the vocabulary. Without this check the id would cause an index
+        error in the embedding, which on a GPU names neither row nor id.
         """
         manifest = self._cache.manifest
         vocab_size = manifest.tokenizer.vocab_size
@@ -228,12 +170,7 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the rows of this rank in a step are stored: two int64 arrays [G / W].
-
-        The first array has the shard of each row, the second its number within that shard. G is the global batch and W
-        the number of ranks. The first call for a block of `_LOCATED` consecutive steps computes all steps of the
-        block, which costs little more than one step; the calls for its other steps return the stored result.
-        """
+        """Return where the rows of this rank in a step are stored: two int64 arrays [G / W]."""
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:
             steps = block * _LOCATED + np.arange(_LOCATED)
@@ -246,13 +183,7 @@ class RowLoader:
         return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed.
-
-        A position is the place of a row in the run's sequence of rows. The sequence consists of windows, ranges whose
-        rows are shuffled together and come from one group of shards. The shards of every window that overlaps
-        [first, end) are fetched. Those of the window after them are only stored in `_next_window`; the caller fetches
-        them later. The call does nothing if an earlier call has handled the positions already.
-        """
+        """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed."""
         if end <= self._horizon:
             return
         # Walk through the windows that hold [first, end); the walk ends at the first window after them.

@@ -15,8 +15,6 @@ in the folder (`shard_cache/eviction_order.py`). A process that has a shard open
 protects the shard from eviction. The shards that a process will open next are protected by the attribute `wanted`. A
 download first creates a sparse file of the shard's size, so that all processes count its bytes from the beginning.
 
-Cost: one SHA-256 per fetch; with `limit_bytes` also one listing of the folder per fetch.
-
 Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
 the folder exceeds `limit_bytes`, because a node always holds the shards of two windows (groups of shards whose rows
 are shuffled together).
@@ -48,11 +46,7 @@ _UNVERIFIED_SUFFIX = ".unverified"
 
 
 class NodeCache:
-    """Cache folder on a node's disk for shards, the tar files of a corpus that is on S3.
-
-    Threads, processes, jobs and corpora can share the folder. A shard is stored under the name `<sha256>.tar`, so that
-    equal shards of several corpora are stored once.
-    """
+    """Cache folder on a node's disk for shards, the tar files of a corpus that is on S3."""
 
     def __init__(
         self,
@@ -64,11 +58,8 @@ class NodeCache:
         """Remember the folder; nothing is read or created until the first fetch.
 
         Args:
-            directory: Folder on a disk of this node; the first fetch creates it.
             limit_bytes: Size of the folder above which shards are deleted. With None they are deleted only when the
                 disk is nearly full.
-            corpus: SHA-256 of every shard of the caller's corpus, in hexadecimal. When the folder is full, shards of
-                other corpora are deleted first, and a fixed part of this corpus stays.
             peers: Other nodes of the run, which are asked for a shard before the store is. Of the corpus, the shards
                 that this node fetches for its peers are then deleted last. None if no shards are shared.
         """
@@ -87,7 +78,6 @@ class NodeCache:
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
     def _unverified_path(self, entry: ShardEntry) -> Path:
-        """Return the path of a shard's download before its digest is verified."""
         return self._directory / f"{entry.sha256}{_UNVERIFIED_SUFFIX}"
 
     def holds(self, entry: ShardEntry) -> bool:
@@ -95,27 +85,12 @@ class NodeCache:
         return _is_good(self.path(entry), entry, verify=False)
 
     def bytes_on_disk(self) -> int:
-        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes.
-
-        Reservations, which have the full size of a shard that is not there yet, are not counted.
-        """
+        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes."""
         paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
         return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
-        """Fetch a shard into the folder unless it is already there; wait if another process is fetching it.
-
-        Args:
-            store: Store of the corpus.
-            entry: The shard's entry in the manifest.
-            verify: Whether to check the digest of a shard that is already there, and to fetch it again if it is wrong.
-            ask_peers: Whether other nodes are asked for the shard before the store, if the cache has peers.
-
-        Raises:
-            StoreAway: The disk is full, or all retries failed (StoreExhausted).
-            StoreError: The store or the folder refuses access.
-            ManifestMismatch: The bytes had a wrong SHA-256 several times in a row.
-        """
+        """Fetch a shard into the folder unless it is already there; wait if another process is fetching it."""
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
         if _is_good(path, entry, verify=verify):
@@ -135,14 +110,7 @@ class NodeCache:
 
     def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
         """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
-
-        The caller must hold the shard's lock, so that no other process writes the same files. Other nodes are asked
-        once at most; if they send wrong bytes, the shard is fetched from the store.
-
-        Raises:
-            StoreAway: The disk is full, or all retries of a download failed (StoreExhausted).
-            StoreError: The store refuses access.
-            ManifestMismatch: The SHA-256 was wrong `_FETCHES` times.
+        The caller must hold the shard's lock, so that no other process writes the same files.
         """
         unverified = self._unverified_path(entry)
         peers = self._peers if ask_peers else None
@@ -170,33 +138,14 @@ class NodeCache:
         )
 
     def _reserve(self, unverified: Path, needed_bytes: int) -> None:
-        """Delete shards until a new one fits into the folder and on its disk, and reserve the space of the new shard.
-
-        The reservation is a sparse file of the shard's size under the path `unverified`. So every process of the node
-        counts the full size of a download from its beginning.
-
-        Args:
-            unverified: Path that the download will have before its digest is verified.
-            needed_bytes: Size of the shard in bytes.
-
-        Raises:
-            StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
-        """
         with self._locked("eviction"):  # Only one process at a time, so that no more is deleted than necessary.
             self._make_room(needed_bytes)
             with writable(unverified), unverified.open("wb") as reservation:
                 reservation.truncate(needed_bytes)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk.
-
-        A shard that a process has open is never deleted. A wanted shard, which this process will open soon, is deleted
-        only if the disk would be full otherwise. If the folder still exceeds its limit when all other shards are
-        deleted, the call succeeds, and the folder becomes larger than the limit. The caller must hold the lock
-        "eviction".
-
-        Raises:
-            StoreAway: The disk has less than `needed_bytes` free although all unused shards are deleted.
+        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk. A
+        shard that a process has open is never deleted.
         """
         if self._excess_bytes(needed_bytes) <= 0:
             return
@@ -216,26 +165,16 @@ class NodeCache:
         )
 
     def _eviction_order(self, wanted: Collection[str]) -> list[Path]:
-        """Return the cached shards that may be deleted, in the order in which to delete them.
-
-        Args:
-            wanted: SHA-256 of the shards that must stay, because this process has them open or will open them soon.
-        """
         paths = [path for path in _files(self._directory) if _SHARD_NAME.fullmatch(path.name) and path.is_file()]
         return eviction_order(
             paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
         )
 
     def _free_bytes(self) -> int:
-        """Return the bytes that are free on the disk of the folder."""
         return shutil.disk_usage(self._directory).free
 
     def _excess_bytes(self, needed_bytes: int) -> int:
-        """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none.
-
-        After the write, at least `_SPARE_BYTES` must be free on the disk, and the folder must not be larger than
-        `limit_bytes` (unless that is None).
-        """
+        """Return how many bytes must be deleted before `needed_bytes` more can be written; 0 or less if none."""
         excess_on_disk = needed_bytes + _SPARE_BYTES - self._free_bytes()
         if self._limit_bytes is None:
             return excess_on_disk
@@ -247,16 +186,8 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold the exclusive lock `name` of this folder during the `with` block; wait until it is free.
-
-        The lock is a flock: at most one thread of one process on the node holds it. The operating system releases it
-        when the process ends, so a killed process never blocks the others.
-
-        Args:
-            name: Name of the lock, a file in the subfolder locks/: the SHA-256 of a shard, or "eviction".
-
-        Raises:
-            StoreError: The folder is not writable, or its file system has no locks.
+        """Hold the exclusive lock `name` of this folder during the `with` block; wait until it is free. The operating
+        system releases it when the process ends, so a killed process never blocks the others.
         """
         path = self._directory / "locks" / name
         with writable(path):
@@ -276,7 +207,6 @@ class NodeCache:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files and folders in a cache folder; none if it does not exist yet."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:
@@ -292,16 +222,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
-    """Return whether a cached file is the shard of a manifest entry; False if there is no such file.
-
-    Args:
-        path: The file in the cache folder.
-        entry: The shard's entry in the manifest, with the expected size and SHA-256.
-        verify: True: read the whole file and compare size and SHA-256. False: compare the size only.
-
-    Raises:
-        StoreError: The file exists but cannot be read.
-    """
+    """Return whether a cached file is the shard of a manifest entry; False if there is no such file."""
     try:
         with readable(path):
             if path.stat().st_size != entry.bytes:
@@ -312,19 +233,12 @@ def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
-    """Return the Unix time at which a shard was last opened; 0 if the file no longer exists.
-
-    It is the file's modification time, which every process sets to the current time when it opens the shard.
-    """
+    """Return the Unix time at which a shard was last opened; 0 if the file no longer exists."""
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 
 
 def _delete_unless_in_use(path: Path) -> None:
-    """Delete a shard unless it is in use; do nothing if it is in use or no longer exists.
-
-    Every process that has the shard open holds a shared flock on it, so an exclusive flock fails while it is in use.
-    """
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

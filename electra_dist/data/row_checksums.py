@@ -6,9 +6,6 @@ The checksum of a row is the sum, modulo 2**64, of its 32-bit words times their 
 Guarantee: if one word of a row changes, in any of its bits, or if two different words of a row are exchanged, the
 checksum of the row always changes. Other damage is missed with a probability of about 2**-64.
 
-Cost: `benchmarks/loader.py` measures it. Where `electra_kernels.native.cpu_library` was not built, NumPy computes the
-same sums several times slower.
-
 Limits: a checksum reveals damage, not forgery.
 """
 
@@ -30,11 +27,7 @@ _ROWS_AT_A_TIME = 1024  # Rows for which NumPy holds the products at once.
 
 @functools.cache
 def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
-    """Return the keys of the checksums of rows of `row_bytes` bytes: uint32, odd, one for each word of 4 bytes.
-
-    They are the upper halves of the hashes of 0, 1, 2, ..., with the lowest bit set. If `row_bytes` is not a multiple
-    of 4, the remaining bytes, padded with zeros, are one more word.
-    """
+    """Return the keys of the checksums of rows of `row_bytes` bytes: uint32, odd, one for each word of 4 bytes."""
     num_words = -(-row_bytes // _WORD_BYTES)
     upper_halves = row_hash(np.arange(num_words)) >> np.uint64(32)
     return (upper_halves | np.uint64(1)).astype(np.uint32)
@@ -42,8 +35,6 @@ def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
 
 def row_checksums(rows: NDArray[Any]) -> Checksums:
     """Return the checksum of each row, uint64 [k].
-
-    Uses the C function of `electra_kernels.native.cpu_library` if it was built, otherwise NumPy, with equal results.
 
     Args:
         rows: [k, seq_len] little-endian integers, contiguous; the memory may be a mapped file.

@@ -12,10 +12,6 @@ elements or slightly more (Black and Rogaway, "Ciphers with arbitrary finite dom
 is Philox4x32-10 keyed by (seed, purpose, epoch, window, round). A result that is not below the number of elements goes
 through the network again (cycle walking).
 
-Cost: O(shards) once per epoch (about 1 ms for 4,000 shards), then O(log shards) per position, 0.2 to 0.4 us each in
-batches of 2,048 (2 to 4 us where `electra_kernels.native.cpu_library` was not built). No array as long as a window or
-an epoch ever exists. `benchmarks/loader.py` measures the cost.
-
 Limits: rows are shuffled within a window only; a window of 64 shards of 16,384 rows has over a million rows.
 """
 
@@ -51,16 +47,9 @@ def permute(
 ) -> Words:
     """Return the place to which a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
-    Element i uses the permutation of [0, size[i]) that (seed, purpose, epoch[i], block[i]) select. No permutation is
-    stored. A Feistel network (`_feistel`) permutes [0, n) for an n slightly above `size`; a result of `size` or
-    more goes through it again until it is below `size` (cycle walking), so no two indexes get the same place. The C
-    function in `electra_kernels.native.cpu_library`, which is used where it was built, gives equal results.
-
     Args:
         index: [k] numbers; element i is in [0, size[i]).
         size: [k] length of the permutation of each index, in [1, 2**52).
-        seed: 64-bit key.
-        purpose: Whether shards or rows are permuted; the two uses have different permutations.
         epoch: [k] epoch of each index, in [0, 2**32).
         block: [k] number of the permutation within its epoch, in [0, 2**32): the window for rows, 0 for shards.
     """
@@ -87,20 +76,8 @@ def permute(
 
 
 def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right).
-
-    num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
-    never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
-    place = left * num_right + right. Each round adds to one half a random number that depends only on the other half.
-    Subtracting that number would undo the round, so different places stay different.
-
-    Args:
-        place: [k] numbers in [0, num_left * num_right).
-        size: [k] length that the permutation should have, for each place.
-        seed: 64-bit key.
-        purpose: Number of the `Purpose`, below 256.
-        epoch: [k] epoch of each place.
-        block: [k] number of each place's permutation within its epoch.
+    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right). So
+    the range is never shorter than `size`, and longer by less than num_left.
     """
     num_left, num_right = halves(size)
     left = place // num_right
@@ -125,19 +102,14 @@ def halves(size: Words) -> tuple[Words, Words]:
 
 
 def scaled(word: Words, limit: Words) -> Words:
-    """Scale uniform random integers from [0, 2**32) to [0, limit): return floor(word / 2**32 * limit).
-
-    This is cheaper than the remainder word % limit. Both favour some results slightly, which is negligible while
-    `limit` is far below 2**32.
-    """
+    """Scale uniform random integers from [0, 2**32) to [0, limit): return floor(word / 2**32 * limit)."""
     return (word * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Range of positions of a run's sequence whose rows are shuffled together, with the shards that hold these rows.
-
-    Reading any position of the window may need any of its shards.
+    """Range of positions of a run's sequence whose rows are shuffled together, with the shards that hold these
+    rows.
     """
 
     first_position: int
@@ -147,12 +119,7 @@ class ShardWindow:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Layout of an epoch: the order of its shards, and where each shard and each window begins.
-
-    A window is a group of consecutive shards whose rows are shuffled together. The arrays `shard_start` and
-    `window_start` hold offsets in rows from the start of the epoch. Each has one element more than there are shards
-    or windows: the last one is the number of rows in the epoch.
-    """
+    """Layout of an epoch: the order of its shards, and where each shard and each window begins."""
 
     shards: Integers  # [num_shards] index in the manifest of the shard at each place
     shard_start: Integers  # [num_shards + 1]
@@ -160,12 +127,7 @@ class Epoch:
 
 
 class OrderPhase(NamedTuple):
-    """Part of a run's sequence of rows in which all rows come from one corpus.
-
-    The row at position p of the run is that at position p - first_position of `order`. A run with several corpora
-    numbers the shards and rows of all of them one after another: those of the first corpus from 0, those of this one
-    from `first_shard` and `first_row_id` on.
-    """
+    """Part of a run's sequence of rows in which all rows come from one corpus."""
 
     order: RowOrder  # sequence of the rows of this corpus alone
     first_position: int  # position of the run at which the part begins
@@ -175,11 +137,7 @@ class OrderPhase(NamedTuple):
 
 
 class RowSequence(Protocol):
-    """Interface of the infinite sequence of the rows of a run, which maps positions to rows.
-
-    Position p is the p-th row that the run reads, from 0. `RowOrder` implements the interface for one corpus,
-    `PhasedOrder` for a run that trains on several corpora in turn.
-    """
+    """Interface of the infinite sequence of the rows of a run, which maps positions to rows."""
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
@@ -201,26 +159,14 @@ class RowSequence(Protocol):
         """
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it.
-
-        A window is a range of positions whose rows are shuffled together.
-        """
+        """Return the window that contains a position, with the shards that must be on the node to read it."""
 
 
 class RowOrder:
-    """Infinite sequence of the rows of a run, which maps each position to a shard and a row in it. Thread-safe.
-
-    The sequence consists of epochs. Each epoch has every row of the corpus exactly once, in a different order.
-    """
+    """Infinite sequence of the rows of a run, which maps each position to a shard and a row in it. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Store the parameters of the sequence; the order of an epoch is computed when it is first needed.
-
-        Args:
-            rows_per_shard: Number of rows of each shard, all positive, in the order of the manifest.
-            seed: The run's seed; together with `rows_per_shard` and `window_shards` it fixes the whole sequence.
-            window_shards: Number of shards whose rows are shuffled together, at least 1.
-        """
+        """Store the parameters of the sequence; the order of an epoch is computed when it is first needed."""
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
         assert self._rows.min() > 0
@@ -244,10 +190,6 @@ class RowOrder:
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
-
-        A window is a group of consecutive shards of an epoch whose rows are shuffled together. First, the offset of a
-        position from the start of its epoch is replaced by another offset in the same window. The row is then the one
-        at that offset if the shards are laid one after another in the order of the epoch.
 
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch
@@ -290,9 +232,6 @@ class RowOrder:
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
         """Return the id of each row, [P] int64 in [0, rows_per_epoch).
 
-        Ids number the rows of the first shard in the manifest from 0, then those of the second shard, and so on. They
-        do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
-
         Args:
             shards: [P] index of each row's shard.
             rows: [P] number of each row within its shard.
@@ -300,11 +239,7 @@ class RowOrder:
         return self._corpus_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it.
-
-        A window is a range of positions whose rows are shuffled together, those of `window_shards` shards. The last
-        window of an epoch may have fewer shards.
-        """
+        """Return the window that contains a position, with the shards that must be on the node to read it."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self.layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
@@ -317,10 +252,7 @@ class RowOrder:
         )
 
     def layout(self, epoch: int) -> Epoch:
-        """Return the order of an epoch's shards, and where each shard and each window begins.
-
-        The results for the last `_EPOCHS_KEPT` epochs that were computed are cached.
-        """
+        """Return the order of an epoch's shards, and where each shard and each window begins."""
         layout = self._epochs.get(epoch)
         if layout is not None:
             return layout
@@ -334,10 +266,7 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> Epoch:
-        """Compute the layout of an epoch: permute the shards, then cut their sequence into windows.
-
-        A window has `window_shards` consecutive shards; the last one may have fewer.
-        """
+        """Compute the layout of an epoch: permute the shards, then cut their sequence into windows."""
         num_shards = self._rows.size
         order = permute(
             index=np.arange(num_shards),

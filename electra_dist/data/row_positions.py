@@ -5,8 +5,6 @@ Guarantee: `RowOrder.locate` maps the computed position to the row again, and no
 How: a round of the Feistel network adds to one half a number that depends on the other half only, so the rounds are
 undone by subtracting the same numbers in reverse order. Cycle walking is undone by walking back until the result is
 below the number of elements.
-
-Cost: a few microseconds per row and epoch.
 """
 
 from __future__ import annotations
@@ -29,13 +27,9 @@ class RowPosition(NamedTuple):
 def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
     """Return for each of k rows the positions at which a run uses the row, in ascending order.
 
-    A row that the run never uses has an empty list.
-
     Args:
-        order: sequence of the run's rows.
         shards: [k] number of each row's shard, counted over the shards of all corpora.
         rows: [k] number of each row within its shard.
-        num_positions: number of rows that the whole run uses (steps x global batch); later positions are left out.
     """
     uses: list[list[RowPosition]] = [[] for _ in rows]
     for phase in order.phases:
@@ -59,12 +53,7 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
 def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
     """Return the position of each row in one epoch of the sequence `order`, int64 [k].
 
-    Positions count from the beginning of `order`. If the sequence is that of a later phase of a run, the caller adds
-    the phase's first position.
-
     Args:
-        order: sequence of the rows of one corpus.
-        epoch: number of the epoch, from 0.
         shards: [k] index of each row's shard in the manifest.
         rows: [k] number of each row within its shard.
     """
@@ -92,9 +81,6 @@ def permute_back(
     Args:
         place: [k] numbers; element i is in [0, size[i]).
         size: [k] length of the permutation of each place.
-        seed: 64-bit key.
-        purpose: whether shards or rows are permuted.
-        epoch: epoch of all places.
         block: [k] number of the permutation within its epoch.
     """
     index = place.astype(np.uint64)

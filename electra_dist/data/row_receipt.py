@@ -10,8 +10,6 @@ some of them another number of times, the digest is right by chance with probabi
 How: the hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64-bit integers.
 Different rows therefore never have the same hash, and a row can be identified from its hash.
 
-Cost: 5 ns per row, in the loader's thread.
-
 Limits: a receipt reveals mistakes, not forgeries: a set of wrong row ids with the right sum of hashes can be
 constructed on purpose.
 """
@@ -33,11 +31,7 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Receipt:
-    """Checksum of the rows that a run has trained on: how many there were, and the sum of the hashes of their ids.
-
-    It does not depend on the order of the rows. `a + b` is the receipt of the rows of both, and `a - b` that of the
-    rows of a without those of b. A row that was used twice counts twice.
-    """
+    """Checksum of the rows that a run has trained on: how many there were, and the sum of the hashes of their ids."""
 
     rows: int = 0
     digest: int = 0  # sum of the rows' hashes modulo 2**64, in [0, 2**64)
@@ -54,11 +48,7 @@ class Receipt:
 
     @property
     def words(self) -> tuple[int, int]:
-        """Return (rows, digest) as two signed 64-bit integers, which an all-reduce can sum over ranks.
-
-        A sum of int64 wraps around modulo 2**64, and the digest is defined modulo 2**64. So the summed words are
-        those of the receipt of all ranks; `from_words` turns them back into a receipt.
-        """
+        """Return (rows, digest) as two signed 64-bit integers, which an all-reduce can sum over ranks."""
         signed_digest = self.digest
         if signed_digest >= 1 << 63:
             signed_digest -= 1 << 64
@@ -71,32 +61,17 @@ class Receipt:
 
     @classmethod
     def from_words(cls, rows: int, digest: int) -> Receipt:
-        """Return the receipt for two integers that `words` returned, or for their sums over ranks.
-
-        Args:
-            rows: Number of rows, of one rank or summed over ranks.
-            digest: Digest as a signed 64-bit integer, of one rank or summed over ranks modulo 2**64.
-        """
+        """Return the receipt for two integers that `words` returned, or for their sums over ranks."""
         return cls(rows, digest & _MASK64)
 
     @classmethod
     def of(cls, row_ids: NDArray[np.int64]) -> Receipt:
-        """Return the receipt (number and digest) of the rows with these ids, int64 [k].
-
-        An id that occurs twice counts twice.
-        """
+        """Return the receipt (number and digest) of the rows with these ids, int64 [k]."""
         return cls(len(row_ids), int(row_hash(row_ids).sum(dtype=np.uint64)))
 
 
 def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each row id, in an array of the same shape.
-
-    The digest in a run's receipt is the sum of the hashes of all rows that the run has used. The hash is the finaliser
-    of SplitMix64, a bijection: two ids have the same hash only if they are equal.
-
-    Args:
-        row_ids: Integers >= 0 of any type.
-    """
+    """Return a 64-bit hash of each row id, in an array of the same shape."""
     # Products wrap at 2**64. Every step can be undone: the factors are odd, and word ^ (word >> n) is invertible.
     word = (row_ids.astype(np.uint64) + np.uint64(1)) * _STATE_INCREMENT
     word = (word ^ (word >> np.uint64(30))) * _FIRST_FACTOR

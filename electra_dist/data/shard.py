@@ -14,8 +14,6 @@ copies any set of rows.
 
 A shard that was opened with the checksums of its rows verifies each copy of a row before it returns it.
 
-Cost: opening reads one header per block (about 0.3 ms for 16 blocks). Reading a row copies its own bytes once.
-
 Limits: a compressed tar cannot be mapped and is refused.
 """
 
@@ -58,22 +56,14 @@ class ChangedRow(Exception):
     """Error for a row whose bytes have another checksum than when its shard was verified."""
 
     def __init__(self, shard_index: int, row: int) -> None:
-        """Remember which row has changed.
-
-        Args:
-            shard_index: Index of the row's shard in the list that `rows_of` was called with; 0 from `Shard.rows`.
-            row: Number of the row in that shard.
-        """
+        """Remember which row has changed."""
         super().__init__(f"row {row} of shard {shard_index} has changed")
         self.shard_index = shard_index
         self.row = row
 
 
 class Shard:
-    """Open shard: a tar of .npy arrays of rows, which are read from a memory map of the file.
-
-    The object holds the map and a file descriptor; the caller must call `close` at the end.
-    """
+    """Open shard: a tar of .npy arrays of rows, which are read from a memory map of the file."""
 
     def __init__(
         self,
@@ -87,18 +77,8 @@ class Shard:
         """Map the file and read the headers of its blocks.
 
         Args:
-            path: The shard's tar file; its .npy members are the blocks.
-            seq_len: Tokens per row that every block must have.
-            dtype: Type of the token ids that every block must have, uint16 or uint32.
-            lock: Hold a shared flock on the file until `close`, so that `NodeCache` does not delete the file.
-            checksums: Checksum of each row, from `digest_and_checksums`; copies of rows are then verified. With
-                None they are not.
-
-        Raises:
-            ManifestMismatch: The file is not a tar of row blocks, has another number of rows than `checksums`, or its
-                rows have another length or type.
-            StoreMissing: The file does not exist.
-            StoreError: The file cannot be read.
+            checksums: Checksum of each row, from `digest_and_checksums`; copies of rows are then verified. With None
+                they are not.
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))  # tokens per row, and type of the token ids in the file
@@ -130,9 +110,6 @@ class Shard:
 
         Args:
             indices: [k] numbers of rows in the shard, each in [0, num_rows), in any order and with repetitions.
-
-        Raises:
-            ChangedRow: The shard was opened with checksums, and that of a row is wrong.
         """
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
@@ -150,14 +127,8 @@ class Shard:
         return int(np.searchsorted(self._block_starts, row, side="right")) - 1
 
     def digest_and_checksums(self) -> tuple[str, Checksums]:
-        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
-
-        Both are computed from the same bytes: if the SHA-256 is right, the checksums are those of the right rows. If
-        the file has become shorter since it was mapped, the SHA-256 is that of the bytes that are left, and the
-        checksums of the missing rows are left out.
-
-        Raises:
-            StoreError: The file cannot be read.
+        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64
+        [num_rows].
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
@@ -182,17 +153,7 @@ class Shard:
         self._map.close()
 
     def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return the place of each block (.npy member) in it; set `_map` and `is_linked`.
-
-        `is_linked` becomes False if the node's cache deleted the file between its opening and its locking; the caller
-        must then fetch the shard again.
-
-        Args:
-            lock: Hold a shared flock on the file as long as the map is open.
-
-        Raises:
-            ManifestMismatch: The file is not a tar of row blocks.
-        """
+        """Map the file and return the place of each block (.npy member) in it; set `_map` and `is_linked`."""
         with readable(self.path), open_regular(self.path) as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -210,16 +171,8 @@ class Shard:
         return blocks
 
     def _view_all_rows(self, rows_per_block: NDArray[np.int64]) -> None:
-        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation.
-
-        The tar and .npy headers between the blocks make the distances between rows unequal. Element i of the view is
-        the seq_len ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of
-        the row size and the distances between blocks, so every row is an element. For example, with rows of 8 bytes
-        and blocks of two rows that begin at bytes 100 and 120, the stride is 4 and the rows are the elements 0, 2, 5
-        and 7. The other elements begin in the middle of a row or in a header and are never read.
-
-        Args:
-            rows_per_block: [num_blocks] number of rows of each block.
+        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation. The other
+        elements begin in the middle of a row or in a header and are never read.
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
@@ -240,18 +193,7 @@ class Shard:
         )
 
     def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
-        """Read the headers in the tar and return the place of each block, in the order of the tar.
-
-        A block is an array of rows: a regular member whose name ends in .rows.npy. Other members are ignored.
-
-        Args:
-            stream: The tar file, which must be mapped already.
-
-        Raises:
-            TarError, ValueError: The file is not a tar, or a member is not a complete .npy file.
-            ManifestMismatch: The rows of a block have another length or type than this shard was opened with.
-            StoreError: The name of a member is absolute or contains "..".
-        """
+        """Read the headers in the tar and return the place of each block, in the order of the tar."""
         blocks = []
         with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
             for member in tar:
@@ -261,14 +203,8 @@ class Shard:
         return blocks
 
     def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
-        """Read and check the .npy header of a block; return the byte offset of its first row and its number of rows.
-
-        Args:
-            member: The block's member in the tar.
-
-        Raises:
-            ValueError: The member is not a complete .npy file of version 1 or 2.
-            ManifestMismatch: The block's rows have another length or type than this shard was opened with.
+        """Read and check the .npy header of a block; return the byte offset of its first row and its number of
+        rows.
         """
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
@@ -295,7 +231,6 @@ class Shard:
         return _Block(offset=member.offset_data + header_bytes, num_rows=num_rows)
 
     def _mismatch(self, reason: str) -> ManifestMismatch:
-        """Return the error for this file, to be raised by the caller; `reason` states what is wrong and what to do."""
         return ManifestMismatch(f"{self.path}: {reason}")
 
 
@@ -312,15 +247,9 @@ def _hash_bytes(digest: hashlib._Hash, stream: IO[bytes], num_bytes: int) -> Non
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
     """Copy rows from several shards: element i of the result is row rows[i] of shards[which[i]]; [k, seq_len].
 
-    Uses the C function of `electra_kernels.native.cpu_library` if it was built, otherwise NumPy, with equal results.
-
     Args:
-        shards: Open shards, at least one; all with the same row length and type, and all with or without checksums.
         which: [k] index into `shards` of each row's shard.
         rows: [k] number of each row within its shard.
-
-    Raises:
-        ChangedRow: The shard of a row was opened with checksums, and that of the row's copy is wrong.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)

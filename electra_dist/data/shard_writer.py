@@ -16,13 +16,8 @@ MEMBER_SUFFIX = ".rows.npy"
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
     """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
 
-    Equal rows and equal `block_rows` give equal bytes, on any machine, at any time. The write is not atomic: write
-    to a temporary name, and rename the file afterwards.
-
     Args:
-        target: Path or binary stream.
         rows: [n, seq_len] uint16 or uint32, n > 0.
-        block_rows: Rows per member of the tar; the last member may have fewer.
     """
     assert rows.ndim == 2
     assert len(rows) > 0
@@ -38,15 +33,7 @@ def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -
 
 
 def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> None:
-    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`.
-
-    Equal rows give equal bytes.
-
-    Args:
-        tar: Tar that is open for writing.
-        block_number: Number of the block in the shard, from 0; it is the NNNNNN in the name of the member.
-        rows: [n, seq_len] uint16 or uint32.
-    """
+    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`."""
     little_endian_rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
     content = io.BytesIO()
     np.lib.format.write_array(content, little_endian_rows, version=(1, 0), allow_pickle=False)

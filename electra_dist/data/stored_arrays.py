@@ -38,11 +38,7 @@ class CheckedTarInfo(tarfile.TarInfo):
     """Header of a member of a tar, which is small and has no negative size. Pass it as `tarinfo` to `tarfile.open`."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
-        """Return the member that a header, or a row of extended headers before it, describes.
-
-        Raises:
-            ReadError: an extended header is too large or damaged, or there are too many of them.
-        """
+        """Return the member that a header, or a row of extended headers before it, describes."""
         if self.type in _EXTENDED_HEADERS and self.size > _MOST_EXTENDED_BYTES:
             raise tarfile.ReadError(f"an extended header of {self.size} bytes")
         try:
@@ -53,11 +49,6 @@ class CheckedTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"a damaged header ({type(error).__name__})") from None
 
     def _block(self, count: int) -> int:
-        """Return a number of bytes, rounded up to whole blocks of the tar.
-
-        Raises:
-            ReadError: the number is negative.
-        """
         if count < 0:
             raise tarfile.ReadError(f"a member has a size of {count} bytes")
         return int(super()._block(count))  # type: ignore[misc]
@@ -66,13 +57,8 @@ class CheckedTarInfo(tarfile.TarInfo):
 def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return the shape of the array in an .npy file, whether it is in Fortran order, and its NumPy type.
 
-    The stream is left at the first byte of the array.
-
     Args:
         header: the file, at least its first `MAX_HEADER_BYTES` bytes.
-
-    Raises:
-        ValueError: the header is damaged, or of another version than 1 or 2.
     """
     version = np.lib.format.read_magic(header)
     if version not in _LENGTH_BYTES:
@@ -95,11 +81,7 @@ def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dty
 
 
 def parse_array(data: bytes) -> NDArray[Any]:
-    """Return the array in the content of an .npy file; a view of `data`, which cannot be written to.
-
-    Raises:
-        ValueError: the content is no .npy file of plain numbers, or its size contradicts its header.
-    """
+    """Return the array in the content of an .npy file; a view of `data`, which cannot be written to."""
     stream = io.BytesIO(data)
     shape, is_fortran_order, dtype = read_array_header(stream)
     if dtype.hasobject or is_fortran_order:

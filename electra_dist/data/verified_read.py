@@ -24,18 +24,7 @@ _Content = TypeVar("_Content")
 
 
 def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
-    """Return what `parse` makes of an object, which is read again if `parse` refuses its content.
-
-    Args:
-        store: store of the object.
-        key: key of the object.
-        parse: checks the content and returns what it holds; raises UserError if the content is wrong.
-
-    Raises:
-        StoreMissing: there is no such object.
-        StoreError: the object cannot be read.
-        UserError: the content was refused at every reading; this is the error of the last one.
-    """
+    """Return what `parse` makes of an object, which is read again if `parse` refuses its content."""
     is_fetched = store.local_path(key) is None
     if is_fetched:
         for reading in range(READINGS - 1):

@@ -12,10 +12,6 @@ their own that could be damaged, and older corpora have them, too. Those of clos
 a shard without them is read and verified again when it is opened again. The threads are daemons: a process that ends
 does not wait for a download. The file of an interrupted download is deleted by the next process that needs the shard.
 
-Cost: one SHA-256 of each shard per process, outside the training thread (10 to 40 ms for 16 MB), and one more at each
-later opening in a corpus of more than 8 million rows; 8 bytes of memory for each row, one memory map and one file
-descriptor for each open shard. `benchmarks/loader.py --checksums` measures the checksums.
-
 Limits: all methods must be called by the same thread, in a run the loader's. A file that becomes shorter while it is
 mapped ends the process with SIGBUS; the next start refuses it by its size.
 """
@@ -51,10 +47,7 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the mi
 
 
 class ShardCache:
-    """Shards of a corpus that a process has open, with threads that fetch and verify the shards that it needs next.
-
-    The object holds threads, memory maps and file locks; the caller must call `close` at the end.
-    """
+    """Shards of a corpus that a process has open, with threads that fetch and verify the shards that it needs next."""
 
     def __init__(
         self,
@@ -68,10 +61,6 @@ class ShardCache:
         """Start the background threads; no file is read until the first `open` or `prefetch`.
 
         Args:
-            store: Store that holds the corpus.
-            manifest: Manifest of the corpus, with the size and SHA-256 of each shard.
-            directory: Cache folder on a disk of this node; unused if the corpus is in a local folder.
-            fetch_threads: Number of shards that are fetched or verified at the same time.
             limit_bytes: Size of `directory` above which shards in it are deleted, while a fixed part of the corpus
                 stays. With None, shards are deleted only when the disk is nearly full.
             peers: Other nodes of the run, which are asked for a shard before the store is; None if there are none.
@@ -98,25 +87,11 @@ class ShardCache:
 
     @property
     def refetches(self) -> int:
-        """Return how many times a shard was fetched again because its bytes were wrong, on arrival or on the disk.
-
-        The count begins when this object is created. It stays 0 for a corpus in a local folder, which is not fetched.
-        """
+        """Return how many times a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
         return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
-        """Return a shard, verified and mapped into memory; wait for its download if necessary.
-
-        The shard stays open until `keep_only` or `close` closes it; until then, a second call returns it at once.
-
-        Args:
-            shard_index: Index of the shard in the manifest.
-
-        Raises:
-            StoreError: The shard is missing (StoreMissing), could not be fetched correctly (StoreExhausted), or the
-                disk is full.
-            ManifestMismatch: The shard is not the one that the manifest lists.
-        """
+        """Return a shard, verified and mapped into memory; wait for its download if necessary."""
         is_second_try = False
         while shard_index not in self._shards:
             self.prefetch([shard_index])  # Does nothing if the shard is queued already.
@@ -144,18 +119,9 @@ class ShardCache:
     def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
         """Return copies of rows of any shards, [k, seq_len], whose checksums were verified; open shards as needed.
 
-        If a row has changed since its shard was verified, the shard is verified again: a cached one that is wrong is
-        fetched again. One line on stderr reports it.
-
         Args:
             shard_of_row: [k] index in the manifest of each row's shard.
             row_in_shard: [k] number of each row within its shard.
-
-        Raises:
-            StoreError: A shard is missing, could not be fetched, or the disk is full; StoreExhausted also if rows
-                change again and again although their shards are right.
-            ManifestMismatch: A shard is not the one that the manifest lists, or has changed on the disk and there is
-                no other source; the message names the shard and the block.
         """
         # `rows_of` needs each shard once, and for each row the index of its shard in that list.
         distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
@@ -172,18 +138,7 @@ class ShardCache:
         )
 
     def _verify_again(self, index: int, row: int, block: int) -> None:
-        """Close a shard in which a row has changed, and open it again, which verifies it and, if wrong, fetches it.
-
-        One line on stderr reports the result.
-
-        Args:
-            index: Index of the shard in the manifest.
-            row: Number of the changed row in the shard.
-            block: Number of its block, the member of the tar.
-
-        Raises:
-            ManifestMismatch: The shard is local, and its file has changed.
-        """
+        """Close a shard in which a row has changed, and open it again, which verifies it and, if wrong, fetches it."""
         path = self._shards[index].path
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.refetches
@@ -198,7 +153,6 @@ class ShardCache:
         print(printable(f"{path}: {place}; {outcome}, and the reading goes on"), file=sys.stderr, flush=True)
 
     def _keep_checksums(self, index: int, checksums: Checksums) -> None:
-        """Keep the checksums of a shard for its next opening, if there is room for them in memory."""
         kept_bytes = sum(kept.nbytes for kept in self._checksums.values())
         if kept_bytes + checksums.nbytes <= _KEPT_BYTES:
             self._checksums[index] = checksums
@@ -211,17 +165,7 @@ class ShardCache:
             self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background; returns at once.
-
-        The shards are queued in the order given. If nodes pass shards to one another, the shards that this node
-        fetches for the others are queued first.
-
-        Shards that are open or already queued are skipped. If a fetch fails, `open` of that shard raises the error.
-        Until `keep_only` drops the shards, they are not deleted when the node's cache needs room.
-
-        Args:
-            shard_indices: Indices of the shards in the manifest.
-        """
+        """Begin to fetch and verify shards in the background; returns at once."""
         new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
         if self._peers is not None:
             # Other nodes wait for the shards that this node fetches for them, so these come first.
@@ -236,13 +180,7 @@ class ShardCache:
             self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all shards that are not in `shard_indices` and cancel their queued downloads.
-
-        The node's cache may delete a shard once no process has it open. A download that has begun is completed.
-
-        Args:
-            shard_indices: Indices in the manifest of the shards that stay open or queued.
-        """
+        """Close all shards that are not in `shard_indices` and cancel their queued downloads."""
         indices_to_keep = set(map(int, shard_indices))
         for index in self._prepared.keys() - indices_to_keep:
             download = self._prepared.pop(index)
@@ -253,16 +191,11 @@ class ShardCache:
         self._protect_wanted()
 
     def _protect_wanted(self) -> None:
-        """Keep the shards that are open or queued from being deleted when the node's cache needs room."""
         shards = self.manifest.shards
         self._node_cache.wanted = frozenset(shards[index].sha256 for index in self._prepared)
 
     def close(self) -> None:
-        """Close all shards, stop the threads, and wait up to two seconds for them to end.
-
-        If a thread is still in the middle of a download after that, the call returns anyway; the threads are daemons,
-        so they do not keep the process alive.
-        """
+        """Close all shards, stop the threads, and wait up to two seconds for them to end."""
         self.keep_only([])
         for _ in self._threads:
             self._queue.put(None)  # Each thread ends at the first None that it takes.
@@ -271,12 +204,7 @@ class ShardCache:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Fetch and verify queued shards, one after another, until the queue yields None.
-
-        This is the body of each background thread. The future that is queued with a shard receives the checksums of
-        its rows when the shard is on this node and verified; if that fails, it receives the error, which `open` then
-        raises.
-        """
+        """Fetch and verify queued shards, one after another, until the queue yields None."""
         while True:
             item = self._queue.get()
             if item is None:
@@ -293,17 +221,8 @@ class ShardCache:
                 future.set_result(checksums)
 
     def _prepare(self, index: int) -> Checksums:
-        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows.
-
-        A shard whose checksums this process has kept is not verified again, because each copy of a row will be.
-
-        Args:
-            index: Index of the shard in the manifest.
-
-        Raises:
-            StoreError: The shard cannot be read or fetched.
-            ManifestMismatch: A shard of a local corpus has another size or digest than the manifest lists, or the
-                shard is not a tar of row blocks.
+        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows. A
+        shard whose checksums this process has kept is not verified again, because each copy of a row will be.
         """
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
@@ -337,12 +256,7 @@ class ShardCache:
         )
 
     def _verified_checksums(self, path: Path, entry: ShardEntry) -> Checksums | None:
-        """Return the checksums of the rows in a file that is the shard of a manifest entry; None if it is not.
-
-        Raises:
-            StoreMissing: The file does not exist.
-            ManifestMismatch: It is that shard, but the shard is not a tar of row blocks of the manifest's kind.
-        """
+        """Return the checksums of the rows in a file that is the shard of a manifest entry; None if it is not."""
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None
@@ -359,17 +273,7 @@ class ShardCache:
         return checksums if digest == entry.sha256 else None
 
     def _map(self, index: int, checksums: Checksums) -> Shard | None:
-        """Open a shard that has been fetched and verified, and check its number of rows.
-
-        Returns None if another process has deleted the shard from the node's cache meanwhile; fetch it again then.
-
-        Args:
-            index: Index of the shard in the manifest.
-            checksums: Checksums of its rows.
-
-        Raises:
-            ManifestMismatch: The shard has another number of rows than the manifest lists, or is no tar of row blocks.
-        """
+        """Open a shard that has been fetched and verified, and check its number of rows."""
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         if local_path is not None:
@@ -387,11 +291,7 @@ class ShardCache:
         return shard
 
     def _map_cached(self, path: Path, checksums: Checksums) -> Shard | None:
-        """Open a shard in the node's cache, with a lock that keeps the cache from deleting it while it is open.
-
-        Returns None if the cache has deleted the file already. The file's modification time is set to the current
-        time, because the cache deletes the files with the oldest modification time first.
-        """
+        """Open a shard in the node's cache, with a lock that keeps the cache from deleting it while it is open."""
         try:
             manifest = self.manifest
             shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True, checksums=checksums)

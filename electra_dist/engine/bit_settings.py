@@ -23,14 +23,7 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings of this start that may change the last bits of a result: name -> value as text.
-
-    The values that describe the processor or the GPU are those of this rank.
-
-    Args:
-        config: the resolved config of the run.
-        engine: the engine that computes the steps.
-    """
+    """Return the settings of this start that may change the last bits of a result: name -> value as text."""
     guard = config.guard
     settings = {
         "ranks": str(dist.get_world_size()),
@@ -57,18 +50,8 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return why this start of the run draws other dropout masks than the previous start; "" if the masks are equal.
-
-    On a GPU torch's kernels draw the dropout of attention. Their masks depend on the size of the micro-batch and on
-    the backend of attention. All other dropout masks, and all masks on a CPU, depend on the training row alone.
-
-    Args:
-        changed: names of the settings that have changed since the previous start, from `changes`.
-        attention_dropout: `model.attention_dropout`.
-        device_type: "cuda" or "cpu".
-
-    Returns:
-        A clause for a log line, which names the settings that cause the difference; "" if there is none.
+    """Return why this start of the run draws other dropout masks than the previous start; "" if the masks are
+    equal.
     """
     causes = [name for name in ("train.micro_batch", "attention") if name in changed]
     if device_type != "cuda" or attention_dropout == 0 or not causes:
@@ -77,13 +60,7 @@ def changed_draws(changed: Collection[str], attention_dropout: float, device_typ
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that have changed: name -> text "BEFORE to NOW"; "unset" stands for a missing value.
-
-    Args:
-        before: settings that a checkpoint records. If they are empty, an older version wrote the checkpoint, and the
-            result is empty, too.
-        now: settings of this start.
-    """
+    """Return the settings that have changed: name -> text "BEFORE to NOW"; "unset" stands for a missing value."""
     if not before:
         return {}
     names = sorted({*before, *now})

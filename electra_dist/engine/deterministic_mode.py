@@ -23,13 +23,7 @@ _CUBLAS_WORKSPACES = (
 
 
 def set_deterministic_mode(enabled: bool) -> None:
-    """Switch torch to deterministic operations if `enabled` is true and this machine has a GPU.
-
-    Call it before the first use of the GPU. A value of CUBLAS_WORKSPACE_CONFIG that the user has set stays.
-
-    Args:
-        enabled: `engine.deterministic` of the config. False changes nothing.
-    """
+    """Switch torch to deterministic operations if `enabled` is true and this machine has a GPU."""
     if not enabled or not torch.cuda.is_available():
         return
     os.environ.setdefault(CUBLAS_VARIABLE, _CUBLAS_WORKSPACES)

@@ -55,20 +55,7 @@ _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in b
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float, device_type: str) -> dict[str, Any]:
-    """Return the DeepSpeed config (its JSON as a dict) of a run.
-
-    It sets the global batch and the micro-batch, from which DeepSpeed derives the number of gradient accumulation
-    steps at the given number of ranks. Micro-batches are summed in fp32 at every ZeRO stage.
-
-    Args:
-        train: gives the global batch, the micro-batch and the precision.
-        engine: gives the ZeRO stage and the offloading of the optimizer.
-        clip_norm: bound of the global gradient norm; 0 if DeepSpeed is not to clip.
-        device_type: "cuda" or "cpu". On "cuda", and with `engine.overlap_communication` on any device, the ranks
-            exchange the gradients of bf16 parameters in fp32 instead of bf16, and at stage 1 each gradient is added to
-            its fp32 sum and freed during the backward pass. Gradients of fp16 parameters are exchanged in fp32 on any
-            device.
-    """
+    """Return the DeepSpeed config (its JSON as a dict) of a run."""
     stage = engine.zero_stage
     is_bf16 = train.precision == "bf16"
     is_fp16 = train.precision == "fp16"
@@ -112,15 +99,7 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
 
 
 def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Raise unless every rank can process the same number of rows of the global batch in each step.
-
-    Args:
-        train: gives the global batch, in rows.
-        world_size: number of ranks of the run.
-
-    Raises:
-        UserError: `global_batch` is not a multiple of `world_size`.
-    """
+    """Raise unless every rank can process the same number of rows of the global batch in each step."""
     can_share_evenly = train.fitting_micro_batch(world_size) > 0
     if can_share_evenly:
         return
@@ -134,14 +113,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Raise unless this process can compute in a precision, on its current GPU or, without a GPU, on the CPU.
-
-    Args:
-        precision: "bf16", "fp16" or "fp32", as in `train.precision`.
-
-    Raises:
-        UserError: fp16 on a device for which DeepSpeed refuses it, or bf16 on a GPU without bf16; names what to set.
-    """
+    """Raise unless this process can compute in a precision, on its current GPU or, without a GPU, on the CPU."""
     has_gpu = torch.cuda.is_available()
     device_name = torch.cuda.get_device_name() if has_gpu else "this CPU"
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -156,33 +128,12 @@ class Engine:
 
     One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
     after each pair except the last one, and `step` after the last one.
-
-    The attribute `notes` holds lines for the run's log about choices that were made while it was built. `loss_scale`
-    is the loss scale of a run in fp16, and None in other precisions.
-
-    The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
-    has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
-    function `accept` of the caller. A refused step changes neither weights nor moments, at any ZeRO stage.
     """
 
     def __init__(
         self, module: Objective, train: TrainConfig, engine: EngineConfig, optimizer_config: OptimizerConfig
     ) -> None:
-        """Wrap a module and its new optimizer with DeepSpeed. Collective.
-
-        The process group must exist (`init_distributed`). The module is moved to the device of this rank; at ZeRO
-        stages 1 to 3 in bf16 or fp16 its parameters get that dtype, and at stage 3 they are partitioned.
-
-        Args:
-            module: the objective, with its initial weights.
-            train: gives the batch sizes and the precision.
-            engine: gives the ZeRO stage and the offloading of the optimizer.
-            optimizer_config: gives the optimizer and the bound of the gradient norm.
-
-        Raises:
-            UserError: the config demands an implementation of the optimizer that this machine does not have.
-            RuntimeError: `optimizer.name` is muon, and the optimizer's update is not orthogonal.
-        """
+        """Wrap a module and its new optimizer with DeepSpeed. Collective."""
         self.device = local_device()
         self.notes: list[str] = []
         implementation = self._agree_on_implementation(optimizer_config, engine)
@@ -232,19 +183,7 @@ class Engine:
             self.loss_scale = self._install_loss_scale()
 
     def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
-        """Choose the implementation of the optimizer; on GPUs all ranks agree on one. Collective on GPUs.
-
-        If the ranks would choose differently, for example because one machine cannot compile DeepSpeed's optimizer,
-        all of them take foreach, which runs everywhere; different implementations would round differently. A choice
-        that is not the fastest implementation of the configured optimizer is added to `notes`, with its reason.
-
-        Args:
-            config: gives the optimizer and its implementation.
-            engine: gives the ZeRO stage and whether the optimizer's state is in host memory.
-
-        Raises:
-            UserError: the config demands an implementation that this machine does not have.
-        """
+        """Choose the implementation of the optimizer; on GPUs all ranks agree on one."""
         updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
         implementation = choose_implementation(config, self.device.type, updates_on_host)
         if self.device.type == "cuda":
@@ -259,11 +198,8 @@ class Engine:
         return implementation
 
     def _reduces_for_nothing(self) -> bool:
-        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank.
-
-        That is so for BF16_Optimizer, if the exchange has the dtype of its fp32 sums: it then only copies all sums to
-        a new buffer and back. An exchange in bf16 would round the sums, so it is kept. At the other stages the
-        function that exchanges gradients also keeps state of the optimizer up to date, so it must be called.
+        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank. An
+        exchange in bf16 would round the sums, so it is kept.
         """
         exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
         is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
@@ -285,29 +221,13 @@ class Engine:
         return module.attention
 
     def forward(self, given: StepInput) -> StepOutput:
-        """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks.
-
-        DeepSpeed calls `Objective.forward`, which calls `compute_loss` of the objective. At ZeRO stage 3 it is
-        collective, because it gathers the parameters.
-
-        Args:
-            given: token ids of one micro-batch on `device`, and two factors that turn the objective's loss sums into
-                means over the global batch.
-        """
+        """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks."""
         if self.loss_scale is not None:
             given = dataclasses.replace(given, gradient_scale=dist.get_world_size() * self.loss_scale.cur_scale)
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of one micro-batch to the gradient sums of the step.
-
-        DeepSpeed divides gradients by the number of ranks and by the number of micro-batches. The loss is first
-        multiplied by both numbers, so that the result is the plain sum over all of them.
-
-        Args:
-            loss: scalar that is already divided by a count over the global batch (`Objective` does that), so that the
-                losses of all micro-batches and ranks add up to the loss of the step.
-        """
+        """Add the gradient of one micro-batch to the gradient sums of the step."""
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
             factor *= self.loss_scale.cur_scale  # at the other stages DeepSpeed multiplies by it
@@ -327,18 +247,10 @@ class Engine:
         """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
 
         Args:
-            learning_rate: learning rate of this update; in a parameter group with a key `lr_scale` it is multiplied by
-                that.
-            accept: called once, after the gradients were reduced and found finite; returns whether to update. It must
-                return the same value on all ranks. It is not called if the gradients are not finite.
-            generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if
-                it has no learning rate of its own.
-            numbers: other numbers of the step, such as its losses, which are copied to the host together with the
-                norm before `accept` is called, so that the host waits for the device only once; None if there are
-                none.
-
-        Returns:
-            The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
+            generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if it
+                has no learning rate of its own.
+            numbers: other numbers of the step, such as its losses, which are copied to the host together with the norm
+                before `accept` is called, so that the host waits for the device only once; None if there are none.
         """
         for group in self.optimizer.param_groups:
             has_own_rate = generator_learning_rate is not None and group["is_generators"]
@@ -369,12 +281,7 @@ class Engine:
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
-        """Call the optimizer's own `step` if the gradients are finite and the caller of `step` accepts the update.
-
-        DeepSpeed calls this method in place of `optimizer.step`, once per step or once per parameter group. The
-        function `accept` of the caller is called only the first time in a step; its answer also holds for the other
-        groups.
-        """
+        """Call the optimizer's own `step` if the gradients are finite and the caller of `step` accepts the update."""
         if self._applied is None:
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
@@ -388,24 +295,13 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which DeepSpeed's step computes the norm without the host waiting for it.
-
-        In three cases it changes nothing: in fp16, because DeepSpeed reads the norm to detect an overflow of the
-        scaled gradients; with offloading, because the norm is computed on the host; and at ZeRO stages 0 and 3.
-        """
         is_offloading = getattr(self.optimizer, "cpu_offload", False)
         if self.zero_stage not in (1, 2) or self.loss_scale is not None or is_offloading:
             return contextlib.nullcontext()
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
-        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step with non-finite gradients. Collective.
-
-        At ZeRO stages 1 and 2 with `engine.offload_optimizer` DeepSpeed keeps the gradients, and would add those of
-        the next step to them; they are dropped. At stage 3 it leaves its "persistent" parameters partitioned, small
-        ones that are otherwise whole on every rank; they are gathered again. Without that, the next step fails if
-        DeepSpeed has recorded the order of parameters while these were whole, as after a restart.
-        """
+        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step with non-finite gradients."""
         optimizer = self.optimizer
         if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
             for group in optimizer.averaged_gradients:
@@ -422,21 +318,13 @@ class Engine:
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale.cur_scale)
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
-        """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device.
-
-        DeepSpeed clips at stage 0 without reporting the norm, so it is computed before. After the last `backward` of a
-        step every rank has the whole, reduced gradients, so no communication is needed.
-        """
+        """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device."""
         parameters = self.deepspeed.module.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
     def train(self, mode: bool = True) -> None:
-        """Switch the module to training mode, with dropout, or to evaluation mode, without it.
-
-        Args:
-            mode: True for training, False for evaluation. The mode stays until the next call.
-        """
+        """Switch the module to training mode, with dropout, or to evaluation mode, without it."""
         self.deepspeed.train(mode)
 
     def close(self) -> None:
@@ -445,20 +333,12 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
-    """Return whether a gradient norm that DeepSpeed reports means that all gradients are finite.
-
-    For gradients that are not finite DeepSpeed reports inf, NaN or -1.
-    """
     return math.isfinite(norm) and norm >= 0
 
 
 @contextlib.contextmanager
 def _without_memory_reports() -> Iterator[None]:
-    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers.
-
-    The function that prints them also collects Python's garbage and resets the allocator's peak; neither is needed.
-    DeepSpeed has no setting for it, so its name is replaced in the modules that call it, until the block ends.
-    """
+    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers."""
     modules = (bf16_optimizer, stage_1_and_2, stage3)
     originals = [module.see_memory_usage for module in modules]
     for module in modules:

@@ -37,7 +37,6 @@ class LossScale(DynamicLossScaler):
     """
 
     def __init__(self) -> None:
-        """Set the state in which a run begins."""
         super().__init__(
             init_scale=INITIAL_SCALE,
             scale_window=STEPS_UNTIL_GROWTH,
@@ -56,11 +55,7 @@ class LossScale(DynamicLossScaler):
         super().update_scale(False)
 
     def lower(self) -> bool:
-        """Count an overflow, which halves the scale unless it is the first one since the scale last grew.
-
-        Returns:
-            False if the scale is at its minimum already; nothing is counted then.
-        """
+        """Count an overflow, which halves the scale unless it is the first one since the scale last grew."""
         if self.cur_scale <= LEAST_SCALE:
             return False
         super().update_scale(True)

@@ -58,21 +58,8 @@ def with_micro_batch(
 ) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    If an earlier start of the run has found a size for this kind of device and number of ranks, it is read from the
-    run folder. Otherwise it is measured, and rank 0 writes it there.
-
     Args:
-        config: a config with `train.micro_batch: auto`; its run folder must exist.
-        module: the objective on the host, not yet under an engine, with attention, recomputation and the other
-            settings that change its memory. It is copied for the measurement and not changed.
-        device: the device of this rank.
         predict_rows: predicts the result on a GPU, from which the measurement starts; None starts from 16 rows.
-
-    Returns:
-        A config whose micro-batch divides the rows per rank and step, and whose global batch is unchanged.
-
-    Raises:
-        UserError: not even one row fits on some rank.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -97,20 +84,7 @@ def with_micro_batch(
 
 
 def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Reduce the micro-batch of a config, if necessary, so that it divides the rows that each rank has in a step.
-
-    Each rank processes global_batch / world_size rows per optimizer step, in micro-batches of equal size. The global
-    batch stays as it is, so every step has the same rows on any number of ranks. If the global batch is not a multiple
-    of the number of ranks, the config is returned unchanged, and `check_world_size` raises for it.
-
-    Args:
-        config: the resolved config; it is not changed.
-        world_size: number of ranks of the run.
-
-    Returns:
-        The config with the largest micro-batch that fits, and the lines for the log: one if the micro-batch was
-            changed, none otherwise.
-    """
+    """Reduce the micro-batch of a config, if necessary, so that it divides the rows that each rank has in a step."""
     train = config.train
     size = train.fitting_micro_batch(world_size)  # 0 if no micro-batch fits
     if size in (0, train.micro_batch):
@@ -124,10 +98,8 @@ def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, l
 
 
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
-    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} before the first.
-
-    Raises:
-        UserError: the file is damaged.
+    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} before the
+    first.
     """
     file = run_dir / MICRO_BATCH_FILE
     if not file.exists():
@@ -136,16 +108,7 @@ def read_known_sizes(run_dir: Path) -> dict[str, int]:
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
-    """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does.
-
-    Only divisors of the rows per rank and step (global batch / ranks) are considered.
-
-    Args:
-        config: gives the batch, the precision and the ZeRO stage.
-        module: the objective on the host.
-        device: the device of this rank.
-        predict_rows: predicts the result on a GPU; None if there is no prediction.
-    """
+    """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does."""
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -167,22 +130,15 @@ def _largest(config: Config, module: Objective, device: torch.device, predict_ro
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Memory of a forward and backward pass as a straight line through measured numbers of rows.
-
-    Attributes:
-        num_rows: The smaller number of rows that was measured.
-        num_bytes: Bytes that this number of rows takes.
-        extra_row_bytes: Bytes of every further row; infinite if more rows did not fit.
-    """
+    """Memory of a forward and backward pass as a straight line through measured numbers of rows."""
 
     num_rows: int
     num_bytes: float
     extra_row_bytes: float
 
     def bytes_of(self, num_rows: int) -> float:
-        """Return the estimated bytes of a micro-batch: `self.num_bytes` for up to `self.num_rows` rows, then the line.
-
-        The line does not hold for fewer rows, because of the gradients, which exist for any number of rows.
+        """Return the estimated bytes of a micro-batch: `self.num_bytes` for up to `self.num_rows` rows, then the
+        line.
         """
         if num_rows <= self.num_rows:
             return self.num_bytes
@@ -190,16 +146,7 @@ class RowMemory:
 
 
 def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
-    """Measure half of `most_rows` and then `most_rows`, and return the line through both.
-
-    Both numbers are halved as long as either does not fit. If only one row is left, every further row is taken to
-    need an infinite amount, and so is the first one if it does not fit.
-
-    Args:
-        measure: returns the bytes of a pass over a number of rows, or None if the device has too little memory for it.
-        most_rows: the larger number of rows to begin with.
-        available_bytes: memory that a micro-batch may take; it leaves room for the training state.
-    """
+    """Measure half of `most_rows` and then `most_rows`, and return the line through both."""
     more_rows = most_rows
     while more_rows > 1:
         few_rows = more_rows // 2
@@ -215,16 +162,7 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Build a function from a number of rows to the memory, in bytes, of a forward and backward pass over them.
-
-    The function returns None if a GPU has too little memory for that many rows. It runs a copy of the module on
-    `device`, in the dtype that the engine gives to the parameters. On a GPU the copy itself is not counted.
-
-    Args:
-        config: gives the precision, the ZeRO stage, the row length and the seed.
-        module: the objective on the host.
-        device: where to measure.
-    """
+    """Build a function from a number of rows to the memory, in bytes, of a forward and backward pass over them."""
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -252,17 +190,7 @@ def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> C
 
 
 def _random_input(config: Config, module: Objective, device: torch.device, num_rows: int) -> StepInput:
-    """Return an input of full rows, one example each: [CLS], random ordinary tokens, [SEP].
-
-    Args:
-        config: gives the row length, the vocabulary size and the seed.
-        module: the objective; gives the ids of [CLS] and [SEP] and the number of tokens that each loss is a mean over.
-        device: where the input is made.
-        num_rows: rows of the input.
-
-    Returns:
-        The input of one forward pass. In the names of its tensors, B is the number of rows and S the tokens of a row.
-    """
+    """Return an input of full rows, one example each: [CLS], random ordinary tokens, [SEP]."""
     special = module.special
     first_ordinary_id = max(special) + 1  # above all special tokens
     size_BS = (num_rows, config.data.seq_len)
@@ -289,14 +217,7 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
 
 
 def _peak_on_gpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes by which the CUDA allocator's peak rises in one forward and backward pass.
-
-    Gradients that the backward pass allocates are part of it. The allocator's cache is emptied and its peak is reset.
-
-    Args:
-        module: the objective on the current CUDA device.
-        given: rows of one micro-batch on the same device.
-    """
+    """Return the bytes by which the CUDA allocator's peak rises in one forward and backward pass."""
     torch.cuda.empty_cache()
     bytes_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -305,19 +226,10 @@ def _peak_on_gpu(module: Objective, given: StepInput) -> int:
 
 
 def _kept_on_cpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes of all storages that autograd keeps between one forward and its backward pass.
-
-    It replaces the allocator's peak, which a CPU does not report. A storage that several tensors share counts once.
-    Parameters that the backward pass reads are counted, too.
-
-    Args:
-        module: the objective on the CPU.
-        given: rows of one micro-batch.
-    """
+    """Return the bytes of all storages that autograd keeps between one forward and its backward pass."""
     bytes_by_address: dict[int, int] = {}
 
     def record_storage(tensor: torch.Tensor) -> torch.Tensor:
-        """Record the storage of a tensor that autograd keeps, and return the tensor unchanged."""
         storage = tensor.untyped_storage()
         bytes_by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -329,11 +241,6 @@ def _kept_on_cpu(module: Objective, given: StepInput) -> int:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the memory that this rank can still allocate, in bytes.
-
-    On a GPU it is the free memory of the device; on a CPU it is an equal share of the host memory for each rank of
-    the node.
-    """
     if device.type == "cuda":
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
         return free_bytes
@@ -341,10 +248,6 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the name of a kind of device: the GPU's model or, for a CPU, the size of the host memory in GiB.
-
-    A micro-batch that was found is stored under it, because it fits only on devices of the same kind.
-    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

@@ -40,22 +40,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups, which separate parameters with weight decay from those without.
 
-    LayerNorm parameters and biases are not decayed; all other parameters are, embeddings included. A shared parameter
-    is in one group only. In two-stage training (`TwoStageDetection`) first the generator and then the discriminator
-    learns: each of the two has two groups of its own, so that either can get a learning rate of 0. The same holds if
-    the generator has settings of its own. `ElectraTowers.is_generators` states which parameters are the generator's.
-
     Args:
-        module: the objective, whose parameters are trained.
-        weight_decay: decay of the decayed groups.
         generator: settings of the generator's groups, whose decay and betas they take; None without
             `optimizer.generator`.
-        use_muon: put the matrices of the layers into groups of their own, which have the key `num_matrices` of
-            `ForeachMuon`.
-
-    Returns:
-        Dicts with `params`, `weight_decay` and `is_generators`, which is True for the groups of the generator where
-            it has any. Its groups have `betas` if `generator` is passed. Groups without parameters are left out.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -93,16 +80,7 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates the parameter.
-
-    Muon updates the matrices of the layers: 3 in the fused matrix of query, key and value, 2 in the fused matrix of
-    inner values and gates (architecture `modern`), 1 in every other. AdamW updates everything else, such as tables,
-    projections of embeddings, and heads.
-
-    Args:
-        name: name of the parameter in the objective, such as "towers.discriminator.layers.0.attention.qkv.weight".
-        parameter: the parameter.
-    """
+    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates the parameter."""
     if ".layers." not in name or parameter.dim() != 2:
         return 0
     if name.endswith("gated_expand.weight"):
@@ -111,34 +89,14 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
 
 
 class Implementation(NamedTuple):
-    """Choice of an implementation of the optimizer's update.
-
-    Attributes:
-        name: "apex", "deepspeed" or "foreach".
-        reason: Why a faster implementation was not chosen, as a clause for the log; empty for the usual choice.
-    """
+    """Choice of an implementation of the optimizer's update."""
 
     name: str
     reason: str = ""
 
 
 def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
-    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
-
-    On a CPU `auto` is foreach. On a GPU it is apex where that is installed; otherwise DeepSpeed's for AdamW, if it can
-    be compiled, and foreach for LAMB. A configured implementation is tried as well, so that a missing one is found
-    before the engine is built. The first trial of DeepSpeed's compiles it, which takes about a minute.
-
-    Args:
-        config: gives the optimizer and its implementation.
-        device_type: "cuda" or "cpu", the kind of device of this rank.
-        updates_on_host: whether the optimizer's state is in host memory although the device is a GPU
-            (`engine.offload_optimizer`). A fused optimizer cannot update it there.
-
-    Raises:
-        UserError: the configured implementation is not installed, cannot be compiled, or cannot update state in host
-            memory.
-    """
+    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one."""
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
         if device_type != "cuda" or config.name == "muon":
@@ -185,12 +143,7 @@ def _fastest_on_gpu(optimizer_name: str) -> Implementation:
 
 
 def _problem_of(implementation: str) -> str | None:
-    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can.
-
-    It builds a FusedAdam for a parameter of one element. That imports the CUDA extension; DeepSpeed's is compiled
-    first if it was not compiled before. A lack of nvcc, headers, ninja or cudart shows in errors of many classes, so
-    all of them count.
-    """
+    """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can."""
     if implementation == "apex" and not has_nvidia_apex():
         return "NVIDIA's apex with its CUDA extension amp_C is not installed"
     try:
@@ -205,22 +158,8 @@ def _problem_of(implementation: str) -> str | None:
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build AdamW, LAMB or Muon for a module, with the fastest implementation that the config and the machine allow.
-
-    The optimizer is meant to be passed to `deepspeed.initialize`. None of them corrects the bias of its moments.
-
-    Args:
-        module: the objective, whose parameters are trained.
-        config: gives the optimizer, its implementation and its settings.
-        device_type: "cuda" or "cpu"; decides what `implementation: auto` means.
-        implementation: "apex", "deepspeed" or "foreach", if `choose_implementation` has chosen it already.
-
-    Returns:
-        The optimizer, and the name of its implementation for logs. Its learning rate is 0 until the caller sets it,
-            which `Engine.step` does at every step.
-
-    Raises:
-        UserError: the config demands an implementation that this machine does not have.
+    """Build AdamW, LAMB or Muon for a module, with the fastest implementation that the config and the machine
+    allow.
     """
     generator = config.for_generator if config.generator is not None else None
     groups = parameter_groups(module, config.weight_decay, generator, use_muon=config.name == "muon")
@@ -242,16 +181,8 @@ def build_optimizer(
 def _build_lamb(
     groups: list[dict[str, Any]], implementation: str, betas: tuple[float, float], settings: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build this project's LAMB ("foreach") or that of apex, without bias correction and without apex's own clipping.
-
-    Args:
-        groups: parameter groups, as `parameter_groups` returns them.
-        implementation: "foreach"; any other value means apex.
-        betas: decay rates of the first and of the second moment.
-        settings: `eps` and `weight_decay`.
-
-    Returns:
-        The optimizer, and the name of its implementation for logs.
+    """Build this project's LAMB ("foreach") or that of apex, without bias correction and without apex's own
+    clipping.
     """
     if implementation == "foreach":
         return ForeachLamb(groups, lr=0.0, betas=betas, **settings), "ForeachLamb (electra-dist)"
@@ -272,10 +203,7 @@ def _build_lamb(
 
 
 def _import_fused_adam(implementation: str) -> tuple[Any, str]:
-    """Import the FusedAdam class of apex or of DeepSpeed; return it with the name of its implementation for logs.
-
-    The import is late, because either package may be absent, and DeepSpeed's compiles a CUDA extension at first use.
-    """
+    """Import the FusedAdam class of apex or of DeepSpeed; return it with the name of its implementation for logs."""
     if implementation == "apex":
         from apex.optimizers import FusedAdam
 
@@ -286,8 +214,5 @@ def _import_fused_adam(implementation: str) -> tuple[Any, str]:
 
 
 def has_nvidia_apex() -> bool:
-    """Return whether NVIDIA's apex with its CUDA extension `amp_C` is installed.
-
-    The PyPI package of the same name is another project, which lacks the extension. Nothing is imported.
-    """
+    """Return whether NVIDIA's apex with its CUDA extension `amp_C` is installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))

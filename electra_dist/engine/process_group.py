@@ -26,20 +26,7 @@ _DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks 
 
 
 def init_distributed() -> None:
-    """Join the process group that the launcher describes in the environment, or create one of a single rank.
-
-    The launcher sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a missing variable gets the value of a
-    single rank, and is written to the environment. On a CPU the number of torch threads is set to this rank's share
-    of the cores, unless OMP_NUM_THREADS is set. Collectives time out after PROCESS_GROUP_TIMEOUT.
-
-    On a machine with GPUs this rank's GPU becomes the current one before the ranks meet: the first collective of a run
-    would otherwise run on GPU 0 for all ranks of a node, and hang.
-
-    Collective: it returns when all ranks have joined. Calling it again in the same process changes nothing.
-
-    Raises:
-        UserError: a variable of the launcher cannot be used, or the port is in use and a user has chosen it.
-    """
+    """Join the process group that the launcher describes in the environment, or create one of a single rank."""
     place = rank_place()
     check_meeting(os.environ.get("MASTER_ADDR", _SINGLE_RANK["MASTER_ADDR"]))
     for name, value in _SINGLE_RANK.items():
@@ -63,11 +50,6 @@ def init_distributed() -> None:
 
 
 def _share_cores(ranks_on_node: int) -> None:
-    """Set the number of torch threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
-
-    The share is the number of cores divided by the ranks on the node, and at least 1. Without it every rank would use
-    as many threads as there are cores, and the ranks of a node would slow one another.
-    """
     if "OMP_NUM_THREADS" in os.environ:
         return
     num_cores = len(os.sched_getaffinity(0))
@@ -75,14 +57,7 @@ def _share_cores(ranks_on_node: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank, and make it the current CUDA device where there is one.
-
-    Returns:
-        The GPU that the environment variable LOCAL_RANK numbers, or the CPU on a machine without CUDA.
-
-    Raises:
-        UserError: this process sees fewer GPUs.
-    """
+    """Return the device of this rank, and make it the current CUDA device where there is one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = rank_place().local_rank
@@ -100,6 +75,5 @@ def local_device() -> torch.device:
 
 
 def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Make DeepSpeed ask CUDA for a GPU's free memory; its own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
     if accelerator.device_name() == "cuda":
         accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]

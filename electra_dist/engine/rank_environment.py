@@ -75,11 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the value of an environment variable that holds a whole number; `default` if it is not set.
-
-    Raises:
-        UserError: the value is not a whole number from 0 to 999999999.
-    """
+    """Return the value of an environment variable that holds a whole number; `default` if it is not set."""
     text = environment.get(name)
     if text is None:
         return default
@@ -89,10 +85,7 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if this rank cannot meet the others: RANK is not set, or `host` is no name of a machine.
-
-    A name server that does not answer is not an error here, because torch tries again.
-    """
+    """Raise UserError if this rank cannot meet the others: RANK is not set, or `host` is no name of a machine."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:
         raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
@@ -128,7 +121,6 @@ def is_free(port: int) -> bool:
 
 
 def _refused(fault: str) -> UserError:
-    """Return the error about environment variables that cannot be used."""
     return UserError(
         f"environment: {fault}; start the run by deepspeed, by launcher.supervise or by electra-dist submit, which "
         f"set the variables of the ranks, or unset them for a run on a single rank"

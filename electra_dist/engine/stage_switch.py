@@ -5,8 +5,6 @@ fp32 master weight of the discriminator and of its embeddings equals the generat
 zero, at any ZeRO stage and number of ranks. The tower that does not learn in a stage has learning rate 0, so neither
 momentum nor weight decay changes it. A run that is stopped and started again before, at or after the switch repeats an
 uninterrupted one, because a checkpoint of that step holds the state before the copy.
-
-Cost: one all-reduce of each copied parameter, once per run.
 """
 
 from __future__ import annotations
@@ -32,29 +30,13 @@ class Stages:
     """
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
-        """Store the engine and the length of the first stage; nothing changes before the first call of `enter`.
-
-        Args:
-            engine: its parameter groups must be those of `parameter_groups` for a `TwoStageDetection`.
-            objective: gives `generator_only_steps`; 0 means that both towers learn together.
-        """
+        """Store the engine and the length of the first stage; nothing changes before the first call of `enter`."""
         self._engine = engine
         self._first_steps = objective.generator_only_steps
         self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
 
     def enter(self, step: int) -> bool:
-        """Set the learning rates for `step` and, if the second stage begins at it, copy the generator. Collective.
-
-        Call it before every step, also before a step that is skipped. After a restart the first call restores the
-        learning rates of the stage.
-
-        Args:
-            step: number of the step that is about to run, from 0.
-
-        Returns:
-            True if the second stage begins at `step`. The loss is then another function, so do not compare it with
-                losses of earlier steps.
-        """
+        """Set the learning rates for `step` and, if the second stage begins at it, copy the generator. Collective."""
         is_two_stage = self._first_steps > 0
         if not is_two_stage:
             return False
@@ -68,13 +50,7 @@ class Stages:
         return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for those of the other tower.
-
-        `Engine.step` multiplies the learning rate of a group by its `lr_scale`.
-
-        Args:
-            is_generator: True for the generator, False for the discriminator.
-        """
+        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for those of the other tower."""
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
@@ -85,14 +61,8 @@ class Stages:
 
 
 def copy_generator(engine: Engine) -> None:
-    """Copy the generator and its embeddings over the discriminator's, and set the copies' moments to zero. Collective.
-
-    The copied values are the fp32 masters, so the copy is exact at every ZeRO stage. Each parameter is assembled on
-    all ranks by one all-reduce over a buffer of its whole size. Parameters of the discriminator that the generator
-    does not have (its head) stay as they are.
-
-    Args:
-        engine: the engine of a `TwoStageDetection`.
+    """Copy the generator and its embeddings over the discriminator's, and set the copies' moments to zero.
+    Collective.
     """
     module = engine.deepspeed.module
     optimizer = engine.optimizer
@@ -113,11 +83,6 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
-    """Return the name of the discriminator's parameter that receives the values of a generator's parameter.
-
-    For example, "towers.generator.layers.0.expand.bias" gives "towers.discriminator.layers.0.expand.bias". None for a
-    parameter that is not copied.
-    """
     for prefix, copy_prefix in _COPIES.items():
         if name.startswith(prefix):
             return copy_prefix + name.removeprefix(prefix)
@@ -125,16 +90,7 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Return the fp32 master of a whole parameter, 1-D, on every rank. Collective.
-
-    Each rank contributes the elements that it owns, and zeros for all others. Every element has exactly one owner, so
-    the sum over the ranks is the master itself, bit for bit.
-
-    Args:
-        fragment: the elements of the parameter that this rank owns; None if it owns none.
-        numel: number of elements of the parameter.
-        device: the device of this rank.
-    """
+    """Return the fp32 master of a whole parameter, 1-D, on every rank."""
     master = torch.zeros(numel, device=device)
     if fragment is not None:
         master[fragment.start : fragment.start + fragment.numel] = fragment.views["master"]

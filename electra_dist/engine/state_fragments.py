@@ -34,10 +34,7 @@ _TESTED_VERSION = "0.19.8"  # of DeepSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class _MasterSlice:
-    """Part of one parameter's fp32 master copy that this rank keeps.
-
-    `flat[offset : offset + numel]` holds the elements [start, start + numel) of the flattened parameter.
-    """
+    """Part of one parameter's fp32 master copy that this rank keeps."""
 
     name: str  # of the parameter
     start: int  # first element, counted in the flattened parameter
@@ -51,58 +48,17 @@ _Locator = Callable[[str, nn.Parameter], _MasterSlice | None]
 
 
 def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that this rank writes into a checkpoint.
-
-    Every element of every parameter is in exactly one fragment of exactly one rank. At ZeRO stages 1 to 3 they are the
-    partitions of this rank. At stage 0, where every rank holds everything, each parameter is cut into one part per
-    rank. Not collective, but it needs the process group.
-
-    Args:
-        module: the module under the engine (`engine.deepspeed.module`).
-        optimizer: the optimizer that deepspeed.initialize returned (`engine.optimizer`).
-
-    Returns:
-        Fragments in the module's parameter order, whose fp32 views alias the live state.
-
-    Raises:
-        RuntimeError: the layout of DeepSpeed's state is unknown.
-    """
+    """Return the ranges of parameters ("fragments") that this rank writes into a checkpoint."""
     return _fragments(module, optimizer, share=dist.get_rank(), num_shares=dist.get_world_size())
 
 
 def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint.
-
-    At ZeRO stage 0 they cover every parameter whole; at stages 1 to 3 they are the fragments that this rank owns.
-    After overwriting their views call `publish`, so that the forward pass uses the new values.
-
-    Args:
-        module: the module under the engine (`engine.deepspeed.module`).
-        optimizer: the optimizer that deepspeed.initialize returned (`engine.optimizer`).
-
-    Returns:
-        Fragments in the module's parameter order, whose fp32 views alias the live state.
-
-    Raises:
-        RuntimeError: the layout of DeepSpeed's state is unknown.
-    """
+    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint."""
     return _fragments(module, optimizer, share=0, num_shares=1)
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's ranges of all parameters ("fragments"), with views of their fp32 masters and moments.
-
-    Moments that do not exist yet, as before the first step, are created with zeros.
-
-    Args:
-        module: the module under the engine.
-        optimizer: the optimizer that deepspeed.initialize returned.
-        share: at ZeRO stage 0, which part of each parameter is returned, from 0; unused at the other stages.
-        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into; unused at the other stages.
-
-    Raises:
-        RuntimeError: the layout of DeepSpeed's state is unknown, or a tensor of it is not fp32.
-    """
+    """Return this rank's ranges of all parameters ("fragments"), with views of their fp32 masters and moments."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in _master_slices(module, optimizer, share, num_shares):
@@ -129,14 +85,7 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
 
 
 def publish(optimizer: Any) -> None:
-    """Copy overwritten fp32 masters to the parameters that the forward pass reads, on all ranks. Collective.
-
-    Call it after the views of the fragments were overwritten. At ZeRO stage 0 it does nothing, because the masters
-    are the parameters.
-
-    Args:
-        optimizer: the optimizer that deepspeed.initialize returned.
-    """
+    """Copy overwritten fp32 masters to the parameters that the forward pass reads, on all ranks. Collective."""
     if isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -144,11 +93,7 @@ def publish(optimizer: Any) -> None:
 
 
 def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Copy the fp32 masters of ZeRO stage 3 to the partitioned parameters. Collective.
-
-    DeepSpeed keeps small parameters ("persistent" ones) gathered on every rank, so their gathered copies hold the old
-    values. They are partitioned first and gathered again at the end.
-    """
+    """Copy the fp32 masters of ZeRO stage 3 to the partitioned parameters."""
     persistent = optimizer.persistent_parameters
     if persistent:
         persistent[0].partition(persistent)  # a method of any parameter, which acts on the list that it receives
@@ -168,11 +113,7 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return a dict from each alias of a shared parameter to the name under which the parameter is stored.
-
-    A parameter is shared if the module has it under several names; the first one in the module's order is the stored
-    name. Parameters with one name only are left out.
-    """
+    """Return a dict from each alias of a shared parameter to the name under which the parameter is stored."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -183,10 +124,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the whole shape of every parameter by its name; a shared parameter is listed once.
-
-    Under ZeRO stage 3, where the tensors themselves are partitioned, it is the shape before partitioning.
-    """
+    """Return the whole shape of every parameter by its name; a shared parameter is listed once."""
     shapes = {}
     for name, parameter in module.named_parameters():
         whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # `ds_shape` exists at ZeRO stage 3 only
@@ -195,17 +133,7 @@ def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> Iterator[_MasterSlice]:
-    """Yield this rank's slice of each parameter's fp32 master, in the module's order; empty slices are left out.
-
-    Args:
-        module: the module under the engine.
-        optimizer: the optimizer that deepspeed.initialize returned; its class identifies the layout.
-        share: at ZeRO stage 0, which part of each parameter is yielded, from 0; unused at the other stages.
-        num_shares: at ZeRO stage 0, the number of parts that each parameter is cut into; unused at the other stages.
-
-    Raises:
-        RuntimeError: the layout of DeepSpeed's state is unknown.
-    """
+    """Yield this rank's slice of each parameter's fp32 master, in the module's order; empty slices are left out."""
     locate: _Locator
     if isinstance(optimizer, BF16_Optimizer):
         locate = _linked_locator(optimizer.fp32_groups_flat_partition)
@@ -226,21 +154,10 @@ def _master_slices(module: nn.Module, optimizer: Any, share: int, num_shares: in
 
 
 def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
-    """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2.
-
-    At these stages a rank keeps one flat fp32 tensor for each parameter group. DeepSpeed records in
-    `parameter._hp_mapping` which elements of a parameter are in it, and where; it is None if all are on other ranks.
-
-    Args:
-        flat_partitions: this rank's fp32 partition of each parameter group, 1-D.
-    """
+    """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2."""
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks.
-
-        Raises:
-            RuntimeError: the parameter has no `_hp_mapping`, as with another version of DeepSpeed.
-        """
+        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks."""
         if not hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(
                 f"DeepSpeed has not linked parameter {name} to its fp32 partition; install "
@@ -264,15 +181,7 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
 
 
 def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
-    """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3.
-
-    Every parameter is cut into one equal partition per rank. The last partitions may be padding in part or as a whole;
-    padding is not part of a slice. For example, 10 elements on 4 ranks are cut into partitions of 3; rank 3 holds one
-    element and two of padding.
-
-    Args:
-        optimizer: DeepSpeed's optimizer, which knows where each parameter's partition lies in its flat tensors.
-    """
+    """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3."""
     rank = dist.get_rank()
 
     def locate(name: str, parameter: Any) -> _MasterSlice | None:
@@ -292,17 +201,9 @@ def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
 
 
 def _replicated_locator(share: int, num_shares: int) -> _Locator:
-    """Return a function that finds one part of a parameter, for ZeRO stage 0.
-
-    Every rank holds every parameter whole and in fp32, so each rank can take any part of it.
-
-    Args:
-        share: number of the part of each parameter that is located, from 0.
-        num_shares: number of nearly equal parts that each parameter is cut into.
-    """
+    """Return a function that finds one part of a parameter, for ZeRO stage 0."""
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return part number `share` of `num_shares` nearly equal parts of a parameter; the part may be empty."""
         numel = parameter.numel()
         start = numel * share // num_shares
         end = numel * (share + 1) // num_shares  # the start of the next part

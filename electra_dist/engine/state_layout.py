@@ -19,8 +19,8 @@ _PARTITIONED_PARTS: dict[int, tuple[str, ...]] = {
 class StateLayout:
     """Bytes per parameter of each part of the training state, and where that part is kept.
 
-    The parts are the weights that the forward pass reads, the gradients, the fp32 master copy of the weights, and the
-    optimizer's moments.
+    The parts are the weights that the forward pass reads, the gradients, the fp32 master copy of the weights, and
+    the optimizer's moments.
     """
 
     weights: int
@@ -31,16 +31,7 @@ class StateLayout:
     on_host: frozenset[str]  # parts that are kept in host memory
 
     def bytes_per_gpu(self, part: str, num_parameters: int, world_size: int) -> float:
-        """Return the device bytes that one GPU holds of one part.
-
-        Args:
-            part: "weights", "gradients", "master" (the fp32 copy of the weights) or "moments" (of the optimizer).
-            num_parameters: number of parameters of the whole model.
-            world_size: number of GPUs that share the partitioned parts.
-
-        Returns:
-            0 for a part in host memory; otherwise a share that is not rounded to whole bytes.
-        """
+        """Return the device bytes that one GPU holds of one part."""
         if part in self.on_host:
             return 0.0
         bytes_per_parameter = getattr(self, part)
@@ -48,11 +39,7 @@ class StateLayout:
         return bytes_per_parameter * num_parameters / num_pieces
 
     def formula(self) -> str:
-        """Return the device bytes per GPU as a formula of P parameters and W GPUs, for example "4P + 4P + 8P".
-
-        The terms are those of weights, gradients, master copy and moments, in this order. Parts of 0 bytes and parts
-        in host memory are left out. A part that the GPUs share is divided by W: "4P/W".
-        """
+        """Return the device bytes per GPU as a formula of P parameters and W GPUs, for example "4P + 4P + 8P"."""
         terms = []
         for part in PARTS:
             bytes_per_parameter = getattr(self, part)
@@ -64,17 +51,7 @@ class StateLayout:
 
 
 def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> StateLayout:
-    """Return the bytes per parameter that DeepSpeed keeps for a precision and a ZeRO stage.
-
-    With bf16 or fp16 at stages 1 to 3 the weights take 2 bytes, the fp32 master copy 4, the fp32 sums of gradients 4
-    and Adam's moments 8; stage 1 in bf16 (BF16_Optimizer) keeps 2-byte gradients beside the sums. Stage 0 is autocast
-    over 4-byte weights, without a master copy. In fp32, stages 1 to 3 keep a master copy, too.
-
-    Args:
-        precision: "bf16", "fp16" or "fp32", as in `train.precision`.
-        zero_stage: 0 to 3.
-        offload_optimizer: whether master and moments are in host memory; has no effect at stage 0.
-    """
+    """Return the bytes per parameter that DeepSpeed keeps for a precision and a ZeRO stage."""
     partitioned = _PARTITIONED_PARTS[zero_stage]
     has_2_byte_weights = precision != "fp32" and zero_stage > 0
     keeps_2_byte_gradients = precision == "bf16" and zero_stage == 1

@@ -9,8 +9,6 @@ How: DeepSpeed clips by one norm over all parameters, so its own clipping is swi
 gradients are measured where its optimizers keep them, each rank its own part. One all-reduce adds the two sums of
 squares. The factors are applied when DeepSpeed calls the optimizer for a group, to the fp32 gradients of that group.
 
-Cost: the gradients are read once more, and one all-reduce of two numbers; the host does not wait for the device.
-
 Limits: tested with DeepSpeed 0.19.8, whose attributes this file reads.
 """
 
@@ -36,23 +34,11 @@ class TowerClipping:
     """
 
     def __init__(self, discriminator_clip: float, generator_clip: float, device: torch.device) -> None:
-        """Store the bounds of the two norms.
-
-        Args:
-            discriminator_clip: bound of the norm over all parameters that are not the generator's own.
-            generator_clip: bound of the norm over the generator's own parameters.
-            device: the device of this rank.
-        """
         self._clip_2 = torch.tensor([discriminator_clip, generator_clip], dtype=torch.float64, device=device)
         self._factor_2 = torch.ones(2, device=device)
 
     def measure(self, optimizer: Any, gradient_scale: float = 1.0) -> None:
-        """Compute the two norms, and from them the factors that `apply` uses. Collective at ZeRO stages 1 to 3.
-
-        Args:
-            optimizer: the optimizer that deepspeed.initialize returned, after the last backward pass of a step.
-            gradient_scale: factor by which the gradients are still too large, such as the loss scale of fp16.
-        """
+        """Compute the two norms, and from them the factors that `apply` uses. Collective at ZeRO stages 1 to 3."""
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in _gradient_parts(optimizer):
             tower = int(group["is_generators"])
@@ -66,11 +52,7 @@ class TowerClipping:
         self._factor_2 = (self._clip_2 / (norm_2 + _EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
-        """Scale the gradients of parameter groups in place by the factor of their tower.
-
-        Args:
-            groups: groups of the optimizer that DeepSpeed calls, with gradients in `.grad` of their parameters.
-        """
+        """Scale the gradients of parameter groups in place by the factor of their tower."""
         for group in groups:
             factor = self._factor_2[int(group["is_generators"])]
             for parameter in group["params"]:
@@ -79,13 +61,7 @@ class TowerClipping:
 
 
 def _gradient_parts(optimizer: Any) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Yield parameter groups with this rank's parts of their reduced gradients; a group may come several times.
-
-    Over the ranks, the parts cover each gradient once. At ZeRO stage 0 the parts are the whole gradients.
-
-    Args:
-        optimizer: the optimizer that deepspeed.initialize returned.
-    """
+    """Yield parameter groups with this rank's parts of their reduced gradients; a group may come several times."""
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             yield group, [parameter.grad for parameter in group["params"] if parameter.grad is not None]

@@ -56,12 +56,6 @@ def finetune_task(
     """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
     Args:
-        encoder: the pretrained weights; they are not changed.
-        task: the data, the kind of head and the metrics.
-        settings: settings of the training.
-        seed: determines the head's initial weights, the order of the training rows and the dropout.
-        device: where the model is trained.
-        progress: called with (activity, parts done, parts in total) during training and prediction.
         folder: where the trained model is written in Hugging Face's format, with its predictions; an older folder is
             replaced. None to write nothing. A model whose loss diverged is not written.
 
@@ -109,24 +103,7 @@ def probe_task(
 ) -> Result:
     """Train linear models on the frozen states of all layers of `encoder`, and score the one of the chosen layer.
 
-    The score measures what the states contain without fine-tuning. The features of an example at a layer are the state
-    of [CLS] and the mean of the states of its tokens (see `pooled`). The layer is the one whose model is best on a
-    held-out tenth of the training data, the lowest of equally good ones; with fewer than 10 examples it is the last.
-
-    Args:
-        encoder: the pretrained weights; they are not changed.
-        task: a task on texts; SQuAD has no linear probe.
-        settings: only `max_length` and `both_orders` (whether symmetric pairs are used in both orders) have an effect.
-        device: where the encoder runs; the linear models are fitted on the host.
-        progress: called with ("predict", rows done, rows in total) while the encoder computes the features, then with
-            ("fit layers", layers done, layers in total).
-
-    Returns:
-        The result, with the scores on the development data and on the held-out data at every layer, from 0 for the
-        embeddings.
-
-    Raises:
-        UserError: `task` has no linear probe.
+    The score measures what the states contain without fine-tuning.
     """
     if not isinstance(task, TextTask):
         raise UserError(
@@ -184,17 +161,7 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the inputs of a probe's linear models at every layer for N examples, fp32 [layers + 1, N, 2H].
-
-    The features of an example are the state of [CLS] and the mean of the states of its tokens (see `pooled`).
-
-    Args:
-        backbone: the encoder on `device`, in evaluation mode.
-        shape: number of the encoder's layers + 1, and twice the width of its states.
-        ids: N rows of token ids without padding.
-        device: where the encoder runs; the features are on the host.
-        progress: called after each batch with ("predict", rows done, rows in total).
-    """
+    """Return the inputs of a probe's linear models at every layer for N examples, fp32 [layers + 1, N, 2H]."""
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the features of one padded batch at all layers, [layers + 1, B, 2H]."""
@@ -213,7 +180,6 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
     """Return the inputs of a probe's linear model: the state of [CLS], then the mean of the states, fp32 [B, 2H].
 
     Args:
-        state_BSH: states of B rows at one layer.
         is_token_BS: whether a place holds a token and not padding. The mean is over all tokens of a row, [CLS] and
             [SEP] included.
     """
@@ -225,18 +191,7 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
 
 
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
-    """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits.
-
-    Two results with the same seed and the same identity are interchangeable, so `run_seeds.run_all` computes only the
-    first one and reads it from results.jsonl afterwards.
-
-    Args:
-        encoder: its weights and its vocabulary are part of the identity.
-        task: its name and the digest of its data are part of the identity.
-        settings: all settings are part of the identity of a "finetune" result; a "probe" result depends only on
-            `max_length` and `both_orders`, which shape its examples.
-        mode: "finetune" or "probe".
-    """
+    """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits."""
     relevant_settings = _PROBE_SETTINGS if mode == "probe" else None  # None means all settings
     tree: dict[str, Any] = {
         "encoder": encoder.digest,

@@ -135,9 +135,6 @@ class FinetuneConfig(Section):
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return the settings as a JSON tree, for the digest under which a result is stored and found again.
 
-        A field that older versions did not have is left out if it has its default value, which is how those versions
-        computed their results. So their stored results are found, too.
-
         Args:
             only: names of the fields to return; None for all.
         """
@@ -149,19 +146,7 @@ class FinetuneConfig(Section):
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Return the paper's settings for a task and a model size, with overrides applied last.
-
-    Args:
-        task: name of the task on the command line, such as `squad1` or `rte`.
-        width: hidden size of the encoder, in features; below 512 it counts as Small, from 1024 on as Large.
-        max_positions: rows of the model's position table. The default of `max_length`, in tokens, is lowered to it; a
-            larger override is an error.
-        overrides: `key=value` texts from `--set`; values are parsed as YAML.
-
-    Raises:
-        UserError: an override has an unknown key or a value that is not valid, or sets `max_length` above
-            `max_positions`.
-    """
+    """Return the paper's settings for a task and a model size, with overrides applied last."""
     values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
     for text in overrides:
         values |= _parse_override(text)
@@ -180,10 +165,8 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
-    """Return the settings that depend on the size of the model (Table 7 of the paper), by field of `FinetuneConfig`.
-
-    `width` is the hidden size of the encoder: below 512 it is a Small model, from 1024 on a Large one, and otherwise
-    Base, whose values are the defaults of the fields.
+    """Return the settings that depend on the size of the model (Table 7 of the paper), by field of
+    `FinetuneConfig`.
     """
     if width < BASE_WIDTH:
         return {"lr": 3e-4}
@@ -193,16 +176,7 @@ def _values_of_size(width: int) -> dict[str, Any]:
 
 
 def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
-    """Return the settings that depend on the task, by field of `FinetuneConfig`.
-
-    Epochs are those of Table 7 of the paper, lengths those of google-research/electra (configure_finetuning.py), which
-    trains chunking, a tagging task, at length 256.
-
-    Args:
-        task: name of the task on the command line, such as `squad1` or `rte`.
-        max_positions: rows of the model's position table; `max_length`, in tokens, is lowered to it if it would be
-            more.
-    """
+    """Return the settings that depend on the task, by field of `FinetuneConfig`."""
     if task.startswith("squad"):  # squad1 or squad2: passages are longer than the texts of GLUE
         return {"epochs": 2.0, "max_length": min(512, max_positions), "span_head": "linear"}
     if task in ("ner", "tagging"):
@@ -213,11 +187,7 @@ def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    """Parse one `key=value` override into {key: value}, the value read as YAML.
-
-    Raises:
-        UserError: no `=`, an unknown key (the nearest valid one is suggested), or a value that is not YAML.
-    """
+    """Parse one `key=value` override into {key: value}, the value read as YAML."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:

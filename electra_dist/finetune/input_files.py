@@ -31,11 +31,7 @@ class JsonLine(NamedTuple):
     record: dict[str, Any]
 
     def text(self, key: str) -> str:
-        """Return the text that the object has under `key`.
-
-        Raises:
-            UserError: the value is no text.
-        """
+        """Return the text that the object has under `key`."""
         try:
             return as_text(self.record[key])
         except NotText as error:
@@ -45,11 +41,7 @@ class JsonLine(NamedTuple):
             ) from None
 
     def name(self, key: str) -> str:
-        """Return the label, id or other name that the object has under `key`.
-
-        Raises:
-            UserError: the value is neither text nor a number.
-        """
+        """Return the label, id or other name that the object has under `key`."""
         try:
             return as_name(self.record[key])
         except NotText as error:
@@ -60,17 +52,7 @@ class JsonLine(NamedTuple):
 
 
 def split_lines(data: bytes, file: Path) -> list[str]:
-    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped.
-
-    A line ends at a line feed, a carriage return, or both, as in text files that Python opens; at no other character.
-
-    Args:
-        data: the content of the file.
-        file: its path, for the message.
-
-    Raises:
-        UserError: the file is not UTF-8.
-    """
+    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,16 +61,7 @@ def split_lines(data: bytes, file: Path) -> list[str]:
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
-    """Parse a line of a file as a JSON object.
-
-    Args:
-        file: the file, for messages.
-        number: number of the line, from 1, for messages.
-        line: the text of the line.
-
-    Raises:
-        UserError: the line is not a JSON object.
-    """
+    """Parse a line of a file as a JSON object."""
     try:
         return JsonLine(f"{file}:{number}", parse_json_object(line))
     except DamagedJson as error:
@@ -96,11 +69,7 @@ def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
 
 
 def as_text(value: object) -> str:
-    """Return a JSON value if it is text.
-
-    Raises:
-        NotText: it has another type, or contains half of a surrogate pair.
-    """
+    """Return a JSON value if it is text."""
     if not isinstance(value, str):
         shown = json.dumps(value)
         raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
@@ -113,10 +82,6 @@ def as_text(value: object) -> str:
 
 
 def as_name(value: object) -> str:
-    """Return a label, an id or another name in JSON: text as it is, a number in Python's notation.
-
-    Raises:
-        NotText: the value is neither text nor a finite number.
-    """
+    """Return a label, an id or another name in JSON: text as it is, a number in Python's notation."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return str(value) if is_number else as_text(value)

@@ -37,11 +37,6 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
     In the architecture `modern`, the LayerNorm after the last layer has the learning rate of the top layer.
 
     Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
-
-    Args:
-        name: name of the parameter in a `TaskModel`: `backbone.*` for the encoder; any other name is the head.
-        num_layers: transformer layers of the encoder.
-        settings: `lr`, `layer_decay` and `lr_decay_quirk` are used.
     """
     if not name.startswith("backbone."):
         return settings.lr
@@ -62,13 +57,7 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
     """Return the factor by which one update multiplies every peak learning rate: linear warm-up, linear decay to 0.
 
-    The factor is (1 - step / num_steps) * min(1, step / (warmup_fraction * num_steps)). The decay also runs during the
-    warm-up, so the peak rates themselves are never reached. With a warm-up, the first update has the factor 0.
-
-    Args:
-        step: number of finished updates, from 0 to num_steps - 1.
-        num_steps: updates of the whole run.
-        settings: `warmup_fraction` is used; 0 means no warm-up.
+    The factor is (1 - step / num_steps) * min(1, step / (warmup_fraction * num_steps)).
     """
     warmup_steps = settings.warmup_fraction * num_steps
     warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
@@ -76,17 +65,7 @@ def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
 
 
 def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig) -> ForeachAdamW:
-    """Build an AdamW optimizer whose learning rates decrease from the head down to the embeddings; see `peak_lr`.
-
-    Parameters with the same peak learning rate and the same weight decay form a parameter group, which stores its peak
-    as `peak_lr`. All groups start with a learning rate of 0: call `set_step` before every update, or nothing is
-    learnt. Biases and LayerNorm weights have no weight decay.
-
-    Args:
-        model: a `TaskModel`, whose parameter names decide their learning rates.
-        num_layers: transformer layers of its encoder.
-        settings: learning rate, layer decay and the settings of AdamW are used.
-    """
+    """Build an AdamW optimizer whose learning rates decrease from the head down to the embeddings; see `peak_lr`."""
     layer_norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
     parameters_of: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # keyed by (peak, decay)
     for name, parameter in model.named_parameters():
@@ -109,10 +88,6 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
 
 
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
-    """Set the learning rate of every parameter group for the next update.
-
-    The new rate is `factor`, the result of `schedule` for this update, times the group's peak learning rate, which
-    `layerwise_adamw` has stored in the group as `peak_lr`.
-    """
+    """Set the learning rate of every parameter group for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

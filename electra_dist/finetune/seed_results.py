@@ -24,8 +24,8 @@ GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  #
 class Result:
     """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl.
 
-    `score` is the value of `metric` among `metrics`, and None if the loss diverged. `identity` is a digest of weights,
-    data and settings: only results of one task with equal identities may be compared over seeds.
+    `score` is the value of `metric` among `metrics`, and None if the loss diverged. `identity` is a digest of
+    weights, data and settings: only results of one task with equal identities may be compared over seeds.
     """
 
     task: str
@@ -47,12 +47,7 @@ class Result:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:
-        """Build the result from a parsed line of results.jsonl, whose keys are the field names.
-
-        Raises:
-            DamagedJson: a key is missing or unknown, for example because another version of the package wrote the
-                line, or a value is of another type.
-        """
+        """Build the result from a parsed line of results.jsonl, whose keys are the field names."""
         unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise DamagedJson(f"it has the unknown key {min(unknown)}")
@@ -90,14 +85,7 @@ class SeedSummary:
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """Summarize the results of one task over its seeds by their median, lowest and highest score.
-
-    Seeds whose loss diverged have no score and are left out of these numbers, which are None if all diverged; they are
-    listed in `failed` with the reason.
-
-    Args:
-        results: at least one result, all of the same task and mode, in any order.
-    """
+    """Summarize the results of one task over its seeds by their median, lowest and highest score."""
     by_seed = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in by_seed if result.score is not None]
     return SeedSummary(
@@ -115,10 +103,7 @@ def summarize(results: Sequence[Result]) -> SeedSummary:
 
 
 def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
-    """Return metric -> median over the seeds that have it; a diverged seed has no metrics.
-
-    `results` are those of one task. The order of the metrics is that of the first result that has any.
-    """
+    """Return metric -> median over the seeds that have it; a diverged seed has no metrics."""
     values_of: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.metrics.items():
@@ -129,8 +114,7 @@ def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
     """Return the GLUE average, a fraction: the mean of the median scores of eight tasks.
 
-    These are the tasks in the tables of the ELECTRA paper (`GLUE_AVERAGE`), all of GLUE except WNLI. The result is
-    None if one of them is missing or has no score. Other tasks are ignored.
+    These are the tasks in the tables of the ELECTRA paper (`GLUE_AVERAGE`), all of GLUE except WNLI.
     """
     median_of = {summary.task: summary.median for summary in summaries}
     medians = []
@@ -143,11 +127,7 @@ def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
 
 
 def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
-    """Return the summaries as a table for the terminal: one row per task, scores in per cent.
-
-    A row shows the median, lowest and highest score over the seeds, the failed seeds, and the medians of the task's
-    other metrics. If all eight tasks of the GLUE average are among the summaries, a last row shows the average.
-    """
+    """Return the summaries as a table for the terminal: one row per task, scores in per cent."""
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for summary in summaries:
         other_medians = [
@@ -192,9 +172,6 @@ def best_layer(held_out_scores: Sequence[float | None]) -> int:
     """Return the number of the layer with the best held-out score, the lowest of equally good ones.
 
     If a score is None, because nothing could be held out, the result is the last layer.
-
-    Args:
-        held_out_scores: scores at layers 0, 1, ... on data that were held out of the training data.
     """
     scores = [score for score in held_out_scores if score is not None]
     if len(scores) < len(held_out_scores):

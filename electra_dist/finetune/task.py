@@ -54,23 +54,11 @@ class Task(abc.ABC):
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Score a trained model on the development data.
-
-        Args:
-            model: a model of this task (see `model`), in evaluation mode, on any device.
-            encoder: provides the tokenizer and the special ids.
-            settings: the settings of the training; the limits of lengths and the batch size are used.
-            progress: called after each batch with ("predict", rows done, rows in total).
-        """
+        """Score a trained model on the development data."""
 
     @abc.abstractmethod
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a trained model under Hugging Face's names; None if they have no such head.
-
-        Args:
-            model: a model of this task (see `model`), on any device.
-            settings: the settings of the training.
-        """
+        """Return the head of a trained model under Hugging Face's names; None if they have no such head."""
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
         """Return in one line why models of this task cannot be saved and what to do; empty if they can."""

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
+from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.architectures.modern_heads import ModernFeatures
@@ -37,7 +38,6 @@ class TaskModel(nn.Module):
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
-        """Combine an encoder and a head; training changes these modules themselves, because they are not copied."""
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -48,7 +48,6 @@ class TaskModel(nn.Module):
         Args:
             ids_BS: token ids with padding, int64 [B, S].
             target_BK: K targets per row, [B, K]: int64 label numbers or positions, or fp32 numbers for a regression.
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
         """
         raise NotImplementedError
 
@@ -72,12 +71,6 @@ class Classifier(TaskModel):
         """Add a new classification or regression head to an encoder.
 
         Args:
-            backbone: the encoder; it is used, not copied.
-            width: hidden size of the encoder.
-            num_outputs: number of labels, or 1 for a regression.
-            settings: `head` selects one linear layer ("reference") or two with a GELU ("dense"); `head_dropout` is the
-                dropout before each of them.
-            seed: seed of the head's initial weights.
             features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
                 becomes part of this model, without a copy. None for the architecture `bert`.
         """
@@ -92,7 +85,6 @@ class Classifier(TaskModel):
         """Return the logits of each row, fp32 [B, N], or the predicted numbers, fp32 [B, 1], for a regression.
 
         Args:
-            ids_BS: token ids with padding, int64.
             dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
                 evaluation.
         """
@@ -100,14 +92,8 @@ class Classifier(TaskModel):
         cls_state_BH = state_BSH[:, 0]
         return self.head(cls_state_BH).float()
 
+    @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch, or the mean squared error of a model with one output, as a scalar.
-
-        Args:
-            ids_BS: token ids with padding, int64.
-            target_BK: label numbers, int64 [B, 1]; for a regression, labels scaled to [0, 1], fp32 [B, 1].
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
-        """
         output_BN = self.predict(ids_BS, dropout_keys)
         if output_BN.shape[1] == 1:
             return F.mse_loss(output_BN, target_BK.float())
@@ -116,14 +102,6 @@ class Classifier(TaskModel):
 
 def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
     """Create the first layers (Dense, GELU, LayerNorm) of a task head for a model of the architecture `modern`.
-
-    Their initial weights are those of the encoder's pretraining head, as in Hugging Face's ModernBERT classes, which
-    load them from the folder of the pretrained model. If the encoder has no such head, or one of another width, the
-    weights are new.
-
-    Args:
-        encoder: the pretrained model that is fine-tuned.
-        seed: seed of new weights.
 
     Returns:
         The layers on the host; None for the architecture `bert`, whose task heads have no such layers.
@@ -147,10 +125,6 @@ def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
 
     Args:
         features: result of `new_features`; None if the head reads the encoder's states directly.
-        head: the layers that compute the outputs of the task.
-
-    Returns:
-        One Sequential of `features` and `head`, flat if `head` is a Sequential itself; without `features`, `head`.
     """
     if features is None:
         return head
@@ -160,11 +134,7 @@ def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def init_head(head: nn.Module, seed: int) -> None:
-    """Initialize a head in place: weights Glorot-uniform, as in TensorFlow's default, and biases 0.
-
-    Each weight has a generator of its own, keyed by the seed and the parameter's name, so the order of the parameters
-    and torch's global generator do not matter. Values are drawn on the host in fp32.
-    """
+    """Initialize a head in place: weights Glorot-uniform, as in TensorFlow's default, and biases 0."""
     for name, parameter in head.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()

@@ -31,7 +31,6 @@ def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: 
     Args:
         predicted: predicted label numbers, [N].
         true: correct label numbers, [N].
-        num_labels: number of labels of the task. With 2, F1 is that of label 1; with more, the mean over all labels.
     """
     labels = list(range(num_labels))
     average = "binary" if num_labels == 2 else "macro"
@@ -62,7 +61,6 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 
     Args:
         predicted: label numbers or predicted values, [N]. Fewer than two predictions are never degenerate.
-        labels: names of the labels; empty for a regression.
     """
     if len(predicted) < 2:
         return ""
@@ -80,15 +78,11 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
     """Return the standard error of a metric over the choice of the test examples.
 
-    That of an accuracy p over N examples is sqrt(p (1 - p) / N). That of another metric is found by the bootstrap: it
-    is the standard deviation of the metric over 200 resamples of the examples with replacement, always the same ones
-    for the same number of examples.
+    That of an accuracy p over N examples is sqrt(p (1 - p) / N).
 
     Args:
         predicted: predicted label numbers or values, [N].
         true: correct label numbers or values, [N].
-        num_labels: number of labels; 0 for a regression.
-        metric: a key of `classification_metrics` or of `regression_metrics`.
     """
     if metric == "accuracy":
         accuracy = float(sk.accuracy_score(true, predicted))
@@ -125,23 +119,14 @@ def linear_outputs(
 ) -> LinearProbe:
     """Fit a linear model to frozen features of the training data, and return its outputs for development data.
 
-    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features. Each penalty of
-    `PENALTIES` is tried: the model is fitted to nine tenths of the training data and scored by `metric` on the last
-    tenth. The penalty with the best score is used, the smallest one if several are equally good. The final model is
-    fitted to all training data with this penalty. Nothing depends on a seed.
+    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features.
 
     Args:
-        train_NF: features of the training data, N rows of F features.
-        target_N: label numbers of the training data, or the numbers to predict for a regression.
         dev: name of a development file -> features [M, F] of its examples.
-        num_labels: number of labels; 0 for a regression.
-        num_distinct: number of distinct examples, N or N / 2. If it is N / 2, rows i and i + N / 2 are the pair (A, B)
-            and the same pair as (B, A); the split into nine tenths and one tenth never separates them.
-        metric: a key of `classification_metrics` or of `regression_metrics`, by which the penalty is chosen.
 
     Returns:
-        The outputs by the name of the development file, and the best held-out score. Outputs are log-probabilities
-        [M, num_labels], with -inf for a label without training examples, or predicted numbers [M, 1] for a regression.
+        The outputs by the name of the development file, and the best held-out score. Outputs are log-probabilities [M,
+        num_labels], with -inf for a label without training examples, or predicted numbers [M, 1] for a regression.
     """
     is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
     penalty, held_out_score = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
@@ -161,11 +146,8 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples.
-
-    If a file's pairs are used in both orders, num_rows is 2 * num_distinct, and rows i and i + num_distinct are (A, B)
-    and (B, A). Both or none of them are held out, so a model is never scored on a pair that it was fitted to. With
-    fewer than 10 distinct examples, no row is held out.
+    """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples. Both or none of
+    them are held out, so a model is never scored on a pair that it was fitted to.
     """
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
@@ -178,18 +160,8 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on held-out rows, and that metric.
-
-    The models are fitted to the rows that are not held out. The smallest penalty is returned if several are equally
-    good. If nothing can be measured, because no row is held out or the rows to fit have one label only, the result is
-    the smallest penalty and None.
-
-    Args:
-        train_NF: features of the training data, N rows of F features.
-        target_N: label numbers, or the numbers to predict for a regression.
-        is_held_out_N: bool, the rows on which the models are scored.
-        num_labels: number of labels; 0 for a regression.
-        metric: a key of `classification_metrics` or of `regression_metrics`.
+    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on held-out rows, and that
+    metric.
     """
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]
@@ -216,12 +188,7 @@ def _best_penalty(
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
-    """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline.
-
-    The model is a logistic regression, or a ridge regression if `num_labels` is 0. `penalty` is the L2 penalty, the
-    factor of the squared weights in the loss. Ridge takes it as `alpha`, LogisticRegression as its inverse, C = 1 /
-    penalty.
-    """
+    """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline."""
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

@@ -9,9 +9,6 @@ int(examples * epochs / batch) steps, at least one.
 How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
 multiple of 8. Prediction processes the rows in order of length.
 
-Cost: one forward and backward of the encoder per step; losses are copied to the host every 16 steps, so the device is
-rarely synchronized.
-
 Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
 """
 
@@ -46,7 +43,8 @@ _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronize
 class Examples(NamedTuple):
     """Training examples of a task: for each example, a row of token ids without padding and its targets.
 
-    Targets are int64 label numbers or positions, or fp32 numbers for a regression, [N, K] with K numbers per example.
+    Targets are int64 label numbers or positions, or fp32 numbers for a regression, [N, K] with K numbers per
+    example.
     """
 
     ids: Ids
@@ -58,18 +56,13 @@ class Diverged(UserError):
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Ignore a progress report; the default callback of functions with a parameter `progress`.
-
-    Every progress callback has these parameters: what is being done, how many parts of it are done, and how many there
-    are.
-    """
+    """Ignore a progress report; the default callback of functions with a parameter `progress`."""
 
 
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
     """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
 
-    Every step has a whole batch. Rows at the end of the last pass that do not fill a batch are not used; if there is
-    less than one batch in all, rows are repeated to fill it.
+    Every step has a whole batch.
     """
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
@@ -82,27 +75,7 @@ def fit(
     seed: int,
     progress: Progress = quiet,
 ) -> float:
-    """Train `model` in place, on the device where its parameters are.
-
-    Each step has a whole batch: the last batch of a pass over the examples is filled with the first rows of the next
-    pass. The loss is checked every 16 steps only, because each check waits for the device.
-
-    Args:
-        model: an encoder with a task head; left in training mode.
-        num_layers: transformer layers of the encoder, for the layer-wise learning rates.
-        examples: the training rows and their targets, on the host.
-        settings: schedule, batch size and optimizer settings.
-        seed: determines the order of the rows and the dropout. The state of torch's global generator is the same after
-            the call as before.
-        progress: called every 16 steps, and after the last, with ("train", steps done, steps in total).
-
-    Returns:
-        The mean training loss over the last tenth of the steps, rounded down; with fewer than 20 steps, the loss of
-        the last one.
-
-    Raises:
-        Diverged: the loss became NaN or infinite; the message names the step.
-    """
+    """Train `model` in place, on the device where its parameters are."""
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     optimizer = layerwise_adamw(model, num_layers, settings)
@@ -140,23 +113,10 @@ def predict(
 ) -> Iterator[tuple[list[int], T]]:
     """Apply `function` to all rows in batches, longest rows first, without gradients.
 
-    Rows of similar length share a batch, so little of it is padding. The longest rows come first, so that lack of
-    memory shows at the first batch.
+    Rows of similar length share a batch, so little of it is padding.
 
     Args:
         function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast (bf16 on a GPU).
-        ids: rows of token ids without padding.
-        pad: id of the padding token.
-        batch: rows per batch; the last batch may have fewer.
-        device: where the ids are copied to.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Raises:
-        Diverged: an output is NaN or plus infinity. Minus infinity is the log-probability of what cannot be.
-
-    Yields:
-        (row numbers, output of `function`) for each batch. Every row occurs exactly once, but not in the order of
-        `ids`: the caller uses the row numbers to put the outputs back in order.
     """
     num_rows = len(ids)
     longest_first = sorted(range(num_rows), key=lambda row: -len(ids[row]))
@@ -171,19 +131,13 @@ def predict(
 
 
 def _check_outputs(output: object) -> None:
-    """Raise `Diverged` if a tensor of the output of a model, or of a tuple of them, is NaN or plus infinity."""
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and not bool((tensor < math.inf).all()):
             raise Diverged("outputs of the model are not finite: it has diverged; give an earlier checkpoint")
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
-    """Yield row numbers without end: a new permutation of all rows in each pass over the examples.
-
-    The permutation of a pass is a function of (seed, number of the pass), so a training that is started again with the
-    same seed reads the same rows in the same order. With 3 examples, for instance, the sequence may begin 2, 0, 1, 1,
-    2, 0, ...
-    """
+    """Yield row numbers without end: a new permutation of all rows in each pass over the examples."""
     epoch = 0
     while True:
         generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
@@ -211,16 +165,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of one training batch as a scalar with gradient.
-
-    Args:
-        model: an encoder with a task head, in training mode.
-        examples: all training examples, on the host.
-        rows: numbers of the examples in the batch.
-        seed: seed of the training. Dropout is a function of `seed` and `step` only: the function sets the seed of
-            torch's global generator.
-        step: number of the optimizer step, from 0.
-    """
+    """Return the mean loss of one training batch as a scalar with gradient."""
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)
@@ -238,11 +183,7 @@ def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed:
 
 
 def _check_finite(losses: Sequence[torch.Tensor]) -> None:
-    """Raise `Diverged` for the first NaN or infinite loss among the last 16 losses.
-
-    `losses` holds one scalar for each step so far, on the device. Reading them waits for the device, so `fit` calls
-    this function only every 16 steps.
-    """
+    """Raise `Diverged` for the first NaN or infinite loss among the last 16 losses."""
     recent_losses = torch.stack(list(losses[-_CHECK_EVERY:])).tolist()
     first_step = len(losses) - len(recent_losses)
     for step, loss in enumerate(recent_losses, start=first_step):

@@ -77,7 +77,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the annotation of a field for `hint`, which takes no dictionary in place of a dataclass or a section."""
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(_kind(part) for part in get_args(hint))]  # noqa: UP007
     is_section = isinstance(hint, type) and issubclass(hint, BaseModel)
@@ -112,7 +111,6 @@ def _explain(function: str, faults: list[ErrorDetails]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value for a message: the beginning of a text or number, the type of anything else."""
     if value is not None and not isinstance(value, (str, bytes, int, float)):
         return f"of type {type(value).__name__}"
     text = repr(value)

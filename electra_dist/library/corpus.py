@@ -42,10 +42,7 @@ _WINDOW_SHARDS = 64
 
 
 class Corpus:
-    """Corpus from which the rows of any step of a run can be read, in the order in which the run reads them.
-
-    Close the object after use, or use it in a `with` statement. Only one thread may use it at a time.
-    """
+    """Corpus from which the rows of any step of a run can be read, in the order in which the run reads them."""
 
     def __init__(
         self,
@@ -58,15 +55,7 @@ class Corpus:
     ) -> None:
         """Prepare to read batches in the order in which a run with this seed and this window reads them.
 
-        No shard is read before the first batch.
-
         Args:
-            store: folder or S3 prefix that holds the corpus.
-            manifest: the content of corpus.json in that store.
-            seed: config key `seed` of the run.
-            shuffle_window_shards: config key `data.shuffle_window_shards` of the run; rows are shuffled within windows
-                of this many shards.
-            cache_dir: folder for shards fetched from S3; unused for a local corpus.
             corpora: all corpora of a run in the order in which it reads them; with `data.phases`, `store` and
                 `manifest` present them as one corpus. None means a single corpus, that of `store` and `manifest`.
         """
@@ -82,10 +71,8 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json. A run records it, and can be resumed only with a corpus of equal digest.
-
-        For a run with `data.phases`, it is a digest of the digests of all corpora and of the steps at which the run
-        changes from one corpus to the next.
+        """Return the digest of corpus.json. A run records it, and can be resumed only with a corpus of equal
+        digest.
         """
         return self.manifest.fingerprint
 
@@ -95,29 +82,12 @@ class Corpus:
         return SpecialIds.from_tokens(self.manifest.tokenizer.special)
 
     def vocabulary(self) -> Vocabulary:
-        """Read the vocabulary of the corpus.
-
-        Raises:
-            UserError: the file is missing, or is not the one that corpus.json names.
-        """
+        """Read the vocabulary of the corpus."""
         return read_corpus_vocabulary(self._store, self.manifest.tokenizer)
 
     @checked
     def batch(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
-        """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host.
-
-        They are the rows of all ranks together, in the order of their numbers. Rank r of W ranks reads the r-th of W
-        equal slices of them. Any step can be asked for at any time.
-
-        Args:
-            step: number of the step, from 0. The record of step t + 1 in metrics.jsonl is about the step of number t.
-            global_batch: `train.global_batch` of the run.
-
-        Raises:
-            StoreError: a shard cannot be read.
-            ManifestMismatch: a shard is not the one that the manifest lists.
-            UserError: an argument is out of range.
-        """
+        """Return the rows of one step of a run, int64 token ids [global_batch, seq_len] on the host."""
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         distinct_shards = np.unique(shard_of_row)
         self._cache.keep_only(distinct_shards)
@@ -127,34 +97,14 @@ class Corpus:
 
     @checked
     def row_ids(self, step: NonNegative, global_batch: Size) -> torch.Tensor:
-        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`.
-
-        Rows are numbered from 0 in the order of the shards in corpus.json. In a run with `data.phases`, the numbers of
-        a later corpus go on from those of the corpus before. A run's receipts are checksums of these numbers
-        (`electra_dist.data.row_receipt`).
-
-        Args:
-            step: number of the step, from 0.
-            global_batch: `train.global_batch` of the run.
-
-        Raises:
-            UserError: an argument is out of range.
-        """
+        """Return the number in the corpus of each row of a step, int64 [global_batch], in the order of `batch`."""
         shard_of_row, row_in_shard = self._locate(step, global_batch)
         return torch.from_numpy(self._order(global_batch).row_ids(shard_of_row, row_in_shard))
 
     @checked
     def batches(self, global_batch: Size, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
-        """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a thread.
-
-        Args:
-            global_batch: `train.global_batch` of the run.
-            first_step: number of the first step, from 0.
-
-        Raises:
-            StoreError: a shard cannot be read.
-            ManifestMismatch: a shard is not the one that the manifest lists.
-            UserError: an argument is out of range.
+        """Yield the rows of one step after another without end, int64 [global_batch, seq_len]; read ahead by a
+        thread.
         """
         _first_row(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
@@ -165,10 +115,7 @@ class Corpus:
                     yield torch.from_numpy(loader.next().ids.astype(np.int64))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """Return how often each token id, [PAD] included, occurs in the corpus, int64 [V] for V ids.
-
-        The counts are those of corpus.json; if it has none, the whole corpus is read.
-        """
+        """Return how often each token id, [PAD] included, occurs in the corpus, int64 [V] for V ids."""
         counts_of_builder = self.manifest.token_counts
         if counts_of_builder is not None:
             return counts_of_builder
@@ -186,22 +133,16 @@ class Corpus:
         self.close()
 
     def _open_cache(self) -> ShardCache:
-        """Return a new cache of the corpus's shards, which the caller closes."""
         return ShardCache(self._store, self.manifest, self._cache_dir / SHARDS_DIR)
 
     def _order(self, global_batch: int) -> RowSequence:
-        """Return the sequence of the rows of a run with this global batch; the result is cached.
-
-        With `data.phases`, the global batch decides at which row the run changes to the next corpus.
-        """
         if global_batch not in self._orders:
             self._orders[global_batch] = self._corpora.row_order(self._seed, self._shuffle_window_shards, global_batch)
         return self._orders[global_batch]
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return two int64 arrays [global_batch]: the shard of each row of a step, and the row's number in that shard.
-
-        Both are numbered from 0.
+        """Return two int64 arrays [global_batch]: the shard of each row of a step, and the row's number in that
+        shard.
         """
         first_position = _first_row(step, global_batch)
         positions = np.arange(first_position, first_position + global_batch)
@@ -210,11 +151,7 @@ class Corpus:
 
 
 def _first_row(step: int, global_batch: int) -> int:
-    """Return the place of the first row of a step in the sequence of all rows that a run reads.
-
-    Raises:
-        UserError: it is so far that 64 bits do not hold the number.
-    """
+    """Return the place of the first row of a step in the sequence of all rows that a run reads."""
     first_position = int(step) * int(global_batch)
     if first_position >= 2**62:
         raise UserError(
@@ -240,11 +177,6 @@ def open_corpus(
         shuffle_window_shards: config key `data.shuffle_window_shards`; 64 if it is None and `source` is a corpus.
         endpoint_url: URL of an S3 service; AWS if it is None and `source` is a corpus.
         cache_dir: folder for shards fetched from S3; ~/.cache/electra-dist if it is None and `source` is a corpus.
-
-    Raises:
-        UserError: there is no such corpus.
-        ManifestMismatch: the corpus of a run's folder has changed since the run began, or corpus.json contradicts the
-            vocabulary.
     """
     config = None
     if isinstance(source, Config):
@@ -274,18 +206,7 @@ def open_corpus(
 
 
 def _check_fingerprints(run_dir: Path, corpora: RunCorpora) -> None:
-    """Raise ManifestMismatch if a corpus of the run in `run_dir` has changed since the run began.
-
-    Do nothing if no run has begun in `run_dir`.
-
-    Args:
-        run_dir: the run folder; it may be missing.
-        corpora: the corpora that the run's config names, as they are now.
-
-    Raises:
-        ManifestMismatch: the fingerprint that the run has recorded for a corpus is not that of its manifest.
-        UserError: the record is damaged.
-    """
+    """Raise ManifestMismatch if a corpus of the run in `run_dir` has changed since the run began."""
     fingerprints = recorded_fingerprints(run_dir, len(corpora.phases))
     if fingerprints is None:
         return

@@ -27,26 +27,13 @@ from electra_dist.scoring.text_scores import TextScore, TextScorer
 
 
 def build_towers(config: Config) -> ElectraTowers:
-    """Build generator and discriminator with their heads, with the weights that a run of this config starts from.
-
-    Weights that `train.init_from` names are not loaded.
-    """
+    """Build generator and discriminator with their heads, with the weights that a run of this config starts from."""
     return initial_weights.build_towers(config.model, config.seed, config.objective)
 
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:
-    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
-
-    Call it with the result of `step_input`. `load_weights` puts the weights of a run into it. Weights that
-    `train.init_from` names are not loaded, but those of a frozen generator are.
-
-    Args:
-        config: the config of a run.
-        corpus: gives the ids of the special tokens, and token counts if the objective draws by them.
-
-    Raises:
-        ManifestMismatch: the corpus has another vocabulary than the config.
-        UserError: the sections contradict each other, or the weights of a frozen generator cannot be used.
+    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the
+    host.
     """
     num_tokens = corpus.manifest.tokenizer.vocab_size
     if num_tokens != config.model.vocab_size:
@@ -66,17 +53,8 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
     """Return the input of an objective for all rows of a step as one batch.
 
-    The losses that the objective returns for it are means over the tokens of these rows. Masks, samples and dropout
-    are those of a run with this seed at this step. Values with a schedule are those of the first step.
-
     Args:
-        objective: the module that will be called with the result.
         ids: int64 token ids [global_batch, seq_len], on the device of the module.
-        step: number of the step, from 0.
-        seed: `seed` of the run.
-
-    Raises:
-        UserError: an argument has another type, or an id is not in the vocabulary.
     """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
         raise UserError(
@@ -98,16 +76,8 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
 def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | None = None) -> int:
     """Copy the weights of a run's checkpoint into a module, and return the number of steps of that checkpoint.
 
-    The module must be built from the config of the run. Every byte is verified against the checkpoint's manifest.
-
     Args:
-        module: what `build_objective` or `build_towers` returned.
-        run_dir: the folder of the run.
         step: number of steps after which the checkpoint was taken; None for the newest good one.
-
-    Raises:
-        UserError: `run_dir` is not a run, the run has no undamaged checkpoint (of that step), or its parameters have
-            other names or shapes than those of the module.
     """
     run = load_run_weights(Path(run_dir), step)
     prefix = "" if isinstance(module, Objective) else "towers."
@@ -128,42 +98,19 @@ def load_weights(module: Objective | ElectraTowers, run_dir: str | Path, step: N
 def load(model: str | Path, tower: TowerName = "discriminator", step: NonNegative | None = None) -> Pretrained:
     """Load one tower of a pretrained model with its tokenizer.
 
-    `.backbone()` of the result is a torch module from token ids to states; `.tokenizer.encode(texts)` gives the ids.
-
     Args:
-        model: the folder of a run or of a Hugging Face ELECTRA model, or random:CONFIG.yaml for random weights.
-        tower: which tower of a run; a Hugging Face folder holds one, which may be a generator by default, too.
         step: number of steps after which a run's checkpoint was taken; None for the newest good one.
-
-    Raises:
-        UserError: there is no such model, or it has no such tower, or no steps.
     """
     return load_pretrained(str(model), tower, step=step)
 
 
 def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
-    """Return how plausible a model finds each text and each of its tokens, as `electra-dist score` prints it.
-
-    Args:
-        model: what `load` returned.
-        texts: plain texts.
-
-    Raises:
-        UserError: the model came without its pretraining head.
-    """
+    """Return how plausible a model finds each text and each of its tokens, as `electra-dist score` prints it."""
     return list(TextScorer(model, device_of_choice()).score(texts))
 
 
 def replaced_probability(model: Pretrained, texts: Sequence[Text]) -> list[list[tuple[str, float]]]:
-    """Return the tokens of each text, each with the probability that it was replaced by another one.
-
-    Args:
-        model: a discriminator, from `load`.
-        texts: plain texts.
-
-    Raises:
-        UserError: the model came without its pretraining head, or does not detect replaced tokens.
-    """
+    """Return the tokens of each text, each with the probability that it was replaced by another one."""
     scorer = TextScorer(model, device_of_choice())
     scorer.check_detects_replaced()
     return [list(zip(text.tokens, text.replaced_probability or [], strict=True)) for text in scorer.score(texts)]

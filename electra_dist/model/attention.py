@@ -1,20 +1,15 @@
 """Computes attention inside each example of a row with one of three backends.
 
-    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
-           any dropout. On a CPU the same function is computed with plain operations in two cases: with dropout, where
-           the dropped probabilities follow from (seed, step, row, layer, position), and for short rows in bf16.
-    flash  FlashAttention over the examples as sequences of any length, with dropout (`flash_attention.py`). Pairs of
-           tokens from different examples are never computed, and no [B, 1, S, S] bias exists. It needs a GPU, and
-           bf16 or fp16.
-    flex   FlexAttention with a mask of 128 x 128 blocks. Blocks that hold no two tokens of one example are never
-           computed. It needs a GPU with Triton and has no attention dropout.
+    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples, on any device, with dropout.
+           On a CPU plain operations compute the same with dropout, whose draws are keyed, and for short rows in bf16.
+    flash  FlashAttention over the examples as sequences of any length, with dropout (`flash_attention.py`); no
+           [B, 1, S, S] bias exists. It needs a GPU, and bf16 or fp16.
+    flex   FlexAttention with a mask of 128 x 128 blocks, without dropout. It needs a GPU with Triton.
 
 Guarantee: all backends compute the same function to rounding, pads included: pads attend to pads. Tests compare them
-with float64; for flash, a definition in plain PyTorch then takes the place of torch's operator. flex, which has no
-dropout, raises an error if it is asked for some.
+with float64. flex raises an error if it is asked for dropout.
 
 How: the type of the attention mask selects the backend: a bias, `ExampleBounds` or a `BlockMask`.
-`attention_choice.py` chooses the backend of a run.
 
 Limits: the objective `electric` needs one-directional attention, which only the bias can express.
 
@@ -45,10 +40,7 @@ _MAX_PLAIN_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionScopes:
-    """Masks of a batch for an architecture with global and local attention layers, and the positions of the tokens.
-
-    Each mask is a bias [B, 1, S, S] for the backend sdpa, or a BlockMask for flex.
-    """
+    """Masks of a batch for an architecture with global and local attention layers, and the positions of the tokens."""
 
     global_mask: torch.Tensor | BlockMask  # for global layers, in which a token sees its whole example
     local_mask: torch.Tensor | BlockMask  # for local layers, in which a token sees a window of its example
@@ -72,16 +64,9 @@ SDPA = AttentionChoice("sdpa", "default")
 
 
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> torch.Tensor | BlockMask:
-    """Return the attention mask that lets tokens attend to tokens of the same example only.
+    """Return the mask that keeps tokens within their example: a bias [B, 1, S, S] for sdpa, a BlockMask for flex.
 
-    A row may hold several examples, packed one after another. Its pads are treated as one more example, so a pad
-    attends to pads. One mask serves all layers of generator and discriminator.
-
-    Args:
-        layout: structure of the rows, from `row_layout.derive`.
-        dtype: dtype of the bias; flex ignores it.
-        backend: "sdpa" for a bias [B, 1, S, S] of 0 and -inf, "flex" for a `BlockMask` of FlexAttention. The mask of
-            "flash" is made on the host instead, by `row_layout.example_bounds`.
+    The mask of flash is made on the host, by `row_layout.example_bounds`.
     """
     if backend == "sdpa":
         return attention_bias(layout, dtype)
@@ -90,10 +75,6 @@ def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> torch.T
     num_rows, num_tokens = example_BS.shape
 
     def in_same_example(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether a query and a key are in the same example of a row, as FlexAttention's `mask_mod`.
-
-        FlexAttention passes index tensors: row, attention head (unused), and the positions of query and key.
-        """
         return example_BS[row, query] == example_BS[row, key]
 
     return create_block_mask(
@@ -114,25 +95,7 @@ def attend(
     dropout: float = 0.0,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
-
-    The type of the mask selects the backend. A tensor is added to the scores by torch's scaled_dot_product_attention
-    ("sdpa"); a `BlockMask` selects FlexAttention ("flex"). For "flash" call `flash_attention.flash_attention`, which
-    takes queries, keys and values in one tensor.
-
-    Args:
-        query_BNSD: queries.
-        key_BNSD: keys.
-        value_BNSD: values.
-        attention_mask: result of `same_example`; a bias may have more entries set to -inf.
-        dropout: probability of dropping an attention probability, drawn from torch's generator; must be 0 with flex.
-        keep_BNSS: factors by which the attention probabilities are multiplied, 0 or 1 / (1 - p); then `dropout` is
-            ignored and the mask must be a bias. They are used on a CPU, where torch has no fused attention with
-            dropout and needs 10 ns for each random bit.
-
-    Raises:
-        ValueError: dropout with flex, which has none.
-    """
+    """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D]."""
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
         return attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
@@ -169,16 +132,7 @@ def attend_with_plain_operations(
     bias_B1SS: torch.Tensor,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention output, [B, N, S, D], by two matrix products and a softmax over scores in fp32 or wider.
-
-    Args:
-        query_BNSD: queries, not scaled yet.
-        key_BNSD: keys.
-        value_BNSD: values; the result has their dtype.
-        bias_B1SS: added to the scores; -inf where a query must not see a key.
-        keep_BNSS: dropout factor by which each attention probability is multiplied, 0 or 1 / (1 - p); None for no
-            dropout.
-    """
+    """Return the attention output, [B, N, S, D], by two matrix products and a softmax over scores in fp32 or wider."""
     compute = torch.promote_types(query_BNSD.dtype, torch.float32)
     # The operands of this product are rounded to bf16 only where a CPU has instructions for it.
     value_dtype = value_BNSD.dtype if HAS_BF16_PRODUCTS else compute
@@ -194,11 +148,7 @@ def attend_with_plain_operations(
 
 @functools.cache
 def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return the function FlexAttention, compiled by torch.compile if `compiled`; cached, so it compiles once.
-
-    The uncompiled function holds all scores in memory and has no backward pass. It is meant for tests of the forward
-    pass on a CPU.
-    """
+    """Return the function FlexAttention, compiled by torch.compile if `compiled`; cached, so it compiles once."""
     if not compiled:
         return flex_attention
     keep_compiled_code(user_cache_folder() / "compiled")

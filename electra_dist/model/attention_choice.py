@@ -8,8 +8,6 @@ How: on a GPU `engine.attention: auto` takes the first of these that can run and
 backward pass on a few packed rows and compares them with sdpa's, without dropout. For flash it also checks the mean
 and the scatter of the dropout factors. On a CPU the backend is sdpa.
 
-Cost: a trial of flash runs a few small kernels; one of flex compiles it, which takes seconds.
-
 Limits: the trial finds a kernel that is missing or wrong, not one that is slow.
 """
 
@@ -47,18 +45,7 @@ _LEAST_SCATTER = 0.02
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """Choose the attention backend of a run on this rank's device: "sdpa", "flash" or "flex", with the reason.
-
-    The function is not collective, and ranks may come to different results. `agree_on_attention` then chooses one for
-    all ranks.
-
-    Args:
-        config: the run's config; `engine.attention`, the objective, dropout, precision and the widths of heads decide.
-        device: "cuda" or "cpu".
-
-    Raises:
-        UserError: `engine.attention` demands flash or flex, which this device cannot run or which fails its trial.
-    """
+    """Choose the attention backend of a run on this rank's device: "sdpa", "flash" or "flex", with the reason."""
     wanted = config.engine.attention
     if wanted == "sdpa":
         return AttentionChoice("sdpa", "set by engine.attention")
@@ -86,16 +73,7 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 
 
 def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
-    """Return the choice of the attention backend that `engine.attention` demands.
-
-    Args:
-        backend: "flash" or "flex".
-        config: the run's config.
-        device: "cuda" or "cpu".
-
-    Raises:
-        UserError: the backend cannot run on this device, or fails its trial.
-    """
+    """Return the choice of the attention backend that `engine.attention` demands."""
     if device != "cuda":
         raise UserError(
             f"engine.attention: {backend} needs a GPU, because {_NAMES[backend]} has no backward pass on a CPU; set "
@@ -110,11 +88,7 @@ def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
 
 
 def agree_on_attention(choices: Sequence[AttentionChoice]) -> AttentionChoice:
-    """Return the attention backend that all ranks use: the one that all have chosen, otherwise sdpa.
-
-    Args:
-        choices: what each rank has chosen by itself, in the order of ranks.
-    """
+    """Return the attention backend that all ranks use: the one that all have chosen, otherwise sdpa."""
     for choice in choices:
         if choice.backend == "sdpa":
             return choice
@@ -129,13 +103,7 @@ def agree_on_attention(choices: Sequence[AttentionChoice]) -> AttentionChoice:
 
 
 def attention_note(choice: AttentionChoice, config: Config, device: str) -> str:
-    """Return the line of a run's log about attention: backend, reason, dropout in effect and determinism.
-
-    Args:
-        choice: the backend that all ranks use.
-        config: the run's config, which gives the dropout and `engine.deterministic`.
-        device: "cuda" or "cpu".
-    """
+    """Return the line of a run's log about attention: backend, reason, dropout in effect and determinism."""
     gradients = "deterministic"
     if device == "cuda" and choice.backend == "sdpa":
         gradients = "not deterministic, because torch's kernel may add in any order"
@@ -148,13 +116,7 @@ def attention_note(choice: AttentionChoice, config: Config, device: str) -> str:
 
 
 def find_fault(backend: str, config: Config, device: str) -> str:
-    """Return why a backend cannot be used for a run on this device, or "" if it can.
-
-    Args:
-        backend: "flash" or "flex".
-        config: the run's config; the objective, dropout, precision and the widths of heads matter.
-        device: "cuda" or "cpu".
-    """
+    """Return why a backend cannot be used for a run on this device, or "" if it can."""
     towers = (config.model.discriminator, config.model.generator)
     head_widths = sorted({tower.hidden_size // tower.num_heads for tower in towers})
     dropout = config.model.attention_dropout
@@ -170,12 +132,7 @@ def find_fault(backend: str, config: Config, device: str) -> str:
 
 
 def _flash_limit(dtype: torch.dtype, head_widths: Sequence[int]) -> str:
-    """Return which limit of torch's FlashAttention the model or the current GPU exceeds, or "" if none.
-
-    Args:
-        dtype: dtype of query, key and value.
-        head_widths: widths of the heads of both towers, in features.
-    """
+    """Return which limit of torch's FlashAttention the model or the current GPU exceeds, or "" if none."""
     if dtype == torch.float32:
         return "it computes in bf16 or fp16, and train.precision is fp32"
     for width in head_widths:
@@ -189,11 +146,7 @@ def _flash_limit(dtype: torch.dtype, head_widths: Sequence[int]) -> str:
 
 
 def _flex_limit(dropout: float) -> str:
-    """Return which limit of FlexAttention the config or the installation exceeds, or "" if none.
-
-    Args:
-        dropout: probability of dropping an attention probability.
-    """
+    """Return which limit of FlexAttention the config or the installation exceeds, or "" if none."""
     if dropout:
         return f"it has no dropout, and model.attention_dropout is {dropout:g}"
     if importlib.util.find_spec("triton") is None:
@@ -202,19 +155,7 @@ def _flex_limit(dropout: float) -> str:
 
 
 def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: int, dropout: float) -> str:
-    """Return what is wrong with a backend on this device, or "" if it may be used.
-
-    sdpa and the backend run forward and backward without dropout on the same two rows of random numbers, each of which
-    packs several examples. A fault is an exception of either, or an absolute difference above 0.05, or a NaN, between
-    their outputs or between their gradients of query, key or value.
-
-    Args:
-        backend: "flash" or "flex".
-        device: "cuda" or "cpu".
-        dtype: dtype of query, key and value.
-        head_width: features of a head.
-        dropout: probability that the run will ask for; with "flash" its effect is checked, too.
-    """
+    """Return what is wrong with a backend on this device, or "" if it may be used."""
     shape = (4, _TRIAL_ROWS, _TRIAL_HEADS, _TRIAL_TOKENS, head_width)
     generator = torch.Generator(device).manual_seed(0)
     *inputs, upstream = torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -236,12 +177,8 @@ def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: 
 def _output_and_gradients(
     backend: str, inputs_BNSD: Sequence[torch.Tensor], upstream_BNSD: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Run a backend without dropout; return its output and the gradients of query, key and value, [B, N, S, D] each.
-
-    Args:
-        backend: "sdpa", "flash" or "flex".
-        inputs_BNSD: query, key and value of the trial's rows, in each of which examples of 100, 100 and 56 tokens lie.
-        upstream_BNSD: gradient of some loss with respect to the output.
+    """Run a backend without dropout; return its output and the gradients of query, key and value, [B, N, S, D]
+    each.
     """
     leaves = [tensor.clone().requires_grad_() for tensor in inputs_BNSD]
     query, key, value = leaves
@@ -254,12 +191,7 @@ def _output_and_gradients(
 
 
 def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch.Tensor:
-    """Return the output of FlashAttention in the layout of the other backends, [B, N, S, D].
-
-    Args:
-        inputs_BNSD: query, key and value of the trial's rows.
-        dropout: probability of dropping an attention probability.
-    """
+    """Return the output of FlashAttention in the layout of the other backends, [B, N, S, D]."""
     num_rows, num_heads, num_tokens, head_width = inputs_BNSD[0].shape
     qkv_BS3ND = torch.stack([tensor.transpose(1, 2) for tensor in inputs_BNSD], 2)
     out_TND = flash_attention(qkv_BS3ND.flatten(0, 1), _trial_bounds(inputs_BNSD[0].device), dropout)
@@ -267,17 +199,7 @@ def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch
 
 
 def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> str:
-    """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for.
-
-    The values are replaced by ones, so each output is (sum of the kept attention probabilities) / (1 - p), whose
-    expected value is 1. If the outputs do not differ from one another (`_LEAST_SCATTER`), nothing was dropped. If
-    their mean over 1,024 queries is not within 0.05 of 1, the kernel used another p; 0.05 is more than five standard
-    deviations of that mean at p = 0.1.
-
-    Args:
-        inputs_BNSD: query, key and value of the trial's rows.
-        dropout: probability p of dropping an attention probability.
-    """
+    """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for."""
     query, key, value = inputs_BNSD
     sums = _flash_on_rows([query, key, torch.ones_like(value)], dropout)[..., 0].float()
     mean = sums.mean().item()
@@ -309,10 +231,7 @@ def _trial_bounds(device: torch.device) -> ExampleBounds:
 
 
 def _first_line(error: Exception) -> str:
-    """Return at most 120 characters of the first line of an error's message, or the type's name if it has none.
-
-    The text becomes part of one line in the run's log, so long compiler output is cut.
-    """
+    """Return at most 120 characters of the first line of an error's message, or the type's name if it has none."""
     lines = str(error).splitlines()
     first = lines[0] if lines else type(error).__name__
     return first[:120]

@@ -34,6 +34,7 @@ from electra_kernels.operation_types import LayerDropout
 from electra_kernels.table_lookup import table_lookup
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.attention import AttentionMask, LayerMask, attend
@@ -46,20 +47,12 @@ from electra_dist.model.row_layout import ExampleBounds
 
 
 class DropoutAddNorm(nn.LayerNorm):
-    """Module that computes LayerNorm(residual + dropout(x)) in one fused operation, where x is a sub-layer's output.
-
-    The parameters and their names are those of nn.LayerNorm.
+    """Module that computes LayerNorm(residual + dropout(x)) in one fused operation, where x is a sub-layer's
+    output.
     """
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """Create the LayerNorm.
-
-        Args:
-            width: hidden width of the network.
-            model: gives the eps and the dropout probability.
-            site: which of the layer's two sub-layers this module follows: 0 for attention, 1 for feed-forward. It is
-                part of the dropout's random key, so that the two drop different elements.
-        """
+        """Create the LayerNorm."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
@@ -67,17 +60,7 @@ class DropoutAddNorm(nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return layer_norm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
-
-        Nothing is dropped in evaluation mode. Under torch.compile the operation is a custom operator, which the
-        compiler treats as opaque; the values are the same.
-
-        Args:
-            x_BSH: output of the sub-layer (attention or feed-forward).
-            residual_BSH: input of the sub-layer, in any floating-point dtype; it is cast to that of `x_BSH`.
-            dropout_keys: keys of this layer. Together with `site`, the index of this sub-layer in the layer, they
-                determine which elements are dropped.
-        """
+        """Return layer_norm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`."""
         probability = self.probability if self.training else 0.0
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
         residual_BSH = residual_BSH.to(x_BSH.dtype)
@@ -107,10 +90,8 @@ class DropoutAddNorm(nn.LayerNorm):
         )
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return probability and key of the dropout that this module applies; the probability is 0 in evaluation mode.
-
-        Args:
-            dropout_keys: keys of the layer that contains this module.
+        """Return probability and key of the dropout that this module applies; the probability is 0 in evaluation
+        mode.
         """
         probability = self.probability if self.training else 0.0
         return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
@@ -125,23 +106,14 @@ class SmallEmbedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    """Base class of the module that embeds token ids: a sum of table entries, then LayerNorm, then dropout.
-
-    The `__init__` of a subclass must set `word`, `layer_norm` and `dropout`, and the subclass implements `tables`.
-    """
+    """Base class of the module that embeds token ids: a sum of table entries, then LayerNorm, then dropout."""
 
     word: nn.Embedding  # token table
     layer_norm: nn.LayerNorm
     dropout: float  # probability
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the tables' entries, [B, S, E], before LayerNorm and dropout.
-
-        Args:
-            ids_BS: int64 token ids.
-            position_BS: int64 positions within the example, below `max_positions`.
-            token_type_BS: int64 token types, 0 or 1.
-        """
+        """Return the sum of the tables' entries, [B, S, E], before LayerNorm and dropout."""
         raise NotImplementedError
 
     def forward(
@@ -152,19 +124,7 @@ class Embeddings(nn.Module):
         dropout_keys: DropoutKeys | None = None,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E]; nothing is dropped in evaluation mode.
-
-        Which elements are dropped follows from the keys and from nothing else. Generator and discriminator have
-        different keys, so they drop different elements even where they share this instance.
-
-        Args:
-            ids_BS: int64 token ids.
-            position_BS: int64 positions within the example.
-            token_type_BS: int64 token types.
-            dropout_keys: keys of the tower that reads the embeddings; not needed in evaluation mode.
-            base_BSE: sums of entries of the generator's tables, added before LayerNorm. Passed for the discriminator
-                with `model.sharing: gdes`, where this instance holds only the difference to the generator's tables.
-        """
+        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E]; nothing is dropped in evaluation mode."""
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
             summed = summed + base_BSE
@@ -177,17 +137,12 @@ class Embeddings(nn.Module):
 
 
 class SharedEmbeddings(Embeddings):
-    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm.
-
-    By default generator and discriminator read one instance, as in Google's code. With `model.sharing` "none" or
-    "gdes" the discriminator has an instance of its own.
-    """
+    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm."""
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
         """Create the three tables, the LayerNorm and the dropout.
 
         Args:
-            model: sizes of the tables, eps and dropout.
             width: width of the tables; None for `model.embedding_size`.
         """
         super().__init__()
@@ -199,14 +154,8 @@ class SharedEmbeddings(Embeddings):
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
         self.dropout = model.hidden_dropout
 
+    @override
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the entries of the three tables, [B, S, E], before LayerNorm and dropout.
-
-        Args:
-            ids_BS: int64 token ids.
-            position_BS: int64 position of each token within its example.
-            token_type_BS: int64 token types, 0 or 1.
-        """
         return self.word(ids_BS) + self.token_type(token_type_BS) + self.position(position_BS)
 
 
@@ -214,13 +163,6 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention inside each example of a row."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, bias: bool = True) -> None:
-        """Create the two linear layers: one for query, key and value together, and one for the output.
-
-        Args:
-            model: gives the probability with which attention probabilities are dropped.
-            tower: gives the width and the number of heads.
-            bias: whether the linear layers have a bias.
-        """
         super().__init__()
         self.num_heads = tower.num_heads
         self.dropout = model.attention_dropout
@@ -230,16 +172,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm.
-
-        In training mode, attention probabilities are dropped with probability `model.attention_dropout`. On a CPU
-        `dropout_keys` determine which ones; on a GPU they are drawn from torch's generator.
-
-        Args:
-            hidden_BSH: states of the previous layer.
-            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
-            dropout_keys: keys of this layer.
-        """
+        """Return the projected attention output, [B, S, H], before dropout, residual and LayerNorm."""
         qkv = self.qkv(hidden_BSH).flatten(0, 1)
         context_TH = self.attend(qkv, attention_mask, dropout_keys)
         return self.out(context_TH.view(hidden_BSH.shape))
@@ -248,11 +181,7 @@ class SelfAttention(nn.Module):
         """Return the attention output before its projection, [T, H] contiguous.
 
         Args:
-            qkv: query, key and value of all heads and tokens, [T, 3 H]. They are read as views of this tensor. Their
-                gradients come back in one tensor of the same layout, which the backward pass of `qkv_product` reads
-                without a further copy.
-            attention_mask: which keys a query sees.
-            dropout_keys: keys of this layer; they also give the number of rows.
+            qkv: query, key and value of all heads and tokens, [T, 3 H]. They are read as views of this tensor.
         """
         dropout = self.dropout if self.training else 0.0
         if isinstance(attention_mask, ExampleBounds):
@@ -270,16 +199,7 @@ class SelfAttention(nn.Module):
         return context_BNSD.transpose(1, 2).reshape(T, -1)
 
     def _keyed_factors(self, B: int, S: int, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout).
-
-        The factors of a row follow from the keys and the row's number, so they are the same whatever other rows are in
-        the batch.
-
-        Args:
-            B: number of rows.
-            S: tokens per row.
-            dropout_keys: keys of this layer.
-        """
+        """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
         num_factors = self.num_heads * S * S
         # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
         num_drawn = (num_factors + 3) // 4 * 4
@@ -291,7 +211,6 @@ class EncoderLayer(nn.Module):
     """Transformer layer: self-attention and feed-forward, each with dropout, residual sum and LayerNorm after it."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
-        """Create the sub-layers; `tower` gives their sizes, `model` the dropout probabilities and LayerNorm's eps."""
         super().__init__()
         width = tower.hidden_size
         self.attention = SelfAttention(model, tower)
@@ -303,13 +222,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H].
-
-        Args:
-            hidden_TH: states of the previous layer, or the (projected) embeddings, of B rows laid end to end.
-            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`.
-            dropout_keys: keys of this layer.
-        """
+        """Return the states after this layer, [T, H]."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
@@ -339,11 +252,7 @@ class EncoderLayer(nn.Module):
     def compose(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H], computed by separate operations.
-
-        This method defines the values of `forward`, which has the same arguments. torch.compile traces it, and tests
-        compare the two.
-        """
+        """Return the states after this layer, [T, H], computed by separate operations."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
         attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)
@@ -354,23 +263,10 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Transformer layers of one tower (generator or discriminator), without embeddings and head.
-
-    The layers are preceded by a projection if the embeddings have another width than the layers. A subclass for
-    another architecture overrides `new_layer`, `layer_inputs` and `finish`.
-    """
+    """Transformer layers of one tower (generator or discriminator), without embeddings and head."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
-        """Create the layers and, if the widths differ, the projection of the embeddings.
-
-        The layers are not compiled; `compile_layers` marks them. The attribute `recompute` starts as False; set it to
-        recompute activations in the backward pass instead of storing them.
-
-        Args:
-            model: gives the dropout probabilities and LayerNorm's eps.
-            tower: gives the number and the sizes of the layers.
-            embedding_size: width of the embedding tables that the layers read; None for `model.embedding_size`.
-        """
+        """Create the layers, which read embedding tables of width `embedding_size` (None: `model.embedding_size`)."""
         super().__init__()
         width = model.embedding_size if embedding_size is None else embedding_size
         self.embeddings_project: nn.Linear | None = None
@@ -382,50 +278,23 @@ class Encoder(nn.Module):
         self.recompute = False
 
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer of this tower. Subclasses override this method.
-
-        Args:
-            model: gives eps and dropout.
-            tower: gives the sizes of the layer.
-            number: number of the layer in the tower, from 0; not used, because all layers of BERT are alike.
-        """
+        """Return a new layer of this tower. Subclasses override this method."""
         return EncoderLayer(model, tower)
 
     def layer_inputs(self, attention_mask: AttentionMask, dropout_keys: DropoutKeys) -> Iterable[tuple[Any, Any]]:
-        """Return for each layer the two further arguments of its `forward`: its attention mask and its dropout keys.
-
-        Subclasses whose layers have different masks override this method.
-
-        Args:
-            attention_mask: mask of the batch, as passed to `forward`.
-            dropout_keys: random keys for dropout in this tower.
+        """Return for each layer the two further arguments of its `forward`: its attention mask and its dropout
+        keys.
         """
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the tower's output, [T, H], computed from the states of the last layer.
-
-        It is these states themselves, because a layer of BERT ends with a LayerNorm. Subclasses override this method.
-
-        Args:
-            hidden_TH: states of the last layer, of B rows laid end to end.
-        """
+        """Return the tower's output, [T, H], computed from the states of the last layer."""
         return hidden_TH
 
     def forward(
         self, embedded_BSE: torch.Tensor, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H].
-
-        With the attribute `recompute`, a layer's activations are freed after its forward pass, and the backward pass
-        computes them again.
-
-        Args:
-            embedded_BSE: output of an `Embeddings` module, E wide.
-            attention_mask: which keys a query sees, from `attention.same_example` or `row_layout.example_bounds`; one
-                mask serves all layers. A subclass may need another kind (`attention_scopes.new_attention_mask`).
-            dropout_keys: keys of this tower; `DropoutKeys.off` in evaluation mode.
-        """
+        """Return the states of the last layer, [B, S, H]."""
         hidden = embedded_BSE
         if self.embeddings_project is not None:
             hidden = self.embeddings_project(embedded_BSE)

@@ -42,13 +42,7 @@ class _Saved(NamedTuple):
 
 
 def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v inside each sequence that the bounds delimit, [T, N, D] contiguous.
-
-    Args:
-        qkv_T3ND: queries, keys and values of all rows laid end to end, bf16 or fp16 on a GPU (or on `meta`).
-        bounds: where the sequences begin, on the same device.
-        dropout: probability of dropping an attention probability, drawn from torch's generator.
-    """
+    """Return softmax(q k^T / sqrt(D)) v inside each sequence that the bounds delimit, [T, N, D] contiguous."""
     num_tokens, _, num_heads, head_width = qkv_T3ND.shape
     context_TH = flash_context(qkv_T3ND.reshape(num_tokens, -1), num_heads, bounds, dropout)
     return context_TH.view(num_tokens, num_heads, head_width)
@@ -59,9 +53,6 @@ def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, drop
 
     Args:
         qkv: queries, keys and values of all tokens, [T, 3 N D] contiguous; each token has those of N heads in order.
-        num_heads: N.
-        bounds: where the sequences begin, on the same device.
-        dropout: probability of dropping an attention probability, drawn from torch's generator.
     """
     if torch.compiler.is_compiling():
         qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
@@ -72,19 +63,14 @@ def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, drop
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode.
-
-    Input and result have the shapes of the matrix products before and after attention, [T, 3 N D] and [T, N D]. The
-    views by heads are made inside this function, where autograd does not record them.
-    """
+    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode."""
 
     @staticmethod
     def forward(
         ctx: Any, qkv: torch.Tensor, num_heads: int, cu_seqlens: torch.Tensor, longest: int, dropout: float
     ) -> torch.Tensor:
-        """Return the attention output, [T, N D]; the arguments are those of `flash_context`.
-
-        The state of the random numbers is saved, so that the backward pass drops the same probabilities.
+        """Return the attention output, [T, N D]; the arguments are those of `flash_context`. The state of the random
+        numbers is saved, so that the backward pass drops the same probabilities.
         """
         num_tokens = len(qkv)
         query, key, value = qkv.view(num_tokens, 3, num_heads, -1).unbind(1)
@@ -112,11 +98,7 @@ def _run_forward(
     longest: int,
     dropout: float,
 ) -> _Saved:
-    """Call torch's forward operator on queries, keys and values, [T, N, D] each, and return its results.
-
-    `cu_seqlens` holds the bounds of the sequences, for queries and for keys, and `longest` is an upper bound of their
-    lengths.
-    """
+    """Call torch's forward operator on queries, keys and values, [T, N, D] each, and return its results."""
     is_causal = False
     return_debug_mask = False
     out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
@@ -135,18 +117,7 @@ def _run_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Call torch's backward operator; return the gradients of queries, keys and values, [T, 3, N, D] contiguous.
-
-    Args:
-        grad_TND: gradient of the attention output.
-        query: queries, [T, N, D].
-        key: keys, likewise.
-        value: values, likewise.
-        cu_seqlens: int32 bounds of the sequences.
-        saved: results of the forward pass.
-        longest: upper bound of the tokens of a sequence.
-        dropout: probability of the forward pass.
-    """
+    """Call torch's backward operator; return the gradients of queries, keys and values, [T, 3, N, D] contiguous."""
     is_causal = False
     with _in_fixed_order():
         grads_TND = _backward_operator(
@@ -170,13 +141,7 @@ def _run_backward(
 
 @contextlib.contextmanager
 def _in_fixed_order() -> Iterator[None]:
-    """Context manager in which FlashAttention's backward pass adds in a fixed order, if torch's mode asks for that.
-
-    The run sets torch's deterministic mode with `warn_only`, because operations without a deterministic version must
-    still run. With `warn_only`, however, torch also uses FlashAttention's atomic additions, and only warns
-    (aten/src/ATen/native/transformers/cuda/attention_backward.cu). The mode is therefore made strict while this one
-    operator runs.
-    """
+    """Context manager in which FlashAttention's backward pass adds in a fixed order, if torch's mode asks for that."""
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (torch.are_deterministic_algorithms_enabled() and only_warns):
         yield
@@ -192,7 +157,6 @@ def _in_fixed_order() -> Iterator[None]:
 def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `_run_forward` as a custom operator on queries, keys and values in one tensor; return `_Saved`'s fields."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
@@ -223,7 +187,6 @@ def _compiled_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
-    """Run `_run_backward` as a custom operator, and return its gradient; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
     return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)
@@ -231,12 +194,10 @@ def _compiled_backward(
 
 @_compiled_backward.register_fake
 def _backward_shape(grad_TND: torch.Tensor, qkv_T3ND: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return an empty tensor like `_compiled_backward`'s result; torch.compile traces with it."""
     return torch.empty_like(qkv_T3ND, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save what the backward pass needs; torch calls it after `_compiled_forward`."""
     qkv_T3ND, cu_seqlens, ctx.longest, ctx.dropout = inputs
     ctx.save_for_backward(qkv_T3ND, cu_seqlens, *output)
 

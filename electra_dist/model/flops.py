@@ -30,10 +30,7 @@ BACKWARD_FACTOR = 3  # training cost over forward cost: forward, gradient of the
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head.
-
-    They are FLOPs of matrix products only, as for model FLOPs utilisation (MFU).
-    """
+    """Training FLOPs per token, forward and backward, of generator and discriminator, each with its head."""
 
     discriminator: float  # 0 while the generator trains alone
     generator: float  # 0 without a generator network; its forward pass only while it is frozen
@@ -45,14 +42,8 @@ class TokenFlops:
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return the training FLOPs per token of generator and discriminator, for rows of `seq_len` tokens without pads.
-
-    Args:
-        model: sizes of both networks.
-        seq_len: tokens per row; a token's attention FLOPs grow with it.
-        objective: decides which networks run, and at how many positions logits over the vocabulary are needed.
-        step: number of the step. It matters in two-stage training only, where the generator first trains alone, and
-            then the discriminator trains while the generator is frozen. None means the second stage.
+    """Return the training FLOPs per token of generator and discriminator, for rows of `seq_len` tokens without
+    pads.
     """
     tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
@@ -71,14 +62,7 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
 
 
 def run_flops(config: Config, num_steps: int | None = None) -> float:
-    """Return the training FLOPs of a run's first `num_steps` steps, every row counted as full.
-
-    In two-stage training, the first `objective.generator_only_steps` steps train the generator only and cost less.
-
-    Args:
-        config: the run's config.
-        num_steps: number of steps; None for all of `train.num_steps`.
-    """
+    """Return the training FLOPs of a run's first `num_steps` steps (None: all), every row counted as full."""
     if num_steps is None:
         num_steps = config.train.num_steps
     generator_only_steps = min(config.objective.generator_only_steps, num_steps)
@@ -88,15 +72,7 @@ def run_flops(config: Config, num_steps: int | None = None) -> float:
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
-    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`.
-
-    It is the inverse of `run_flops`. With two-stage training it takes into account that steps of the first stage, in
-    which the generator trains alone, cost less.
-
-    Args:
-        config: the run's config; `train.num_steps` is ignored.
-        flops: training FLOPs to spend.
-    """
+    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`."""
     generator_only_flops, later_flops = _step_flops(config)
     generator_only_steps = config.objective.generator_only_steps
     first_stage_flops = generator_only_steps * generator_only_flops
@@ -108,11 +84,7 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the training FLOPs of a step in the first and in the second stage of two-stage training.
-
-    In the first stage (`objective.generator_only_steps` steps) only the generator trains. Both numbers are for a
-    global batch of rows without pads. Without two-stage training both are the FLOPs of any step.
-    """
+    """Return the training FLOPs of a step in the first and in the second stage of two-stage training."""
     objective = config.objective
     seq_len = config.data.seq_len
     generator_only_per_token = token_flops(config.model, seq_len, objective, step=0).total
@@ -122,12 +94,7 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row.
-
-    A head that predicts tokens at masked positions only costs nothing at the others, so its FLOPs are multiplied by
-    the share of masked positions. With the objectives that predict tokens, the large network counts as the
-    discriminator.
-    """
+    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row."""
     hidden = model.discriminator.hidden_size
     if objective.name == "all_tokens_mlm":
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
@@ -146,11 +113,7 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the generator and its head, averaged over all positions of a row.
-
-    The result is 0 if the objective has no generator network: with `mlm`, or with replacements drawn from fixed
-    probabilities (`objective.generator` "uniform" or "unigram").
-    """
+    """Return the forward FLOPs per token of the generator and its head, averaged over all positions of a row."""
     if objective.name == "mlm" or objective.generator not in ("trained", "frozen"):
         return 0.0
     tower = model.generator
@@ -163,30 +126,13 @@ def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveCon
 
 
 def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> int:
-    """Return the forward FLOPs of predicting one token: a dense layer, then logits over the vocabulary.
-
-    Args:
-        model: gives the size of the vocabulary.
-        hidden_size: width of the states that the head reads.
-        embedding_size: width of the token table, which is the output matrix.
-    """
     dense = 2 * hidden_size * embedding_size
     logits = 2 * embedding_size * model.vocab_size
     return dense + logits
 
 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any.
-
-    A weight of m x n elements costs 2mn per token. A token attends to all `seq_len` tokens of its row; in a local
-    layer it attends to those in its window.
-
-    Args:
-        model: gives the architecture and the window of its local layers.
-        tower: gives the number and the sizes of the layers.
-        embedding_size: width of the embeddings that the layers read.
-        seq_len: number of tokens in a row.
-    """
+    """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
@@ -230,18 +176,7 @@ GPUS_WITHOUT_BF16 = ("V100",)  # of KNOWN_GPUS
 
 
 def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "bf16") -> float | None:
-    """Return the dense 16-bit peak of a GPU model in FLOP/s, or None if it is not known.
-
-    Dense means without structured sparsity. bf16 and fp16 have the same peak; V100 has fp16 only.
-
-    Args:
-        device_name: name as the driver reports it ("NVIDIA H100 80GB HBM3"), or just the model ("H100"). Case and
-            punctuation do not matter.
-        precision: precision of the run.
-
-    Returns:
-        The peak; None for a GPU that is not in this module's list, for a slice of a GPU (MIG), and for fp32.
-    """
+    """Return the dense 16-bit peak of a GPU in FLOP/s; None for a GPU that is not listed, a slice (MIG), and fp32."""
     if precision == "fp32":
         return None
     name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # {"nvidia", "h100", "80gb", "hbm3"}
@@ -254,20 +189,7 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "b
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the model FLOPs utilisation: the share of the GPUs' peak that the run's matrix products use, 0 to 1.
-
-    Recomputation of activations is not counted. Every token counts as attending to its whole row, also where a row
-    packs several examples.
-
-    Args:
-        tokens_per_s: tokens per second of all GPUs together.
-        flops_per_token: training FLOPs per token, from `token_flops`.
-        num_gpus: number of GPUs.
-        peak: dense FLOP/s of one GPU, from `peak_flops`.
-
-    Returns:
-        The share; None if `peak` is None.
-    """
+    """Return the share of the GPUs' peak that the run's matrix products use, 0 to 1; None if `peak` is None."""
     if peak is None:
         return None
     return tokens_per_s * flops_per_token / (num_gpus * peak)

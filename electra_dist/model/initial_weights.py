@@ -40,15 +40,7 @@ _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
-    """Build generator and discriminator with their embeddings and heads, and initialise them, in fp32 on the host.
-
-    The same arguments give the same weights on every rank.
-
-    Args:
-        model: sizes and sharing of the towers.
-        seed: the run's seed.
-        objective: decides which towers and heads exist; None for replaced-token detection.
-    """
+    """Build and initialise the towers and heads of an objective (None: RTD), fp32, on the host, equal on all ranks."""
     # Parameters on the device "meta" have no memory, so torch's own initialisation of them costs nothing.
     with torch.device("meta"):
         towers = ElectraTowers(model, objective)
@@ -59,18 +51,7 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 
 @torch.no_grad()
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
-    """Overwrite every parameter of `towers` in place with its initial value.
-
-    Each parameter has its own random generator, seeded with the run's seed and the parameter's name, so its values do
-    not depend on other parameters. Biases, the pad rows of token tables, and tables that hold differences to the
-    generator's tables (`model.sharing: gdes`) become zero, weights of LayerNorms one. The other weights are drawn:
-    Glorot-uniform for embedding projections and layers of one unit, truncated normal for the rest.
-
-    Args:
-        towers: networks, embeddings and heads, on the host.
-        model: the config's section `model`, from which the towers were built.
-        seed: the run's seed.
-    """
+    """Overwrite every parameter of `towers` in place with its initial value."""
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
         # "discriminator.layers.0.expand.weight" is the parameter "weight" of "discriminator.layers.0.expand".
@@ -95,16 +76,7 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _standard_deviation(model: ModelConfig, module_name: str) -> float:
-    """Return the standard deviation of the normal distribution from which a module's initial weights are drawn.
-
-    It is `model.initializer_range`. With `model.architecture: modern`, it is divided by sqrt(2 x number of layers) for
-    the last matrix of each sub-layer, as in ModernBERT. The outputs of these matrices are added to the residual
-    stream, whose variance would otherwise grow with the depth.
-
-    Args:
-        model: section `model` of the config.
-        module_name: full name of the module, such as "discriminator.layers.0.contract".
-    """
+    """Return the standard deviation of the normal distribution from which a module's initial weights are drawn."""
     writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
     if model.architecture == "bert" or not writes_to_residual:
         return model.initializer_range
@@ -113,12 +85,6 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
 
 
 def _is_glorot(module_name: str) -> bool:
-    """Return whether the weights of a module are initialised Glorot-uniform; `_GLOROT` lists these modules.
-
-    Args:
-        module_name: full name in the towers: true for "discriminator_head.out" and "generator.embeddings_project",
-            false for the output projection of attention, such as "generator.layers.0.attention.out".
-    """
     if module_name.endswith("attention.out"):
         return False
     last_component = module_name.rpartition(".")[2]
@@ -126,24 +92,14 @@ def _is_glorot(module_name: str) -> bool:
 
 
 def _glorot_uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Return fp32 draws from U(-b, b) with b = sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
-
-    Args:
-        shape: [fan_out, fan_in], the shape of a dense layer's weight.
-        generator: source of the draws.
-    """
+    """Return fp32 draws from U(-b, b) with b = sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010)."""
     fan_sum = sum(shape)
     bound = math.sqrt(6.0 / fan_sum)
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
-    """Return fp32 draws from a normal distribution of mean 0 and deviation `std`, cut at two deviations.
-
-    A uniform draw u becomes a normal draw by the inverse CDF, std * sqrt(2) * erfinv(u). u is drawn from (-p, p),
-    where p is the probability that a normal draw lies within two deviations, so no result lies outside. This takes one
-    pass. torch's own function may use a rejection loop instead, whose results could change with torch's version.
-    """
+    """Return fp32 draws from a normal distribution of mean 0 and deviation `std`, cut at two deviations."""
     mass_within_two_deviations = math.erf(2.0 / math.sqrt(2.0))
     uniform = torch.empty(shape).uniform_(-mass_within_two_deviations, mass_within_two_deviations, generator=generator)
     return uniform.erfinv_().mul_(std * math.sqrt(2.0))

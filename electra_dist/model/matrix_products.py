@@ -11,32 +11,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whether this CPU has AMX or AVX512-BF16
 
 
 class Linear(nn.Linear):
-    """Drop-in nn.Linear that computes bf16 products faster on CPUs without bf16 instructions.
+    """Drop-in nn.Linear that computes bf16 products faster on CPUs without bf16 instructions."""
 
-    The product is computed by `linear` of this module. Parameters and their names are those of nn.Linear.
-    """
-
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + b, [..., out] for `x` of [..., in], in the dtype of `x` or, under autocast, in autocast's."""
         return linear(x, self.weight, self.bias)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + b, [..., out], as `F.linear` does, in the dtype of `x` or of autocast.
-
-    A bf16 product on a CPU without bf16 instructions is computed in fp32 and rounded to bf16 once, because torch's own
-    bf16 products are many times slower on these CPUs.
-
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out], or None.
-    """
+    """Return x W^T + b, [..., out], in the dtype of `x` or of autocast, as `F.linear` does."""
     if not _emulates_bf16(x):
         return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
@@ -54,16 +43,7 @@ def input_gradient(
     other_grad_TI: torch.Tensor | None = None,
     out_TI: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the input of `linear`, [T, in]: grad W, plus another gradient of the same input.
-
-    The sum is part of the product, which rounds once. T tokens; all arguments have one dtype.
-
-    Args:
-        grad_TO: gradient of the product's output.
-        weight_OI: [out, in].
-        other_grad_TI: gradient that the input has from elsewhere, such as a residual connection.
-        out_TI: tensor that may be overwritten by the result, so that no memory is allocated.
-    """
+    """Return the gradient of the input of `linear`, [T, in], plus `other_grad_TI`, by one product that rounds once."""
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
             other_in_fp32 = None if other_grad_TI is None else other_grad_TI.float()
@@ -74,10 +54,7 @@ def input_gradient(
 
 
 def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the weight of `linear`, [out, in], from the output's gradient and the input.
-
-    T tokens; both arguments have one dtype, which is that of the result.
-    """
+    """Return the gradient of the weight of `linear`, [out, in], from the output's gradient and the input."""
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
             return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()

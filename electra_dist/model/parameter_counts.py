@@ -12,10 +12,7 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128.
-
-    Parameters that both networks train count for the discriminator.
-    """
+    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128."""
 
     discriminator: int  # with its head and the embeddings that it trains
     generator_only: int  # parameters that only the generator's loss trains
@@ -30,7 +27,6 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
     """Return the numbers of trainable parameters of the discriminator and of the generator alone.
 
     Args:
-        model: sizes of both networks, and what they share.
         objective: decides which networks and heads exist; None for replaced-token detection.
     """
     if objective is None:
@@ -52,10 +48,7 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters that only the generator uses; 0 without a generator network.
-
-    What the generator shares with the discriminator (`model.sharing`) is counted with the discriminator.
-    """
+    """Return the number of parameters that only the generator uses; 0 without a generator network."""
     if objective.name == "mlm" or objective.generator != "trained":
         return 0
     tower = model.generator
@@ -72,14 +65,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters of a frozen generator with its tables and head; 0 without one.
-
-    They do not train, so `parameter_counts` leaves them out.
-
-    Args:
-        model: gives the generator's sizes.
-        objective: has a frozen generator if its `generator` is "frozen".
-    """
+    """Return the number of parameters of a frozen generator with its tables and head; 0 without one."""
     if objective.generator != "frozen":
         return 0
     width = model.generator_embedding_width
@@ -88,14 +74,6 @@ def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) 
 
 
 def _embeddings(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of the embeddings: the tables and their LayerNorm.
-
-    Tokens, positions and token types have tables; with the architecture `modern` only tokens have one.
-
-    Args:
-        model: gives the architecture and the numbers of entries of the tables.
-        width: number of features of an entry.
-    """
     if model.architecture == "modern":
         return model.vocab_size * width + _layer_norm(model, width)
     table_rows = model.vocab_size + model.max_positions + model.type_vocab_size
@@ -103,33 +81,17 @@ def _embeddings(model: ModelConfig, width: int) -> int:
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
-    """Return the number of parameters of a `GeneratorHead`: dense layer, LayerNorm and one bias per token.
-
-    The output matrix is the token table, which is counted with the embeddings.
-
-    Args:
-        model: gives the architecture and the size of the vocabulary.
-        hidden: width of the states that the head reads.
-        width: width of the token table.
-    """
     return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
 
 
 def _detection_head(model: ModelConfig) -> int:
-    """Return the number of parameters of the head that detects replaced tokens, with one logit per token."""
     hidden = model.discriminator.hidden_size
     layer_norm = _layer_norm(model, hidden) if model.architecture == "modern" else 0
     return _dense(hidden, hidden, has_bias=_has_biases(model)) + layer_norm + _dense(hidden, 1)
 
 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
-    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any.
-
-    Args:
-        model: gives the architecture.
-        tower: gives the number and the sizes of the layers.
-        embedding_size: width of the embeddings; if it differs from that of the layers, there is a projection.
-    """
+    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     has_bias = _has_biases(model)
@@ -144,15 +106,12 @@ def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int
 
 
 def _has_biases(model: ModelConfig) -> bool:
-    """Return whether the linear layers and LayerNorms of the architecture have biases."""
     return model.architecture == "bert"
 
 
 def _layer_norm(model: ModelConfig, width: int) -> int:
-    """Return the number of parameters of a LayerNorm: weights and, if the architecture has biases, biases."""
     return 2 * width if _has_biases(model) else width
 
 
 def _dense(num_in: int, num_out: int, has_bias: bool = True) -> int:
-    """Return the number of parameters of a dense layer: a `num_in` x `num_out` weight and `num_out` biases, if any."""
     return num_in * num_out + (num_out if has_bias else 0)

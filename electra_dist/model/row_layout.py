@@ -6,10 +6,6 @@ an example: `attention_bias` is -inf between two tokens of different examples. T
 example, so a query on a pad attends to pads and yields numbers, not NaN. `example_bounds` expresses the same structure
 as the places where examples begin, which FlashAttention reads in place of a bias.
 
-Cost: a few cumulative sums over [B, S] and one [B, 1, S, S] bias per batch (16 MB at 32 x 512 in bf16), shared by
-all layers of both towers. Shapes are static, and nothing waits for the device. `example_bounds` runs on the host, on
-ids that have not been moved to the device.
-
 Limits: rows must be as the corpus builder makes them; a [PAD] inside an example is not looked for.
 
 Shapes: B rows, S tokens.
@@ -38,23 +34,12 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from a mapping of "[PAD]", "[UNK]", "[CLS]", "[SEP]" and "[MASK]" to their ids.
-
-        The manifest of a corpus, corpus.json, holds this mapping.
-
-        Raises:
-            KeyError: one of the five tokens is missing.
-        """
+        """Build from a mapping of "[PAD]", "[UNK]", "[CLS]", "[SEP]" and "[MASK]" to their ids."""
         return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):
-    """Structure of a batch of rows, each packing one or more examples: four tensors [B, S], one entry per token.
-
-    An example starts with [CLS] and has one or two segments, each ended by [SEP]. The tensors hold the number of a
-    token's example in its row, the token's position in that example, its token type (0 in the first segment, 1 in the
-    second), and whether it is a real token. Pads have example -1, position 0 and token type 0.
-    """
+    """Structure of a batch of rows, each packing one or more examples: four tensors [B, S], one entry per token."""
 
     example_BS: torch.Tensor  # int64, number of the example within its row, from 0
     position_BS: torch.Tensor  # int64, restarts at 0 in every example
@@ -71,10 +56,6 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
         example     0  0  0  0  0  1  1  1 -1
         position    0  1  2  3  4  0  1  2  0
         token type  0  0  0  1  1  0  0  0  0
-
-    Args:
-        ids_BS: int64 token ids of the original rows, not of masked ones.
-        special: ids of the special tokens.
     """
     is_real = ids_BS != special.pad
     is_cls = ids_BS == special.cls
@@ -102,10 +83,6 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
 
     The pads of a row count as one example. Every query may attend at least to itself, so no query has only scores of
     -inf, whose softmax would be NaN.
-
-    Args:
-        layout: structure of the rows, from `derive`.
-        dtype: dtype of the bias.
     """
     same_example_BSS = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
     bias_BSS = torch.zeros(same_example_BSS.shape, dtype=dtype, device=same_example_BSS.device)
@@ -114,21 +91,15 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ExampleBounds(NamedTuple):
-    """Places where the examples of a batch begin, as FlashAttention's kernels for sequences of any length read them.
-
-    The rows are laid end to end, so a batch of B rows of S tokens is one line of T = B * S tokens, which the bounds
-    cut into sequences. Each example is a sequence, and so are the pads of a row.
+    """Places where the examples of a batch begin, as FlashAttention's kernels for sequences of any length read
+    them.
     """
 
     cu_seqlens: torch.Tensor  # int32 [L + 1]: first token of each of L sequences in the line, then T; never decreases
     longest: int  # upper bound of the tokens of a sequence: the row length
 
     def to(self, device: torch.device) -> ExampleBounds:
-        """Return the bounds on a device; the host does not wait for the copy to a GPU.
-
-        Args:
-            device: the device of the token ids.
-        """
+        """Return the bounds on a device; the host does not wait for the copy to a GPU."""
         cu_seqlens = self.cu_seqlens
         if device.type == "cuda":
             cu_seqlens = cu_seqlens.pin_memory()  # from pageable memory the copy would wait for the queued work
@@ -136,18 +107,7 @@ class ExampleBounds(NamedTuple):
 
 
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
-    """Return where the examples of some rows begin, on the host; the pads of a row count as one example.
-
-    Empty sequences, which begin and end at T (behind the last token), pad the number of sequences to L. L is the
-    number of rows times the smallest power of two, at least 2, that makes room for all examples and pads. So batches
-    with the same number of rows nearly always have tensors of one size, which compiled code and CUDA graphs need. L is
-    not a fixed upper bound, because a row may hold an example for every 5 tokens, and each empty sequence costs idle
-    thread blocks and 128 tokens of workspace in every backward pass of attention.
-
-    Args:
-        ids_BS: token ids of the original rows in host memory, of any integer dtype.
-        special: ids of the special tokens.
-    """
+    """Return where the examples of some rows begin, on the host; the pads of a row count as one example."""
     num_rows, row_length = ids_BS.shape
     is_pad_BS = ids_BS == special.pad
     begins_BS = ids_BS == special.cls

@@ -7,8 +7,6 @@ chunks are in fp32 or wider. The pad rows of the table are left out. Nothing wai
 `electra_kernels.mlm_head` cannot be used for this: it returns a weighted sum whose weights must be known beforehand.
 The objectives with a copy gate, a policy gradient or a cloze model need the log-probability of each row.
 
-Cost: four matrix products instead of three, because backward computes the logits again.
-
 Shapes: M rows, C rows of one chunk, D features, V padded vocabulary.
 """
 
@@ -26,19 +24,7 @@ CHUNK_ROWS = 2048  # rows whose logits exist at the same time
 def token_log_probs(
     x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, target_M: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each row's target token, and each row's most probable token.
-
-    Args:
-        x_MD: features of the rows; cast to the dtype of the table.
-        table_VD: token table, with its pad rows at the end.
-        bias_V: output bias, `vocab_size` entries.
-        target_M: int64 tokens in [0, vocab_size).
-        vocab_size: number of tokens, without the pad rows of the table.
-
-    Returns:
-        Log-probabilities in nats, [M] fp32 (fp64 for fp64 input), with gradients to x, table and bias; and the most
-        probable tokens, [M] int64.
-    """
+    """Return the log-probability of each row's target (nats, [M] fp32 or wider), and each row's best token."""
     device_type = x_MD.device.type
     under_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     without_autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -51,16 +37,7 @@ def token_log_probs(
 
 @torch.no_grad()
 def token_entropies(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the entropy of each row's distribution over the tokens, in nats, [M] fp32 (fp64 for fp64 input).
-
-    It is the log-sum-exp of the logits minus their mean under the softmax. There is no gradient.
-
-    Args:
-        x_MD: features of the rows; cast to the dtype of the table.
-        table_VD: token table, with its pad rows at the end.
-        bias_V: output bias, `vocab_size` entries.
-        vocab_size: number of tokens, without the pad rows of the table.
-    """
+    """Return the entropy of each row's distribution over the tokens, in nats, [M] fp32 (fp64 for fp64 input)."""
     products_table_VD = _for_products(table_VD)
     entropies = []
     for x_CD in x_MD.split(CHUNK_ROWS):
@@ -71,20 +48,14 @@ def token_entropies(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Te
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the logits over the vocabulary, x W^T + bias, [M, vocab_size] in fp32 or wider.
-
-    The rows of the table beyond `vocab_size`, which only pad it, get no logit.
-    """
+    """Return the logits over the vocabulary, x W^T + bias, [M, vocab_size] in fp32 or wider."""
     logits_MV = (x_MD @ table_VD.t())[:, :vocab_size]
     wide_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     return logits_MV.to(wide_dtype) + bias_V
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Autograd function that `token_log_probs` applies.
-
-    Logits are computed for a limited number of rows at a time and not kept; the backward pass computes them again.
-    """
+    """Autograd function that `token_log_probs` applies."""
 
     @staticmethod
     def forward(
@@ -95,11 +66,7 @@ class _TokenLogProbs(torch.autograd.Function):
         target_M: torch.Tensor,
         vocab_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's log-probability of its target and its most probable token, [M] each.
-
-        The log-probability is the target's logit minus the log-sum-exp of all logits. Each row's log-sum-exp is kept
-        for the backward pass; the logits are not.
-        """
+        """Return each row's log-probability of its target and its most probable token, [M] each."""
         products_table_VD = _for_products(table_VD)
         target_logits = []
         log_sum_exps = []
@@ -120,16 +87,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_M: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, table and bias, and None for target and vocabulary size.
-
-        For logits z and target t, the gradient of log softmax(z)[t] by z is onehot(t) - softmax(z). It is multiplied
-        by the upstream gradient of the row. The gradients of table and bias are summed over chunks of rows.
-
-        Args:
-            ctx: holds the saved inputs and log-sum-exps.
-            grad_M: upstream gradient of the log-probabilities.
-            _: upstream gradient of the most probable tokens, which are not differentiable.
-        """
+        """Return the gradients of x, table and bias, and None for target and vocabulary size."""
         x_MD, table_VD, bias_V, target_M, log_sum_exp_M = ctx.saved_tensors
         products_table_VD = _for_products(table_VD)
         products_dtype = products_table_VD.dtype
@@ -156,9 +114,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _for_products(table_VD: torch.Tensor) -> torch.Tensor:
-    """Return the token table in the dtype of the matrix products: fp32 or wider on a CPU, unchanged on other devices.
-
-    On a CPU, products in bf16 or fp16 are six times slower than in fp32.
+    """Return the token table in the dtype of the matrix products: fp32 or wider on a CPU, unchanged on other
+    devices.
     """
     if table_VD.device.type == "cpu":
         return table_VD.to(torch.promote_types(table_VD.dtype, torch.float32))

@@ -43,20 +43,12 @@ def detects_replacements(objective: ObjectiveConfig) -> bool:
 
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Return whether the discriminator has embedding parameters of its own.
-
-    With `model.sharing: none` these are whole tables. With `gdes` they are differences that are added to the
-    generator's tables. With any other value, and without a generator network, there is one set of tables.
-    """
+    """Return whether the discriminator has embedding parameters of its own."""
     return model.sharing in ("none", "gdes") and objective.trains_generator
 
 
 class ElectraTowers(nn.Module):
-    """Module with the embeddings, networks (towers) and heads that one objective trains.
-
-    `initial_weights.build_towers` builds it with its initial weights. Which of the annotated submodules exist depends
-    on the objective and on `model.sharing`; test with `hasattr`.
-    """
+    """Module with the embeddings, networks (towers) and heads that one objective trains."""
 
     generator: Encoder
     generator_reverse: Encoder
@@ -68,15 +60,7 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: Embeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create the submodules that the objective trains, with torch's own initial values.
-
-        `initial_weights.init_towers` overwrites these values. The order in which submodules are created is that of
-        the parameters, on which the optimizer's state in a checkpoint depends.
-
-        Args:
-            model: sizes and sharing of the towers.
-            objective: decides which submodules exist; None for replaced-token detection.
-        """
+        """Create the submodules that the objective trains (None: RTD), with values that `init_towers` overwrites."""
         super().__init__()
         if objective is None:
             objective = ObjectiveConfig()
@@ -96,13 +80,8 @@ class ElectraTowers(nn.Module):
             self.__dict__["generator"] = self.discriminator
 
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
-        """Create the generator's tower or towers, its head, and the baseline that `adversarial` needs.
-
-        With `model.sharing: all` no tower is created, because the discriminator's serves as the generator, too.
-
-        Args:
-            objective: decides which submodules exist.
-            embedding_width: width of the tables that the generator reads.
+        """Create the generator's tower or towers, its head, and the baseline that `adversarial` needs. With
+        `model.sharing: all` no tower is created, because the discriminator's serves as the generator, too.
         """
         model = self.model
         hidden_size = model.generator.hidden_size
@@ -117,14 +96,7 @@ class ElectraTowers(nn.Module):
             self.baseline = nn.Linear(hidden_size, 1)
 
     def _add_discriminator(self, objective: ObjectiveConfig) -> None:
-        """Create the large tower (the network that is kept after pretraining) and its head.
-
-        The head detects replaced tokens or, with an objective that trains the tower to predict tokens, predicts them.
-        With `discriminator_mlm_weight` above 0 there are both heads.
-
-        Args:
-            objective: decides on the head, and whether there is a gate for copying input tokens (all_tokens_mlm).
-        """
+        """Create the large tower (the network that is kept after pretraining) and its head."""
         model = self.model
         hidden_size = model.discriminator.hidden_size
         self.discriminator = new_encoder(model, model.discriminator, model.embedding_size)
@@ -136,45 +108,20 @@ class ElectraTowers(nn.Module):
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def is_generators(self, name: str) -> bool:
-        """Return whether a parameter counts as the generator's own, because only the generator's loss trains it.
-
-        This is so for the generator's layers, head and baseline, and for `embeddings` if the discriminator has
-        embedding parameters of its own. Parameters that both towers train count as the discriminator's, which is the
-        model that is kept. The config's section `optimizer.generator` applies to the generator's own parameters.
-
-        Args:
-            name: name of the parameter in this module, such as "generator_head.bias".
-        """
+        """Return whether a parameter counts as the generator's own, because only the generator's loss trains it."""
         parts: tuple[str, ...] = ("generator", "generator_reverse", "generator_head", "baseline")
         if hasattr(self, "discriminator_embeddings"):
             parts += ("embeddings",)
         return name.partition(".")[0] in parts
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the embeddings of the rows by the tables that the generator reads, [B, S, E].
-
-        Where generator and discriminator share the tables, the discriminator's embeddings are computed by them, too.
-
-        Args:
-            ids_BS: int64 ids of the rows, original or masked.
-            layout: structure of the original rows, which gives positions and token types.
-            dropout_keys: keys of the tower that reads them; not needed in evaluation mode.
-        """
+        """Return the embeddings of the rows by the tables that the generator reads, [B, S, E]."""
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
 
     def embed_discriminator(
         self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None
     ) -> torch.Tensor:
-        """Return the discriminator's embeddings of the rows, [B, S, E].
-
-        With `model.sharing: gdes`, the discriminator's own tables hold differences to the generator's tables. The
-        entries of both are added, and the generator's tables get no gradient from this sum.
-
-        Args:
-            ids_BS: int64 ids of the rows, original, masked or corrupted.
-            layout: structure of the original rows, which gives positions and token types.
-            dropout_keys: keys of the discriminator; not needed in evaluation mode.
-        """
+        """Return the discriminator's embeddings of the rows, [B, S, E]."""
         if not hasattr(self, "discriminator_embeddings"):
             return self.embed(ids_BS, layout, dropout_keys)
         base_BSE = None
@@ -183,10 +130,7 @@ class ElectraTowers(nn.Module):
         return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
-        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.
-
-        With `model.sharing: gdes` it is the generator's table, without gradient, plus the discriminator's difference.
-        """
+        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it."""
         if not hasattr(self, "discriminator_embeddings"):
             return self.embeddings.word.weight
         own_table = self.discriminator_embeddings.word.weight

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import Batch, StepOutput, mlm_sums, rtd_sums
@@ -32,21 +33,10 @@ from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class AdversarialGenerator(ReplacedTokenDetection):
-    """Replaced-token detection whose generator learns by REINFORCE to raise the discriminator's loss.
+    """Replaced-token detection whose generator learns by REINFORCE to raise the discriminator's loss."""
 
-    The generator gets no gradient from its own masked-language-model (MLM) loss, which is reported only.
-    """
-
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the discriminator's loss and the generator's REINFORCE loss, each scaled and weighted.
-
-        The generator is rewarded for samples that the discriminator classifies wrongly. The REINFORCE loss exists for
-        its gradient only: its value does not show how well the generator does. Compare runs by the metrics, not by
-        this loss.
-
-        The REINFORCE loss is a sum over the masked positions, times `batch.first_scale` and the weight `mlm_weight`.
-        The discriminator's is a sum over the real tokens, times `batch.second_scale` and the weight `rtd_weight`.
-        """
         # The MLM loss is reported but not trained, so the head runs without gradient.
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
@@ -85,20 +75,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         weight_M: torch.Tensor,
         temperature: Scalar,
     ) -> torch.Tensor:
-        """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss.
-
-        For each masked position, REINFORCE multiplies the gradient of log p(inserted token) by the advantage R - b.
-        The reward R is the discriminator's loss at the position, -log D(right label). The baseline b is an estimate of
-        R by a linear layer on the generator's state. Subtracting it lowers the variance of the gradient.
-
-        Args:
-            states_MH: the generator's states at M masked positions, with gradient.
-            inserted_M: int64 token that the corrupted row holds at each position: the generator's sample or, where a
-                position was drawn more than once, the token whose id is the mean of the samples' ids, rounded down.
-            right_logit_M: the discriminator's logit of the right label (replaced or original) at each position.
-            weight_M: 1 for a masked position; 0 for an entry that only fills up a row with fewer masked positions.
-            temperature: the temperature at which the samples were drawn.
-        """
+        """Return a scalar whose gradient is REINFORCE's for the generator plus that of the baseline's own loss."""
         # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.
         head = self.towers.generator_head
         inverse_temperature = 1.0 / temperature

@@ -7,8 +7,6 @@ state h_t weighs them:
 
     p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(x)
 
-Cost: a softmax over the vocabulary at every position, not only at the masked ones.
-
 Shapes: B rows, S tokens, T = B * S.
 """
 
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import Batch, StepOutput
@@ -23,22 +22,10 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 
 class AllTokensMlm(CorruptingObjective):
-    """Objective that predicts the original token at every position of corrupted text.
+    """Objective that predicts the original token at every position of corrupted text."""
 
-    A learned gate decides at each position between copying the token that is read and predicting one.
-    """
-
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the generator's MLM loss plus the large tower's loss over all real tokens, each scaled and weighted.
-
-        The large tower reads the text in which the generator replaced tokens. Its probability of the original token is
-        a mixture with a learned gate D: D * (1 if the token that is read is the original, 0 if not) + (1 - D) *
-        softmax(original).
-
-        Both losses are sums that the caller's scales turn into means: `batch.first_scale` must be 1 / (number of
-        masked positions) and `batch.second_scale` 1 / (number of real tokens). `loss_counts` returns these two
-        numbers.
-        """
         corruption = self.corrupt(batch)
         hidden_TH = self.read(batch, corruption.corrupted_BS).flatten(0, 1)
 

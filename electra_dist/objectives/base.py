@@ -45,11 +45,9 @@ REVERSE = 2**32 - 3
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of a batch, from which metrics are computed.
+    """Sums over the tokens of a batch, losses in nats; add them over micro-batches and ranks first, then divide.
 
-    Add them over micro-batches and ranks first, then divide: the mean MLM loss is mlm_loss_sum / mlm_weight, for
-    example. Sums that an objective does not have are 0. Losses are in nats. A slot is a masked position; with the
-    objective `electric`, every token that may be masked is one.
+    The mean MLM loss, for example, is mlm_loss_sum / mlm_weight. Sums that an objective does not have are 0.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
@@ -72,12 +70,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
-
-    An objective computes one or two losses, each as a sum over tokens, which `first_scale` and `second_scale` turn
-    into means. To get these scales, add up the results of `loss_counts` over all rows that the mean covers, usually
-    the global batch: `first_scale` is 1 / (sum of column 0), and `second_scale` is 1 / (sum of column 1).
-    """
+    """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch."""
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
     # them. The hook of fp16 casts the two scales to 16 bits and calls the class with arguments that a NamedTuple does
@@ -106,10 +99,7 @@ class StepInput:
 
 
 class StepOutput(NamedTuple):
-    """Result of one forward pass of an objective: the loss, the sums for metrics, and outputs per token.
-
-    Only `loss` carries a gradient. The outputs per token are the logits, labels and pads of replaced-token detection.
-    """
+    """Result of one forward pass of an objective: the loss, the sums for metrics, and outputs per token."""
 
     loss: torch.Tensor  # fp32 scalar, scaled: what the backward pass starts from
     sums: torch.Tensor  # float64 [len(Sums._fields)], in the order of `Sums`; read with `Sums(*sums.tolist())`
@@ -120,25 +110,13 @@ class StepOutput(NamedTuple):
 
 
 def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return seed and step as int64 [2] on a device; the host does not wait for the copy to a GPU.
-
-    Kernels read the step from this memory and have no argument that changes from step to step. A CUDA graph of a
-    micro-batch could therefore be repeated for another step once the memory holds that step's number.
-
-    Args:
-        seed: the run's seed, below 2**63.
-        step: number of the optimizer step.
-        device: the device of the token ids.
-    """
+    """Return seed and step as int64 [2] on a device; the host does not wait for the copy to a GPU."""
     return key_on_device(torch.tensor([seed, step]), device)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """Input of an objective's `compute_loss`: a `StepInput` with the structure and the attention mask of its rows.
-
-    The structure is the examples that each row packs, the position of each token in its example, and the pads.
-    """
+    """Input of an objective's `compute_loss`: a `StepInput` with the structure and the attention mask of its rows."""
 
     values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
@@ -151,15 +129,7 @@ class Batch(StepInput):
         return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots].
-
-        A slot is a place for one masked position of a row. Slot n of global row r has the number r * num_slots + n.
-        The random number that samples a slot's token is keyed by it, so samples do not depend on how the global batch
-        is split into micro-batches and ranks.
-
-        Args:
-            num_slots: number of slots of every row.
-        """
+        """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots]."""
         slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
         first_slot_of_row_B1 = self.row_B[:, None] * num_slots
         return (first_slot_of_row_B1 + slot_in_row_N).flatten()
@@ -170,14 +140,7 @@ def loss_counts(
 ) -> torch.Tensor:
     """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
 
-    Column 0 belongs to the generator's loss, or to the only loss if there is no generator. Column 1 belongs to the
-    large tower's loss. The loss scales in a `StepInput` are 1 / (column sum). The counts depend only on the token ids,
-    so they can be summed over all rows of a step and over all ranks before the step's first forward pass.
-
     Args:
-        ids_BS: int64 token ids of the original rows.
-        special: ids of the special tokens.
-        objective: its name decides which tokens count, and its `mask_prob` decides how many of them are masked.
         mask_prob: share of masked tokens at this step, if it is scheduled. None means its value at the first step.
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
@@ -192,26 +155,12 @@ def loss_counts(
 
 
 class Objective(nn.Module, ABC):
-    """Base class of the objectives: a module that holds the networks and computes the loss that trains them.
-
-    A subclass implements `compute_loss`. DeepSpeed wraps the module. Call it with a `StepInput`; it returns a
-    `StepOutput`.
-    """
+    """Base class of the objectives: a module that holds the networks and computes the loss that trains them."""
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
     ) -> None:
-        """Store the networks and the settings.
-
-        Until the caller sets the attribute `attention`, attention runs in torch's scaled_dot_product_attention
-        ("sdpa").
-
-        Args:
-            towers: networks, embeddings and heads, built for `objective`.
-            objective: the config's section `objective`.
-            special: ids of the special tokens.
-            backend: `kernels.backend` of the config, which selects implementations of the fused operations.
-        """
+        """Store the networks and the settings."""
         super().__init__()
         self.towers = towers
         self.objective = objective
@@ -220,27 +169,14 @@ class Objective(nn.Module, ABC):
         self.attention = SDPA
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Return the loss, the metric sums and the outputs per token for some rows of an optimizer step.
-
-        This derives examples, positions and the attention mask from the token ids, and calls `compute_loss`. If the
-        input brings replaced tokens of its own (`shown_BS`), only the discriminator runs, on these.
-        """
+        """Return the loss, the metric sums and the outputs per token for some rows of an optimizer step."""
         batch = self.batch(step_input)
         if batch.shown_BS is not None:
             return self.score_shown(batch, batch.shown_BS)
         return self.compute_loss(batch)
 
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
-        """Return the discriminator's logits of "replaced" on given tokens; the loss is 0, and no generator runs.
-
-        The evaluation of the context AUC calls it, through `forward`, with replacements that no generator has drawn.
-        The objective must have a discriminator. With `electric`, the logits are the energies, without the noise
-        model's offset.
-
-        Args:
-            batch: the original rows, which give positions and attention mask.
-            shown_BS: int64 ids that the discriminator reads.
-        """
+        """Return the discriminator's logits of "replaced" on given tokens; the loss is 0, and no generator runs."""
         label_BS = shown_BS != batch.ids_BS
         hidden_BSH = self.read(batch, shown_BS)
         rtd = self.towers.discriminator_head(hidden_BSH, label_BS, batch.layout.is_real_BS, backend=self.backend)
@@ -248,23 +184,10 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss, the metric sums and the outputs per token of a batch.
-
-        Subclasses implement this method; callers call the module instead. The loss must be the sum of the objective's
-        one or two losses. Each is a sum over tokens, multiplied by its scale (`batch.first_scale` for the first,
-        `batch.second_scale` for the second) and by its weight (such as `batch.values.mlm_weight`): use
-        `scheduled_values.weighted`. Build the result with `output`.
-        """
+        """Return the loss, the metric sums and the outputs per token of a batch."""
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Return the input together with the examples, positions and attention mask of its rows.
-
-        The attention mask has the form that the attribute `attention` selects: a bias for "sdpa", in the dtype of the
-        parameters, blocks for "flex", or the bounds that the input brings for "flash".
-
-        Raises:
-            ValueError: the backend is "flash", and the input has no bounds.
-        """
+        """Return the input together with the examples, positions and attention mask of its rows."""
         layout = derive(step_input.ids_BS, self.special)
         values = step_input.scheduled
         if values is None:
@@ -289,15 +212,7 @@ class Objective(nn.Module, ABC):
         )
 
     def _attention_mask(self, step_input: StepInput, layout: RowLayout) -> AttentionMask:
-        """Return the mask of the selected backend that lets tokens of one example attend to each other.
-
-        Args:
-            step_input: brings the bounds of the examples for the backend "flash".
-            layout: structure of the rows of `step_input`.
-
-        Raises:
-            ValueError: the backend is "flash", and the input has no bounds.
-        """
+        """Return the mask of the selected backend that lets tokens of one example attend to each other."""
         if self.attention.backend != "flash":
             parameter_dtype = self.towers.embeddings.word.weight.dtype
             return new_attention_mask(self.towers.model, layout, parameter_dtype, self.attention.backend)
@@ -309,12 +224,7 @@ class Objective(nn.Module, ABC):
         return step_input.bounds
 
     def mask(self, batch: Batch) -> Masking:
-        """Draw the masked positions of each row; return them with the masked rows that the generator reads.
-
-        The draw is a function of (seed, step, row number, token ids), so a repeated call gives equal results. At a
-        share 1 - `objective.mask_token_prob` of the masked positions, the generator reads the original token, not
-        [MASK].
-        """
+        """Draw the masked positions of each row; return them with the masked rows that the generator reads."""
         return mask_rows(
             batch.ids_BS,
             self.special,
@@ -328,13 +238,7 @@ class Objective(nn.Module, ABC):
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the keys from which one network (tower) derives which elements it drops for this batch.
-
-        Args:
-            batch: gives the run's seed, the step and the numbers of the rows.
-            tower: GENERATOR, DISCRIMINATOR or REVERSE (constants of this module; REVERSE is Electric's right-to-left
-                generator). Different towers drop different elements.
-        """
+        """Return the keys from which one network (tower) derives which elements it drops for this batch."""
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
         return DropoutKeys(
             seed=tower_seed,
@@ -345,15 +249,7 @@ class Objective(nn.Module, ABC):
         )
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Run the large tower on a masked or corrupted version of the batch; return its states, [B, S, H].
-
-        The large tower is `towers.discriminator`, also where the objective trains it to predict tokens. The structure
-        of the rows is taken from the original tokens, since a replacement could be a [SEP] or a [PAD].
-
-        Args:
-            batch: the original rows, which give positions, attention mask and dropout keys.
-            ids_BS: int64 token ids that the large tower reads.
-        """
+        """Run the large tower on a masked or corrupted version of the batch; return its states, [B, S, H]."""
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
         return self.towers.discriminator(embedded, batch.attention_mask, dropout_keys)
@@ -370,9 +266,6 @@ class Objective(nn.Module, ABC):
         """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
         Args:
-            batch: the batch that was read.
-            loss: fp32 scalar with gradient.
-            sums: scalar tensors by the names of the fields of `Sums`; this method adds `loss` and `tokens`.
             rtd_logit_BS: B * S logits of any shape; None if the objective does not detect replaced tokens.
             label_BS: bool, True for replaced tokens; None if the objective has no such labels.
             shown_BS: int64 ids that the discriminator has read; None if they are the batch's own.
@@ -404,12 +297,7 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a head that predicts masked tokens, by the names of the fields of `Sums`.
-
-    Args:
-        mlm: output of the generator's head; with the objective `mlm`, which has no generator, output of the large
-            tower's head.
-    """
+    """Return the metric sums of a head that predicts masked tokens, by the names of the fields of `Sums`."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,
@@ -419,12 +307,7 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of the discriminator's head, by the names of the fields of `Sums`.
-
-    Args:
-        rtd: output of the head: the sum of the losses, and the numbers of replaced and original tokens, each also of
-            those classified correctly.
-    """
+    """Return the metric sums of the discriminator's head, by the names of the fields of `Sums`."""
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

@@ -45,19 +45,7 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the objective that the config names, as an initialised module in fp32 on the host.
-
-    The caller moves it to the device and sets the attention backend (attribute `attention`). With
-    `objective.generator: frozen` the caller also loads the weights of its attribute `frozen_generator`.
-
-    Args:
-        model: the config's section `model`.
-        objective: the config's section `objective`.
-        special: ids of the special tokens.
-        seed: the run's seed, which keys the initialisation.
-        backend: `kernels.backend` of the config.
-        count_V: how often each token occurs in the corpus; needed if `needs_token_counts` is True for the objective.
-    """
+    """Return the objective that the config names, as an initialised module in fp32 on the host."""
     towers = build_towers(model, seed, objective)
     if objective.name == "mlm":
         return MaskedLanguageModel(towers, objective, special, backend)
@@ -77,14 +65,7 @@ def needs_token_counts(objective: ObjectiveConfig) -> bool:
 def _random_replacements(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> RandomReplacements | None:
-    """Return the module that draws the share `objective.random_share` of the replacements; None if it is always 0.
-
-    Args:
-        model: gives the size of the vocabulary.
-        objective: its `random_from` decides from which tokens the module draws.
-        special: ids of the special tokens; of these, "unigram" draws [UNK] only, and "uniform" none.
-        count_V: how often each token occurs in the corpus; needed for "unigram" only.
-    """
+    """Return the module that draws the share `objective.random_share` of the replacements; None if it is always 0."""
     if not objective.draws_at_random:
         return None
     if objective.random_from == "uniform":
@@ -102,16 +83,7 @@ def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return the generator with fixed token probabilities, or None if `objective.generator` is a network.
-
-    "uniform" gives all tokens the same probability; "unigram" follows how often tokens occur in the corpus.
-
-    Args:
-        model: gives the size of the vocabulary.
-        objective: its `generator` decides; with "unigram", a `temperature` above 1 makes the probabilities more equal.
-        special: ids of the special tokens; of these, "unigram" draws [UNK] only.
-        count_V: how often each token occurs in the corpus; needed for "unigram" only.
-    """
+    """Return the generator with fixed token probabilities, or None if `objective.generator` is a network."""
     if objective.generator in ("trained", "frozen"):
         return None
     if objective.generator == "uniform":

@@ -36,10 +36,7 @@ NOT_COMPARED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRows:
-    """Rows with replaced tokens for the discriminator to read, and labels of the places whose scores are compared.
-
-    They consist of one or several copies of all held-out rows; each copy has replacements at other places.
-    """
+    """Rows with replaced tokens for the discriminator to read, and labels of the places whose scores are compared."""
 
     original_QS: np.ndarray  # int64 ids; examples and positions follow from these
     shown_QS: np.ndarray  # int64 ids with the replacements in place
@@ -53,31 +50,14 @@ class ContextRows:
 
 
 def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
-    """Return how many rows have about `num_wanted` masked tokens, with a margin of 10 % for pads and equal tokens.
-
-    Args:
-        num_wanted: replaced tokens to reach.
-        mask_prob: share of the tokens that are masked.
-        seq_len: tokens per row.
-    """
+    """Return how many rows have about `num_wanted` masked tokens, with a margin of 10 % for pads and equal tokens."""
     return math.ceil(1.1 * num_wanted / (mask_prob * seq_len))
 
 
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Return copies of the rows in which some places show tokens of other places, with labels for the comparison.
-
-    The number of copies is the smallest that gives `num_wanted` replaced tokens. If the rows have too few places that
-    may be masked, the result has fewer replaced tokens; with fewer than two such places it has none.
-
-    Args:
-        ids_RS: token ids, of any integer dtype.
-        special: ids of the special tokens.
-        mask_prob: share of the places that are masked in one copy; above 0.5 it counts as 0.5.
-        num_wanted: replaced tokens to reach.
-        seed: key of the random order.
-    """
+    """Return copies of the rows in which some places show tokens of other places, with labels for the comparison."""
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)
     places_per_copy = min(max(1, round(mask_prob * len(places_n))), len(places_n) // 2)
@@ -113,13 +93,7 @@ def replace_by_other_tokens(
 
 
 def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.ndarray:
-    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a keyed random order.
-
-    Args:
-        ids_RS: int64 token ids.
-        special: ids of the special tokens.
-        seed: key of the order.
-    """
+    """Return the places that may be masked, as indices of the flattened rows, int64 [n], in a keyed random order."""
     num_rows, seq_len = ids_RS.shape
     bits_RS = bits_grid(seed, Purpose.MASK_POSITION, 0, torch.arange(num_rows), seq_len).numpy()
     places = np.flatnonzero(is_candidate(ids_RS, special).numpy())
@@ -127,13 +101,7 @@ def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.nd
 
 
 def _copies_needed(is_replaced_n: np.ndarray, places_per_copy: int, num_wanted: int) -> int:
-    """Return the smallest number of copies with `num_wanted` replaced tokens, or the largest possible number.
-
-    Args:
-        is_replaced_n: bool, whether the place shows another token than its own when it is masked.
-        places_per_copy: masked places of a copy, at least 1.
-        num_wanted: replaced tokens to reach.
-    """
+    """Return the smallest number of copies with `num_wanted` replaced tokens, or the largest possible number."""
     most_copies = len(is_replaced_n) // places_per_copy
     places_used = np.arange(1, most_copies + 1) * places_per_copy
     num_replaced = np.cumsum(is_replaced_n)[places_used - 1]

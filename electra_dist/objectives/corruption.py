@@ -30,11 +30,7 @@ from electra_dist.objectives.scheduled_values import weighted
 
 
 class Corruption(NamedTuple):
-    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss.
-
-    `CorruptingObjective.corrupt` returns it. The large tower, a discriminator or a tower that predicts tokens, reads
-    these rows and learns from them.
-    """
+    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss."""
 
     masking: Masking  # the masked positions, one per slot, and the slots' weights
     corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
@@ -44,10 +40,7 @@ class Corruption(NamedTuple):
 
 
 class CorruptingObjective(Objective):
-    """Base class of objectives whose large tower reads text in which a generator replaced tokens.
-
-    `corrupt` masks a batch and replaces the masked tokens; a subclass computes the large tower's loss on the result.
-    """
+    """Base class of objectives whose large tower reads text in which a generator replaced tokens."""
 
     frozen_generator: FrozenGenerator | None
 
@@ -63,14 +56,7 @@ class CorruptingObjective(Objective):
     ) -> None:
         """Store the networks and the settings.
 
-        The attribute `early_generator` starts as False. If the caller sets it, the generator's gradients are computed,
-        and its activations freed, before the discriminator runs, which lowers the peak of memory.
-
         Args:
-            towers: networks, embeddings and heads, built for `objective`.
-            objective: the config's section `objective`.
-            special: ids of the special tokens.
-            backend: `kernels.backend` of the config.
             fixed_generator: draws the replacements in place of a network; None if the generator is a network.
             random_replacements: draws the replacements of the share `objective.random_share` of the masked positions;
                 None if that share is 0 in every step.
@@ -85,14 +71,7 @@ class CorruptingObjective(Objective):
         self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, sample a token for each masked position, and put the samples in these positions.
-
-        The samples come from the generator network or, with `objective.generator` "uniform" or "unigram", from fixed
-        probabilities. The share `objective.random_share` of a network's samples is replaced by random tokens.
-
-        The generator's loss in the result is its sum over the masked positions, times `batch.first_scale` and the
-        weight `mlm_weight`. With `batch.first_scale` of 1 / (number of masked positions) the sum becomes a mean.
-        """
+        """Mask the rows, sample a token for each masked position, and put the samples in these positions."""
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
@@ -108,16 +87,8 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that are put in the masked positions: samples of the generator or random tokens.
-
-        Each slot gets a random token with the probability `random_share`, and the generator's sample otherwise. The
-        result is int64, [B, N], or [M] where the probability is the number 0 (as in evaluation) and the samples are
-        returned as they are.
-
-        Args:
-            batch: the original rows.
-            masking: the masked positions of each row.
-            sampled_M: int64 samples of the generator, one per slot.
+        """Return the tokens that are put in the masked positions: samples of the generator or random tokens. Each slot
+        gets a random token with the probability `random_share`, and the generator's sample otherwise.
         """
         share = batch.values.random_share
         is_never_random = not isinstance(share, torch.Tensor) and share == 0
@@ -132,13 +103,7 @@ class CorruptingObjective(Objective):
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
     ) -> Corruption:
-        """Return the rows with tokens drawn from fixed probabilities at the masked positions; the loss is 0.
-
-        Args:
-            batch: the original rows.
-            masking: the masked positions of each row.
-            fixed_generator: draws the tokens.
-        """
+        """Return the rows with tokens drawn from fixed probabilities at the masked positions; the loss is 0."""
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step_on_device, batch.seed)
         sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
@@ -152,14 +117,7 @@ class CorruptingObjective(Objective):
         )
 
     def _corrupt_by_frozen_generator(self, batch: Batch, masking: Masking) -> Corruption:
-        """Return the rows with samples of the frozen generator at the masked positions; the loss is 0.
-
-        The metric sums have the generator's MLM loss, which shows how good its predictions are.
-
-        Args:
-            batch: the original rows.
-            masking: the masked rows and the positions.
-        """
+        """Return the rows with samples of the frozen generator at the masked positions; the loss is 0."""
         with torch.no_grad():
             states_MH = self.generator_states(batch, masking)
             mlm = self.fill(batch, masking, states_MH)
@@ -173,24 +131,13 @@ class CorruptingObjective(Objective):
         )
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
-        """Return the module whose `embed`, `generator`, `generator_head` and `embeddings` are the generator's.
-
-        It is the frozen generator, on the device of the batch and in the dtype of the towers, or else the towers.
-        """
+        """Return the module whose `embed`, `generator`, `generator_head` and `embeddings` are the generator's."""
         if self.frozen_generator is None:
             return self.towers
         return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
 
     def generator_states(self, batch: Batch, masking: Masking) -> torch.Tensor:
-        """Run the generator on the masked rows; return its states at the masked positions, [M, H].
-
-        Every row has N slots, each for one masked position, so M is B * N. A row with fewer masked positions leaves
-        slots empty. An empty slot gets the state of position 0, which its weight of 0 in the loss excludes.
-
-        Args:
-            batch: the original rows, which give the attention mask and the dropout keys.
-            masking: the masked rows and the positions.
-        """
+        """Run the generator on the masked rows; return its states at the masked positions, [M, H]."""
         network = self.generator_network(batch)
         dropout_keys = self.dropout_keys(batch, GENERATOR)
         embedded = network.embed(masking.input_BS, batch.layout, dropout_keys)
@@ -198,28 +145,15 @@ class CorruptingObjective(Objective):
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Return the generator's MLM loss at the masked positions, and a token sampled for each of them.
-
-        Args:
-            batch: the original rows, whose ids are the targets.
-            masking: N slots per row, each for one masked position, and their weights in the loss, 0 for unused slots.
-            hidden_MH: the generator's states at the slots' positions, from `generator_states`.
-        """
+        """Return the generator's MLM loss at the masked positions, and a token sampled for each of them."""
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
 
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Return the loss of the generator's head at N positions of each row, and a token sampled for each position.
-
-        Unlike `fill`, this takes any positions, not only the masked ones: Electric predicts all tokens.
-
-        Args:
-            batch: gives seed, step and row numbers, which key the samples.
-            hidden_MH: the generator's states at the positions, M = B * N.
-            target_BN: int64 original tokens.
-            weight_BN: float32 weights in the loss; 0 where the position does not count.
+        """Return the loss of the generator's head at N positions of each row, and a token sampled for each
+        position.
         """
         network = self.generator_network(batch)
         return network.generator_head(
@@ -237,15 +171,8 @@ class CorruptingObjective(Objective):
         )
 
     def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of the entropies of the generator's distributions, in nats, as {"entropy_sum": sum}.
-
-        The distributions are those at temperature 1. In training mode the dict is empty, because the logits would have
-        to be computed once more at every step.
-
-        Args:
-            batch: the original rows.
-            hidden_MH: the generator's states at M = B * N positions.
-            weight_BN: weights in the generator's loss; 0 where the position does not count.
+        """Return the weighted sum of the entropies of the generator's distributions, in nats, as {"entropy_sum":
+        sum}.
         """
         if self.training:
             return {}
@@ -259,12 +186,7 @@ class CorruptingObjective(Objective):
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows with the samples at the masked positions, int64 [B, S], and which ids changed, bool [B, S].
 
-        A sample that equals the original token changes nothing. With `masking: reference` a position may be drawn
-        twice, which gives it two samples. Its id is then the mean of both ids, rounded down, as in Google's code.
-
         Args:
-            batch: the original rows.
-            masking: N slots per row, each for one masked position, and their weights, 0 for unused slots.
             sampled: int64 sampled tokens, one per slot, [B, N] or [M] with M = B * N.
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

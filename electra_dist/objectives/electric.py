@@ -13,8 +13,6 @@ scores a whole text. q reads the original text, not the noised one, and gets no 
 Attention and neighbours stay inside an example. The first token of an example has no left neighbour and the last one
 no right neighbour; zeros take the place of their states.
 
-Cost: a softmax over the vocabulary at every position, twice (the second time for log q of the noised text).
-
 Shapes: B rows, S tokens, H width of one generator tower, T = B * S.
 """
 
@@ -22,6 +20,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from electra_dist.model.token_log_probs import token_log_probs
 from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
@@ -31,24 +30,10 @@ from electra_dist.objectives.scheduled_values import Scalar, weighted
 
 
 class Electric(CorruptingObjective):
-    """Objective Electric: two causal networks model the noise, and the discriminator learns energies of tokens.
+    """Objective Electric: two causal networks model the noise, and the discriminator learns energies of tokens."""
 
-    The discriminator detects tokens that were sampled from the noise model. Its logit is its output plus the noise
-    model's log-probability of the token, plus a constant. To classify well, the output must then become the negative
-    log-probability of the token in its context, up to a constant.
-    """
-
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the noise model's loss and the discriminator's loss, each scaled and weighted.
-
-        The noise model predicts every token that may be masked (all except [PAD], [CLS], [SEP] and [MASK]) from the
-        tokens on both sides of it. The discriminator reads text whose masked tokens were sampled from the noise model,
-        and detects the samples.
-
-        Both losses are sums over tokens that the caller's scales turn into means: `batch.first_scale` must be 1 /
-        (number of tokens that may be masked) and `batch.second_scale` 1 / (number of real tokens). `loss_counts`
-        returns these two numbers.
-        """
         # The noise model predicts, and samples, a token at every position.
         cloze_TH = self._cloze_states(batch).flatten(0, 1)
         candidate_BS = is_candidate(batch.ids_BS, self.special)
@@ -74,16 +59,8 @@ class Electric(CorruptingObjective):
     def _detection_sums(
         logit_BS: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the discriminator's loss over the real tokens, and the counts for its metrics, as fields of `Sums`.
-
-        Args:
-            logit_BS: logits of "replaced"; a token counts as detected if its logit is above 0.
-            label_BS: bool, True for replaced tokens.
-            is_real_BS: bool, False for pads, which do not count.
-
-        Returns:
-            Scalars by the names of the fields. Only `rtd_loss_sum`, the sum of the binary cross-entropy, has a
-            gradient.
+        """Return the discriminator's loss over the real tokens, and the counts for its metrics, as fields of
+        `Sums`.
         """
         dtype = logit_BS.dtype
         weight_BS = is_real_BS.to(dtype)
@@ -99,11 +76,7 @@ class Electric(CorruptingObjective):
         }
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return the noise model's state of each token, from its context on both sides, [B, S, 2 H].
-
-        The first half is the left-to-right tower's state of the token before it, the second half the right-to-left
-        tower's state of the token after it. A half is zero where the example has no token on that side.
-        """
+        """Return the noise model's state of each token, from its context on both sides, [B, S, 2 H]."""
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
@@ -131,16 +104,7 @@ class Electric(CorruptingObjective):
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: Scalar) -> torch.Tensor:
-        """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient.
-
-        q(x_t) is the noise model's probability of the token x_t at position t of the noised text, and p is
-        `mask_prob`, the share of tokens that are noise.
-
-        Args:
-            cloze_TH: states of the noise model, from `_cloze_states`, with batch and position in one dimension.
-            noised_BS: int64 ids of the noised text.
-            mask_prob: share of the tokens that are noise at this step.
-        """
+        """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient."""
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),

@@ -33,24 +33,14 @@ _RANGE = 1 << 32  # number of different 32-bit random words
 
 
 class FixedGenerator(nn.Module):
-    """Generator that draws tokens with fixed probabilities, whatever the text is. It has no parameters.
-
-    It replaces the generator network with `objective.generator` "uniform" or "unigram".
-    """
+    """Generator that draws tokens with fixed probabilities, whatever the text is. It has no parameters."""
 
     purpose = Purpose.SAMPLE  # keys the draws
 
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Divide the range of a 32-bit random word into one interval per token, in proportion to the weights.
-
-        Weights 1, 1 and 2 give the intervals [0, 2**30), [2**30, 2**31) and [2**31, 2**32); only the ends are stored.
-
-        Args:
-            weight_V: non-negative weight of each token, not all zero; they need not sum to 1.
-            disallow_correct: never draw a slot's original token.
-        """
+        """Divide the range of a 32-bit random word into one interval per token, in proportion to the weights."""
         super().__init__()
         self.disallow_correct = disallow_correct
         cumulative_probability_V = np.cumsum(weight_V / weight_V.sum())
@@ -63,17 +53,7 @@ class FixedGenerator(nn.Module):
     def forward(
         self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int | torch.Tensor, seed: int
     ) -> torch.Tensor:
-        """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N].
-
-        Every token owns an interval of the 32-bit random words, and a slot gets the token whose interval holds the
-        slot's word. The words are keyed by (seed, step, row number, slot).
-
-        Args:
-            target_BN: int64 original tokens of the slots; their values matter with `disallow_correct` only.
-            row_B: int64 numbers of the rows within the step's global batch.
-            step: number of the optimizer step, or an int64 tensor of one element that holds it.
-            seed: the run's seed.
-        """
+        """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N]."""
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
@@ -81,18 +61,7 @@ class FixedGenerator(nn.Module):
         return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
 
     def _skip_original(self, word_BN: torch.Tensor, target_BN: torch.Tensor) -> torch.Tensor:
-        """Return random words that never select the original token, int64 [B, N], computed from `word_BN`.
-
-        A word selects the token whose interval [begin, end) contains it. To exclude the original token's interval, a
-        word is first scaled down to a range that is shorter by end - begin. If the scaled word is below `begin`, it is
-        the result; if not, the result is the scaled word plus (end - begin), which lies at or above `end`. The other
-        tokens keep the ratios of their probabilities. Example: 8 words and the interval [2, 4) leave a range of 6.
-        Word 2 is scaled to 2 * 6 / 8 = 1 (rounded down) and stays; word 4 is scaled to 3 and becomes 5.
-
-        Args:
-            word_BN: int64 random words in [0, 2**32).
-            target_BN: int64 original tokens.
-        """
+        """Return random words that never select the original token, int64 [B, N], computed from `word_BN`."""
         end_BN = self.ends_V[target_BN]
         begin_BN = torch.where(target_BN > 0, self.ends_V[(target_BN - 1).clamp(min=0)], 0)
         length_BN = end_BN - begin_BN
@@ -104,10 +73,7 @@ class FixedGenerator(nn.Module):
 
 
 class RandomReplacements(FixedGenerator):
-    """Generator with fixed probabilities whose tokens replace some of the samples of a generator network.
-
-    `objective.random_share` is the share of the samples that it replaces.
-    """
+    """Generator with fixed probabilities whose tokens replace some of the samples of a generator network."""
 
     purpose = Purpose.RANDOM_TOKEN
 
@@ -122,16 +88,9 @@ class RandomReplacements(FixedGenerator):
     ) -> torch.Tensor:
         """Return the tokens that replace the masked ones, int64 [B, N]: samples of the generator, and random tokens.
 
-        Whether a slot (a place for one masked position) gets a random token is drawn for each slot by itself, keyed by
-        (seed, step, row number, slot).
-
         Args:
-            sampled_BN: int64 samples of the generator.
-            target_BN: int64 original tokens; their values matter with `disallow_correct` only.
             share: probability of a random token, in [0, 1].
-            row_B: int64 numbers of the rows within the step's global batch.
             step: number of the optimizer step, or int64 [1] that holds it on the device of the ids.
-            seed: the run's seed.
         """
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
         is_random_BN = word_BN.double() < share * float(_RANGE)
@@ -151,15 +110,7 @@ def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return weights of a `FixedGenerator` that follow the corpus: `count_V ** (1 / temperature)`, float64 [V].
-
-    Tokens that do not occur in the corpus get weight 0 and are never drawn.
-
-    Args:
-        count_V: how often each token occurs in the corpus.
-        special: ids that get weight 0, whatever their counts are.
-        temperature: 1 keeps the ratios of the counts; values above 1 bring the weights closer together.
-    """
+    """Return weights of a `FixedGenerator` that follow the corpus: `count_V ** (1 / temperature)`, float64 [V]."""
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0
     weight_V[list(special)] = 0.0

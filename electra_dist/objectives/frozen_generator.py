@@ -8,8 +8,6 @@ How: the objective keeps the module outside torch's registry of submodules, so w
 not reach it. Instead, `placed_like` moves and casts the module where the token ids are on another device or the towers
 have another dtype, which happens in the first forward pass under an engine.
 
-Cost: the generator's forward pass in every step, and its weights once on every rank, whatever the ZeRO stage.
-
 Limits: `engine.compile` and `engine.activation_checkpointing` leave this network as it is.
 
 Source: Fast-ELECTRA (Dong et al., ICLR 2024, arXiv 2310.07347).
@@ -27,17 +25,10 @@ from electra_dist.model.row_layout import RowLayout
 
 
 class FrozenGenerator(nn.Module):
-    """Generator with embeddings and a head of its own, which draws replacements and is never trained.
-
-    Its submodules have the names that they have in `ElectraTowers`: `embeddings`, `generator` and `generator_head`.
-    """
+    """Generator with embeddings and a head of its own, which draws replacements and is never trained."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites.
-
-        Args:
-            model: sizes of the generator and of its tables, which are `model.generator_embedding_width` wide.
-        """
+        """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
         super().__init__()
         width = model.generator_embedding_width
         # On the device "meta" torch's own initialisation costs nothing.
@@ -52,24 +43,15 @@ class FrozenGenerator(nn.Module):
         self.eval()
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the embeddings of masked rows by the generator's own tables, [B, S, E].
-
-        Args:
-            ids_BS: int64 ids of the masked rows.
-            layout: structure of the original rows, which gives positions and token types.
-            dropout_keys: keys of the generator; nothing is dropped.
-        """
+        """Return the embeddings of masked rows by the generator's own tables, [B, S, E]."""
         embedded: torch.Tensor = self.embeddings(
             ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
         )
         return embedded
 
     def placed_like(self, ids_BS: torch.Tensor, dtype: torch.dtype) -> FrozenGenerator:
-        """Return this module, after it was moved to the device of `ids_BS` and cast to `dtype` where that is needed.
-
-        Args:
-            ids_BS: token ids of a batch.
-            dtype: dtype of the forward pass.
+        """Return this module, after it was moved to the device of `ids_BS` and cast to `dtype` where that is
+        needed.
         """
         table = self.embeddings.word.weight
         if table.device != ids_BS.device or table.dtype != dtype:

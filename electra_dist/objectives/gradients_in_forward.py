@@ -19,10 +19,7 @@ import torch
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """Autograd function of a scalar loss whose gradients are already known.
-
-    Its backward pass multiplies these gradients by the upstream gradient and passes them to the parameters.
-    """
+    """Autograd function of a scalar loss whose gradients are already known."""
 
     @staticmethod
     def forward(
@@ -32,25 +29,13 @@ class _PrecomputedGradients(torch.autograd.Function):
         gradient_scale: float | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `loss` and keep its gradients for the backward pass.
-
-        Args:
-            ctx: keeps the gradients.
-            loss: scalar without gradient.
-            gradients: gradient of the loss by each of `parameters`, times `gradient_scale` unless that is None.
-            gradient_scale: factor that the gradients contain already; `backward` divides by it.
-            *parameters: separate arguments, because autograd passes gradients only to tensors that are arguments.
-        """
         ctx.gradients = gradients
         ctx.gradient_scale = gradient_scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients times `upstream`, and None for the arguments that need no gradient.
-
-        It works once only: the gradients are scaled in their own memory and then released.
-        """
+        """Return the kept gradients times `upstream`, and None for the arguments that need no gradient."""
         gradients = ctx.gradients
         ctx.gradients = []
         if ctx.gradient_scale is not None:
@@ -62,18 +47,7 @@ class _PrecomputedGradients(torch.autograd.Function):
 def with_gradients_now(
     loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradient_scale: float | None = None
 ) -> torch.Tensor:
-    """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
-
-    A later backward pass through the result does not need the activations: it multiplies the stored gradients by the
-    upstream gradient and adds them to the parameters. It may run once only.
-
-    Args:
-        loss: a scalar, already scaled, so that gradients stored in low precision have their final size.
-        parameters: all parameters that the loss may depend on; those that it does not depend on get no gradient.
-        gradient_scale: factor by which the loss is multiplied before it is differentiated, and by which the upstream
-            gradient is divided later. Pass the upstream gradient that the backward pass will bring. fp16 needs it,
-            because it rounds small gradients of the unscaled loss to zero. None: no factor.
-    """
+    """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     scaled_loss = loss if gradient_scale is None else loss * gradient_scale
     gradients = torch.autograd.grad(scaled_loss, trainable, allow_unused=True)

@@ -44,50 +44,30 @@ from electra_dist.schedule import NumberOrSchedule, largest_value
 
 
 class Masking(NamedTuple):
-    """Masked positions of a batch, and the masked rows that the generator reads.
-
-    Every row has the same number N of slots. A used slot holds one masked position; an empty slot has weight 0.
-    """
+    """Masked positions of a batch, and the masked rows that the generator reads."""
 
     position_BN: torch.Tensor  # int64 position of each slot in its row; 0 in empty slots
     weight_BN: torch.Tensor  # float32, 1 in used slots, 0 in empty ones
     input_BS: torch.Tensor  # int64 ids, with [MASK] in `mask_token_prob` (85 %) of the used slots
 
     def slots_BS(self) -> torch.Tensor:
-        """Return how many slots have masked each position, float32 [B, S].
-
-        The number is above 1 only where `masking: reference` drew a position more than once.
-        """
+        """Return how many slots have masked each position, float32 [B, S]."""
         zeros_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
-    """Return the number N of slots per row, which is the largest number of masked positions of a row.
-
-    N is in [1, seq_len] and equals the reference's max_predictions_per_seq, whose formula leaves a small margin: N is
-    130 for 25 % of 512 tokens, of which a row without pads uses 128.
-
-    Args:
-        mask_prob: share of the tokens to mask; of a schedule, the largest share counts.
-        seq_len: tokens per row.
-    """
+    """Return the number N of slots per row, which is the largest number of masked positions of a row."""
     most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # the reference's formula
     return min(max(1, most_masked), seq_len)
 
 
 def is_candidate(ids_BS: torch.Tensor, special: SpecialIds) -> torch.Tensor:
-    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]; [UNK] may.
-
-    Args:
-        ids_BS: int64 token ids of the original rows.
-        special: ids of the special tokens.
-    """
+    """Return which tokens may be masked, bool [B, S]: all but [PAD], [CLS], [SEP] and [MASK]; [UNK] may."""
     return _mask_ids(special).is_candidate(ids_BS)
 
 
 def _mask_ids(special: SpecialIds) -> MaskIds:
-    """Return the ids that masking needs, in the type of the fused operation."""
     return MaskIds(pad=special.pad, cls=special.cls, sep=special.sep, mask=special.mask)
 
 
@@ -96,15 +76,7 @@ def num_masked(
 ) -> torch.Tensor:
     """Return the number of masked positions of each row, int64 [B]: `mask_prob` times the number of its real tokens.
 
-    The number is rounded half to even and is at least 1. Two numbers limit it: that of the slots of a row
-    (`num_slots`), and that of the row's tokens that may be masked, which is 0 in a row of pads. With `masking:
-    reference`, a position that is drawn twice counts twice. The numbers follow from the ids alone, so the total that a
-    mean over the global batch divides by is known before the step's first forward pass.
-
     Args:
-        ids_BS: int64 token ids of the original rows.
-        special: ids of the special tokens.
-        objective: gives `mask_prob`, on which the number of slots depends.
         mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
     """
     if mask_prob is None:
@@ -122,21 +94,7 @@ def num_masked(
 def wanted_counts(
     mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
 ) -> torch.Tensor:
-    """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
-
-    Element r is for rows with r tokens that are not [PAD] and with enough candidates: `mask_prob` * r, rounded half to
-    even, at least 1 and at most `most_masked`. Both `num_masked` and the kernel that draws the positions read the
-    table, so that they cannot round differently. For a plain number it is computed once per process and device.
-
-    Args:
-        mask_prob: share of the tokens to mask, a number or a float64 scalar tensor on the device.
-        most_masked: number of slots of a row.
-        seq_len: tokens per row.
-        device: the device of the rows.
-        in_float32: whether the share and the product are float32, as in Google's code, and not float64. 0.15 is
-            slightly above 15 % in float32 and slightly below in float64, so 15 % of 190 tokens are 29 positions in
-            float32 and 28 in float64.
-    """
+    """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1]."""
     if isinstance(mask_prob, torch.Tensor):
         dtype = torch.float32 if in_float32 else torch.float64
         num_real_R = torch.arange(seq_len + 1, dtype=dtype, device=device)
@@ -148,7 +106,6 @@ def wanted_counts(
 def _constant_counts(
     mask_prob: float, most_masked: int, seq_len: int, device: torch.device, in_float32: bool
 ) -> torch.Tensor:
-    """Return `wanted_counts` of a share that is a plain number, from the cache if it was computed before."""
     dtype = np.dtype(np.float32 if in_float32 else np.float64)
     product_R = np.arange(seq_len + 1, dtype=dtype) * np.array(mask_prob, dtype)
     rounded = np.rint(product_R).astype(np.int64)
@@ -169,20 +126,10 @@ def mask_rows(
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    Every row gets N slots, each for one masked position. A row that needs fewer leaves its last slots empty, with
-    weight 0, so that all shapes are static. All draws are functions of (seed, step, row number).
-
     Args:
-        ids_BS: int64 token ids of the original rows.
-        special: ids of the special tokens.
-        objective: gives `mask_prob`, `mask_token_prob` and `masking`.
-        seed: the run's seed.
-        step: number of the optimizer step.
-        row_B: int64 row numbers within the global batch.
         mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
         key_2: int64 seed and step on the device of the ids; on a GPU they are read from it, so that a CUDA graph could
             be repeated for another step. None: the two integers are used.
-        backend: `kernels.backend` of the config.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
@@ -220,17 +167,7 @@ def mask_rows(
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Return N positions drawn from the candidates of each row with replacement, int64 [B, N].
-
-    A random word divided by 2**32 is uniform in [0, 1). Multiplied by the row's number of candidates and rounded down,
-    it gives the index, from 0, of a candidate among the candidates of its row. For candidates at positions 1, 2 and 4,
-    index 2 means position 4.
-
-    Args:
-        bits_BS: int64 random words in [0, 2**32); the first N of a row are used, one for each drawn position.
-        candidate_BS: bool, tokens that may be masked.
-        N: number of positions to draw, the row's number of slots for masked positions.
-    """
+    """Return N positions drawn from the candidates of each row with replacement, int64 [B, N]."""
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]
     rank_BN = (bits_BS[:, :N] * num_candidates_B1) >> 32  # integer arithmetic; the shift divides by 2**32

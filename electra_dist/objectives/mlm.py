@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from electra_kernels.masked_gather import gather_masked
 from electra_kernels.mlm_head import MlmHeadOutput
+from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
 from electra_dist.objectives.masking import Masking
@@ -20,12 +21,8 @@ from electra_dist.objectives.scheduled_values import weighted
 class MaskedLanguageModel(Objective):
     """Masked language modelling as in BERT, with one network: no generator and no discriminator."""
 
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the large tower's loss over the masked positions, scaled and weighted.
-
-        The loss is a sum that `batch.first_scale` turns into a mean; it must be 1 / (number of masked positions).
-        `loss_counts` returns this number. There is no second loss, so `batch.second_scale` is not used.
-        """
         masking = self.mask(batch)
         hidden_BSH = self.read(batch, masking.input_BS)
         mlm = predict_slots(self, batch, masking, hidden_BSH)
@@ -34,11 +31,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a large tower that predicts tokens beside a generator, by the names of `Sums`.
-
-    Args:
-        prediction: output of the large tower's head, from `predict_slots`.
-    """
+    """Return the metric sums of a large tower that predicts tokens beside a generator, by the names of `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,
@@ -47,16 +40,7 @@ def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Return the large tower's loss for predicting the original tokens at the masked positions.
-
-    The result also has a sampled token for each position, because the fused operation draws one; callers ignore it.
-
-    Args:
-        objective: gives the large tower's `token_head` and the token table, which is the head's output matrix.
-        batch: the original rows, whose ids are the targets.
-        masking: N slots per row, each for one masked position, and their weights in the loss, 0 for unused slots.
-        hidden_BSH: the large tower's states.
-    """
+    """Return the large tower's loss for predicting the original tokens at the masked positions."""
     hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
     target_BN = batch.ids_BS.gather(1, masking.position_BN)
     return objective.towers.token_head(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
+from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.corruption import CorruptingObjective, Corruption
@@ -28,22 +29,10 @@ from electra_dist.objectives.scheduled_values import weighted
 
 
 class ReplacedTokenDetection(CorruptingObjective):
-    """Replaced-token detection, the objective of the ELECTRA paper.
+    """Replaced-token detection, the objective of the ELECTRA paper."""
 
-    A generator replaces masked tokens by its samples, and the discriminator classifies every token as original or
-    replaced.
-    """
-
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the sum of the generator's MLM loss and the discriminator's detection loss, each scaled and weighted.
-
-        The generator's loss is a sum over the masked positions, which `batch.first_scale` turns into a mean: it must
-        be 1 / (number of masked positions). The discriminator's is a sum over the real tokens, and
-        `batch.second_scale` must be 1 / (number of real tokens). `loss_counts` returns these two numbers.
-
-        With `discriminator_mlm_weight` above 0 the discriminator's own MLM loss is added. It is a sum over the masked
-        positions, too, and has the scale `batch.first_scale`.
-        """
         corruption = self.corrupt(batch)
         hidden_BSH = self.read(batch, corruption.corrupted_BS)
         rtd = self.classify(batch, corruption, hidden_BSH)
@@ -56,29 +45,16 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)
 
     def detect(self, batch: Batch, corruption: Corruption) -> RtdOutput:
-        """Run the discriminator on the corrupted rows; return its loss sum, its logits and counts for the metrics.
-
-        Args:
-            batch: the original rows.
-            corruption: the corrupted rows and their labels, from `corrupt`.
-        """
+        """Run the discriminator on the corrupted rows; return its loss sum, its logits and counts for the metrics."""
         return self.classify(batch, corruption, self.read(batch, corruption.corrupted_BS))
 
     def classify(self, batch: Batch, corruption: Corruption, hidden_BSH: torch.Tensor) -> RtdOutput:
-        """Classify every token by the discriminator's states; return the loss sum, the logits and counts.
-
-        Args:
-            batch: the original rows.
-            corruption: the corrupted rows and their labels, from `corrupt`.
-            hidden_BSH: states of the discriminator on the corrupted rows, from `read`.
-        """
+        """Classify every token by the discriminator's states; return the loss sum, the logits and counts."""
         weight_BS = self.detection_weights(batch, corruption)
         return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return the factor of each token's loss in the sum that is the discriminator's loss, [B, S], bool or float.
-
-        In this class every real token has weight 1 and every pad weight 0. A subclass whose loss covers fewer tokens
-        overrides it.
+        """Return the factor of each token's loss in the sum that is the discriminator's loss, [B, S], bool or
+        float.
         """
         return batch.layout.is_real_BS

@@ -9,8 +9,6 @@ schedules the values are the config's numbers as Python floats, and nothing is c
 How: the scheduled values lie in one float64 tensor on the device, which is written before the forward passes of a
 step. A forward pass reads views of it, so neither a kernel nor a compiled graph is made anew when a value changes, and
 the host does not wait. The number of slots for masked positions follows from the largest `mask_prob` of the run.
-
-Cost: one copy of at most 40 bytes to the device for each step of a run that has schedules.
 """
 
 from __future__ import annotations
@@ -54,41 +52,21 @@ class HostValues(NamedTuple):
 
 
 class Schedules:
-    """The schedules of a run's objective: the values of each step, on the host and on the device.
-
-    Every rank has one. It has no state of its own that a checkpoint would have to hold.
-    """
+    """The schedules of a run's objective: the values of each step, on the host and on the device."""
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int, device: torch.device) -> None:
-        """Allocate the tensor of the scheduled values on the device.
-
-        Args:
-            objective: the config's section `objective`.
-            num_steps: number of steps of the whole run; a schedule is a function of t / num_steps.
-            device: where forward passes read the values.
-        """
+        """Allocate the tensor of the scheduled values on the device."""
         self._objective = objective
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
         self._values_K = torch.zeros(len(self._schedule_of_key), dtype=torch.float64, device=device)
 
     def numbers(self, step: int) -> HostValues:
-        """Return the values of a step.
-
-        Args:
-            step: number of the step, from 0.
-        """
+        """Return the values of a step."""
         return _numbers(self._objective, step / self._num_steps)
 
     def write(self, step: int) -> ScheduledValues:
-        """Write the values of a step to the device, and return what its forward passes read.
-
-        The result of an earlier call then has the values of this step, too, because its tensors are views of the
-        memory that is overwritten.
-
-        Args:
-            step: number of the step, from 0.
-        """
+        """Write the values of a step to the device, and return what its forward passes read."""
         numbers = self.numbers(step)._asdict()
         if not self._schedule_of_key:
             return ScheduledValues(**numbers)
@@ -105,13 +83,7 @@ class Schedules:
         return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
-        """Return whether a value jumps at a step: whether a schedule of the shape "step" reaches its end there.
-
-        The losses of this step are not comparable with those of earlier steps.
-
-        Args:
-            step: number of the step, from 0.
-        """
+        """Return whether a value jumps at a step: whether a schedule of the shape "step" reaches its end there."""
         if step == 0:
             return False
         before = (step - 1) / self._num_steps
@@ -126,23 +98,13 @@ def first_values(objective: ObjectiveConfig) -> ScheduledValues:
 
 
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values of the scheduled keys with which a model is evaluated, the same at every step.
-
-    A key takes its value at the end of the run, but the generator samples at temperature 1, and no token is replaced
-    by a random one. So evaluations of all steps, and of runs with different schedules, can be compared.
-    """
+    """Return the values of the scheduled keys with which a model is evaluated, the same at every step."""
     at_end = _numbers(objective, _LAST)._asdict()
     return ScheduledValues(**(at_end | {"temperature": 1.0, "random_share": 0.0}))
 
 
 def weighted(weight: Scalar, scale: Scalar, loss_sum: torch.Tensor) -> torch.Tensor:
-    """Return weight x scale x loss_sum, in the dtype of `loss_sum`.
-
-    Args:
-        weight: weight of a loss in the total loss.
-        scale: factor that makes the sum a mean.
-        loss_sum: sum of the loss over tokens, a scalar tensor with gradient.
-    """
+    """Return weight x scale x loss_sum, in the dtype of `loss_sum`."""
     if isinstance(weight, torch.Tensor):
         weight = weight.to(loss_sum.dtype)
     return weight * scale * loss_sum

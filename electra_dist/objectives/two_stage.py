@@ -11,6 +11,7 @@ Limits: the towers must be of one size and share nothing (`model.sharing: none`)
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -18,17 +19,10 @@ from electra_dist.objectives.scheduled_values import weighted
 
 
 class TwoStageDetection(ReplacedTokenDetection):
-    """Replaced-token detection in two stages: the generator trains alone, then the discriminator.
+    """Replaced-token detection in two stages: the generator trains alone, then the discriminator."""
 
-    In the second stage the generator is frozen, and the discriminator learns from its samples.
-    """
-
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss of the tower that trains at this step; the other tower gets no gradient.
-
-        Steps below `objective.generator_only_steps` train the generator, later ones the discriminator. In evaluation,
-        both towers run at any step, the loss is the discriminator's, and the metric sums are those of both.
-        """
         in_first_stage = self.training and batch.step < self.objective.generator_only_steps
         # The generator is frozen after the first stage, so its forward pass then records no gradient.
         with torch.set_grad_enabled(torch.is_grad_enabled() and in_first_stage):

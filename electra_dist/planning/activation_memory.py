@@ -71,8 +71,6 @@ def activation_bytes_per_row(
     ELECTRA-Large at 512 tokens takes 0.52 GB in bf16, of which the discriminator is 0.41.
 
     Args:
-        model: sizes of both networks.
-        objective: decides which networks and heads run.
         seq_len: tokens per row.
         precision: "fp32" for values of 4 bytes; any other for 2.
         recompute: `engine.activation_checkpointing`: only the layers' inputs are kept, and the backward pass computes
@@ -118,8 +116,6 @@ def micro_batch_limit(
     `FREE_FRACTION` of the memory are subtracted first.
 
     Args:
-        config: the configuration of the run.
-        memory_gb: memory of one GPU in GB.
         recompute: in place of `engine.activation_checkpointing`; None takes the config's.
         early_generator: in place of `engine.early_generator`; None takes the config's.
     """
@@ -150,17 +146,7 @@ def micro_batch_limit(
 
 
 def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
-    """Return the values per token that a tower and its embeddings keep for the backward pass.
-
-    A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
-    its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
-    2 x intermediate: the feed-forward network's inner values before and after GELU. With the architecture `modern` it
-    keeps 4 x intermediate: inner values, gates, the inner values after GELU and their product with the gates. With
-    recomputation a layer keeps its input only.
-
-    The embeddings keep embedding_width: the sum of the three tables' entries. The factors of their dropout are drawn
-    again. If a projection to `hidden` follows, they keep its input too.
-    """
+    """Return the values per token that a tower and its embeddings keep for the backward pass."""
     hidden = tower.hidden_size
     per_layer = hidden if recompute else 8 * hidden + _num_inner(model) * tower.intermediate_size
     embeddings = embedding_width
@@ -170,24 +156,14 @@ def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recom
 
 
 def _statistics(tower: TowerConfig, recompute: bool) -> int:
-    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass.
-
-    A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms. With recomputation
-    it keeps none, and the result is 0.
-    """
+    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass."""
     if recompute:
         return 0
     return tower.num_layers * 4 * (tower.num_heads + 2 * 2)
 
 
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
-    """Return the values per token that the backward pass of one layer needs beside what was kept.
-
-    The peak is in the second matrix product of the feed-forward network. Three gradients are alive there: those of the
-    product's output and of the residual (hidden values each), and that of the product's input (intermediate values).
-    The output itself (hidden values), which counts among the values that were kept, is already freed. With
-    recomputation the activations of the layer, except its input, are added.
-    """
+    """Return the values per token that the backward pass of one layer needs beside what was kept."""
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
     if model.architecture == "modern":
@@ -198,26 +174,18 @@ def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: boo
 
 
 def _num_inner(model: ModelConfig) -> int:
-    """Return how many vectors of `intermediate_size` values a feed-forward network keeps for each token."""
     return 4 if model.architecture == "modern" else 2
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the share of the positions of a row that have a slot for a masked token, as in `masking.num_slots`."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
 def _token_head(hidden: int, embedding_width: int) -> int:
-    """Return the values that a head that predicts tokens keeps for one position.
-
-    They are the state, the dense layer's output before and after GELU, the LayerNorm's output, and its gradient, which
-    the head computes in the forward pass.
-    """
     return hidden + 4 * embedding_width
 
 
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the values per token that the generator's head keeps, averaged over all positions of a row."""
     width = model.generator_embedding_width
     if objective.name == "electric":
         return float(_token_head(2 * model.generator.hidden_size, width))
@@ -225,11 +193,7 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 
 
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the values per token that the large network's head keeps while the layers' backward pass runs.
-
-    A head that detects replaced tokens is done by then, and so is one that predicts tokens, except for the states that
-    a head at masked positions has gathered.
-    """
+    """Return the values per token that the large network's head keeps while the layers' backward pass runs."""
     if objective.name == "all_tokens_mlm":
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))
     if objective.name in ("mlm", "replace_mlm") or objective.discriminator_mlm_weight:
@@ -238,11 +202,6 @@ def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) ->
 
 
 def _head_buffers(model: ModelConfig, precision: str) -> float:
-    """Return the bytes of the buffers of a head that predicts tokens.
-
-    They are the logits of one chunk of masked positions (HEAD_CHUNK_ROWS at a time, in the run's precision), and the
-    fp32 gradient of the token embeddings, which are the head's output matrix as well.
-    """
     value_bytes = 4 if precision == "fp32" else 2
     logits = HEAD_CHUNK_ROWS * model.padded_vocab_size * value_bytes
     table_gradient = 4 * model.padded_vocab_size * model.embedding_size

@@ -57,7 +57,6 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
     section `plan`.
 
     Args:
-        config: the configuration of the run.
         corpus: manifest of its corpus, from which the epochs follow; with None the budget's `epochs` is None.
 
     Raises:
@@ -84,21 +83,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Return the predicted speed, and the time that `tokens` take, on the GPUs of the config's section `plan`.
-
-    The GPUs are assumed to compute at `plan.utilisation` times their dense 16-bit peak.
-
-    Args:
-        config: the configuration of the run.
-        flops_per_token: training FLOPs of one token.
-        tokens: tokens of the whole run.
-
-    Returns:
-        The prediction; None if the run trains in fp32, because only 16-bit peaks are known.
-
-    Raises:
-        UserError: the peak of `plan.gpu` is not known.
-    """
+    """Return the predicted speed, and the time that `tokens` take, on the GPUs of the config's section `plan`."""
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(

@@ -72,11 +72,8 @@ def bytes_on_wire(
     tests/planning/test_multi_node_scaling.py compares the result with the bytes of real steps.
 
     Args:
-        parameters: number of trained parameters.
         stage: ZeRO stage, 0 to 3.
-        dtype: precision of the training.
         ranks: number of ranks; 1 sends nothing.
-        micro_batches: forward passes of a rank in a step.
         persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
         exchanges_fp32: whether gradients of bf16 parameters are sent in fp32, as `engine.py` configures it on GPUs.
     """
@@ -96,10 +93,6 @@ def bytes_on_wire(
 
 
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring reduce-scatter or all-gather of `num_elements` elements.
-
-    The tensor is cut into one piece per rank, and each rank sends all pieces but one to its neighbour.
-    """
     return num_elements * element_size * (ranks - 1) / ranks
 
 
@@ -107,9 +100,6 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
     """Return how many parameters are in tensors that ZeRO stage 3 does not partition: those below 100,000 elements.
 
     DeepSpeed keeps such tensors whole on every rank, so it gathers them once per step only.
-
-    Args:
-        sizes: elements of each tensor of the model.
     """
     return sum(size for size in sizes if size < _PERSISTENT)
 
@@ -221,14 +211,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
-    """Return the tokens per second that one `gpu` is assumed to train.
-
-    It is the GPU's peak FLOP/s times `plan.utilisation`, divided by the training FLOPs of a token. It is used if the
-    user passes no measured throughput.
-
-    Raises:
-        UserError: the GPU's peak is not known, or the run trains in fp32, for which no peak is known.
-    """
+    """Return the tokens per second that one `gpu` is assumed to train."""
     one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
     one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
     compute = make_budget(one_gpu_config).compute
@@ -241,15 +224,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second.
-
-    Collectives use a ring of all GPUs, which reaches `step_parts.BANDWIDTH_SHARE` of the bandwidth of its slowest
-    link. On one node that is the link between its GPUs; on several nodes it is that link or the network
-    (`cluster.fabric_bytes_per_s`), whichever is slower.
-
-    Raises:
-        UserError: the bandwidth of the links between GPUs of type `cluster.gpu` is not known.
-    """
+    """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second."""
     gpu_model = cluster.gpu.upper()
     if gpu_model not in _NODE_LINK:
         raise UserError(

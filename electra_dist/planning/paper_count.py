@@ -44,13 +44,7 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
-    """Return the sizes of one tower with a head over the vocabulary, for counting its FLOPs.
-
-    Args:
-        config: gives the row length and the size of the vocabulary.
-        tower: the discriminator or the generator.
-        embedding_size: width of the tables that the tower reads.
-    """
+    """Return the sizes of one tower with a head over the vocabulary, for counting its FLOPs."""
     return Network(
         hidden=tower.hidden_size,
         layers=tower.num_layers,

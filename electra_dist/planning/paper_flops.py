@@ -57,7 +57,6 @@ class Network:
 
     @property
     def _embedding_width(self) -> int:
-        """Return the width of the embedding tables: `hidden` unless `embedding` is set."""
         return self.embedding or self.hidden
 
     @property
@@ -67,7 +66,6 @@ class Network:
 
     @property
     def _attention_width(self) -> int:
-        """Return the width of query, key and value over all heads: `hidden` unless `attention` is set."""
         return self.attention or self.hidden
 
     @property
@@ -88,13 +86,7 @@ class Network:
         return self.layers * self._paper_layer() + self._paper_embeddings() + self._paper_head()
 
     def _paper_layer(self) -> int:
-        """Return the forward FLOPs of one transformer layer per token, as the paper's authors counted them.
-
-        The terms are those of the function get_block_flops in their script, google-research/electra's
-        flops_computation.py. A product with an m x n matrix counts 2mn. A token attends to all `seq_len` tokens of its
-        row. The script counts the LayerNorm after the attention without the factor `hidden`; this is repeated, so
-        that the result equals that of the script.
-        """
+        """Return the forward FLOPs of one transformer layer per token, as the paper's authors counted them."""
         hidden = self.hidden
         seq_len = self.seq_len
         inner = self._inner_width
@@ -113,12 +105,7 @@ class Network:
         return one_attention * self._num_attentions + expand + contract
 
     def _paper_embeddings(self) -> int:
-        """Return the forward FLOPs of the embeddings per token, as the paper's authors counted them.
-
-        The terms are those of the function get_embedding_flops in their script, google-research/electra's
-        flops_computation.py. Each look-up (token, position, segment) counts as a product of its table with a one-hot
-        vector.
-        """
+        """Return the forward FLOPs of the embeddings per token, as the paper's authors counted them."""
         hidden = self.hidden
         width = self._embedding_width
         num_segments = 2
@@ -131,11 +118,7 @@ class Network:
         return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token, as the paper's script flops_computation.py counts them.
-
-        A head that predicts tokens counts at a share `output_share` of the positions. A head that detects replaced
-        tokens counts at all positions.
-        """
+        """Return the forward FLOPs of the head per token, as the paper's script flops_computation.py counts them."""
         hidden = self.hidden
         embedding = self._embedding_width
         if self.detects:
@@ -201,13 +184,6 @@ class PaperFlops:
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
-    """Return both networks of an ELECTRA model, the discriminator first.
-
-    Args:
-        discriminator: sizes of the discriminator.
-        generator: hidden width of the generator; all its other sizes equal those of `discriminator`, with widths that
-            are not set following the hidden width.
-    """
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 
 

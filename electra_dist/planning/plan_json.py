@@ -21,7 +21,6 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
     Memory is in bytes, the time of a step in seconds, and that of the whole run in days and GPU-hours.
 
     Args:
-        config: the configuration of the run.
         cluster: adds predictions for 1, 2, 4, ... nodes of this cluster; None leaves them out.
 
     Returns:
@@ -61,10 +60,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def _phases(config: Config) -> list[dict[str, Any]]:
-    """Return the corpus, first step, number of steps and tokens of each phase of `data.phases`.
-
-    A run without phases has one entry. Tokens are positions of rows, padding included.
-    """
+    """Return the corpus, first step, number of steps and tokens of each phase of `data.phases`."""
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -80,7 +76,6 @@ def _phases(config: Config) -> list[dict[str, Any]]:
 
 
 def _state_bytes(config: Config, stage: int) -> dict[str, float]:
-    """Return the bytes of each part of the training state on one of `plan.num_gpus` GPUs at a ZeRO stage."""
     layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
     num_parameters = make_budget(config).parameters.total
     return {part: layout.bytes_per_gpu(part, num_parameters, config.plan.num_gpus) for part in PARTS}

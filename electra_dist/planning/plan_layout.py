@@ -46,10 +46,7 @@ def _widths(section: PlanSection) -> list[int]:
 
 
 def _plain(section: PlanSection) -> str:
-    """Return a section as aligned text: title, header, rows, and the note in parentheses.
-
-    The row that the config selects starts with ">"; all other lines of the table start with spaces.
-    """
+    """Return a section as aligned text: title, header, rows, and the note in parentheses."""
     widths = _widths(section)
     lines = [section.title]
     if section.header:
@@ -63,14 +60,7 @@ def _plain(section: PlanSection) -> str:
 
 
 def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
-    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right.
-
-    Args:
-        section: decides which columns hold text.
-        cells: one cell per column.
-        widths: width of each column in characters, to which the cells are padded.
-        marker: two characters at the start of the line.
-    """
+    """Return one line of a section: `marker`, then the cells, text to the left and numbers to the right."""
     aligned_cells = []
     for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         if _is_text(section, column):
@@ -81,10 +71,6 @@ def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marke
 
 
 def _is_text(section: PlanSection, column: int) -> bool:
-    """Return whether a column holds text, which is aligned to the left; other columns hold numbers.
-
-    The first column always holds text. The last one does if the section's `prose` is set. `column` counts from 0.
-    """
     last_column = len(section.rows[0]) - 1
     return column == 0 or (section.prose and column == last_column)
 

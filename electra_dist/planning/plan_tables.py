@@ -44,10 +44,8 @@ def print_plan(
     """Print the plan of a run: tables on a terminal, plain text on any other stream.
 
     Args:
-        config: the configuration of the run.
         corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
         stream: where to print; None means stdout.
-        cluster: adds a table of how the run scales over the nodes of this cluster.
 
     Raises:
         UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
@@ -66,7 +64,6 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
     schedules, or keys that have no effect, there is a table of each of these, too.
 
     Args:
-        config: the configuration of the run.
         corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
 
     Raises:
@@ -87,10 +84,6 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
     """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes, one row for each number of nodes.
-
-    Args:
-        config: the configuration of the run.
-        cluster: GPUs, nodes and the network between them; a price of a GPU-hour adds a column of costs.
 
     Raises:
         UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
@@ -113,13 +106,7 @@ def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
 
 
 def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
-    """Return the cells of one row of the table of `scaling_section`, in the order of its header.
-
-    Args:
-        prediction: the run on one number of nodes.
-        gpu_hour_price: price of a GPU-hour in any currency, which adds the cell of the run's cost; None leaves the
-            cell out.
-    """
+    """Return the cells of one row of the table of `scaling_section`, in the order of its header."""
     cells = [
         str(prediction.nodes),
         str(prediction.ranks),
@@ -158,10 +145,6 @@ def _model(config: Config, budget: Budget) -> PlanSection:
 
 
 def _shape(tower: TowerConfig) -> str:
-    """Return the sizes of a tower, the discriminator or the generator, as text.
-
-    For example, "12 layers x 256, 4 heads, feed-forward 1024".
-    """
     return (
         f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
         f"feed-forward {tower.intermediate_size}"
@@ -169,10 +152,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash.
-
-    For a run with `data.phases`, the tokens of each phase are shown in place of the epochs.
-    """
+    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash."""
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -208,11 +188,8 @@ def _phase_rows(config: Config) -> list[list[str]]:
 
 
 def _describe_learning_rate(config: Config) -> str:
-    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
-
-    With `shape: polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0. With `shape:
-    trapezoid` the length of the decay is added. If the generator has a learning rate of its own, a second part
-    describes it.
+    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text. With `shape:
+    polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0.
     """
     num_steps = config.train.num_steps
     parts = []
@@ -249,17 +226,12 @@ def _schedules(config: Config) -> list[PlanSection]:
 
 
 def _without_effect(config: Config) -> list[PlanSection]:
-    """Return the table of the keys that are set and change nothing, with the reasons; no table if there is none."""
     rows = [[key, reason] for key, reason in keys_without_effect(config).items()]
     return [PlanSection("Keys without effect", rows)] if rows else []
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked.
-
-    The state is weights, gradients, fp32 master copy and Adam's moments, without activations and buffers. It is
-    computed for `plan.num_gpus` GPUs. Columns are in GB, or in MB for models of at most 50 million parameters.
-    """
+    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked."""
     world_size = config.plan.num_gpus
     num_parameters = budget.parameters.total
     if num_parameters > 50e6:
@@ -291,11 +263,8 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _largest_micro_batch(config: Config) -> PlanSection:
-    """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save memory.
-
-    The ways are `engine.early_generator` and `engine.activation_checkpointing`. The column of the config's settings is
-    marked in the header. GPUs with equal memory share a row; one without bf16 is listed with what it can run. The
-    numbers are arithmetic, not measurements, and they are not limited by the rows of a step.
+    """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save
+    memory.
     """
     engine = config.engine
     settings = [(False, False), (True, False), (False, True), (True, True)]
@@ -329,10 +298,8 @@ def _with_precisions(gpu: str) -> str:
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours.
-
-    Throughput and time are predicted for the GPUs that the config section `plan` names. If the run trains in fp32,
-    the table has FLOPs only and a note says so, because the peak speeds of GPUs are known for 16 bits only.
+    """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours. If the run trains in
+    fp32, the table has FLOPs only and a note says so, because the peak speeds of GPUs are known for 16 bits only.
     """
     flops = budget.flops
     compute = budget.compute
@@ -373,11 +340,7 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of numbers of GPUs that can share the global batch evenly, with the micro-batches per step.
-
-    Of more than 16 numbers, it shows the first 13 and the last 3. A note warns if `plan.num_gpus` cannot share
-    the batch.
-    """
+    """Return the table of numbers of GPUs that can share the global batch evenly, with the micro-batches per step."""
     train = config.train
     shown = list(budget.accumulation)
     if len(shown) > _MOST_WORLD_SIZES:

@@ -41,7 +41,6 @@ def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
     """Return the seconds of one micro-batch, forward and backward: its compute or its launches, whichever is longer.
 
     Args:
-        config: gives the rows of a micro-batch, their length and the layers of both towers.
         gpu_tokens_per_s: tokens per second that one GPU trains if it never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
@@ -52,9 +51,6 @@ def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
     They are proportional to the number of layers. The generator's layers count only if the objective runs a generator.
-
-    Args:
-        config: gives the layers of both towers and the objective.
     """
     model = config.model
     num_layers = model.discriminator.num_layers
@@ -70,10 +66,7 @@ def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: i
     the device for the host, which launches the update only after it has read the norm.
 
     Args:
-        num_parameters: number of trained parameters.
         stage: ZeRO stage; from stage 1 on each rank updates only its share of the parameters.
-        micro_batches: number of micro-batches of a rank in a step.
-        ranks: number of ranks.
         gpu: a key of `_MEMORY_BYTES_PER_S`, such as "H100".
 
     Raises:

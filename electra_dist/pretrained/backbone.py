@@ -22,13 +22,6 @@ class Backbone(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
-        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it.
-
-        Args:
-            model: architecture, widths, positions and dropout.
-            tower: number and sizes of the layers.
-            special: ids of the special tokens.
-        """
         super().__init__()
         self.model = model
         self.special = special
@@ -40,7 +33,6 @@ class Backbone(nn.Module):
 
         Args:
             ids_BS: int64 token ids, [B, S].
-            dropout_keys: keys of the dropout's random numbers; required in training mode, unused in evaluation mode.
         """
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
@@ -61,11 +53,9 @@ class Backbone(nn.Module):
         states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
 
         def keep_input(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            """Keep the input of the first layer."""
             states.append(inputs[0])
 
         def keep_output(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            """Keep the output of a layer."""
             states.append(output)
 
         hooks = [self.encoder.layers[0].register_forward_pre_hook(keep_input)]

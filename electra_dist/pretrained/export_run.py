@@ -51,15 +51,7 @@ def export_run(
     pretraining.json, which says how the model was trained.
 
     Args:
-        run_dir: the run folder.
-        output: folder for the exports; created if missing. Files of the same names are replaced.
-        choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
-        progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
-
-    Raises:
-        UserError: `run_dir` is not a run, it has no such good checkpoint, or `output` cannot be written or holds the
-            model of another program.
     """
     _check_writable(output)  # before the weights are read, which may take minutes
     for tower in ("discriminator", "generator"):
@@ -116,11 +108,7 @@ def _refuse_model_of_others(folder: Path) -> None:
 
 
 def _check_writable(output: Path) -> None:
-    """Raise an error if the folder for an export cannot be written; nothing is created.
-
-    Raises:
-        UserError: `output`, or its nearest parent that exists, is not a folder that this user may write.
-    """
+    """Raise an error if the folder for an export cannot be written; nothing is created."""
     nearest = output
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -32,29 +32,14 @@ _LARGE_TO_GENERATOR = {"embeddings.": "embeddings.", "discriminator.": "generato
 
 
 def with_generator_digest(config: Config) -> Config:
-    """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights.
-
-    Args:
-        config: a config with `objective.generator: frozen`.
-
-    Raises:
-        UserError: the weights cannot be read, have another shape, or have another digest than a config that sets it.
-    """
+    """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights."""
     digest = weights_sha256(read_frozen_generator(config))
     objective = config.objective.model_copy(update={"generator_sha256": digest})
     return config.model_copy(update={"objective": objective})
 
 
 def read_frozen_generator(config: Config) -> State:
-    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`.
-
-    Args:
-        config: a config with `objective.generator: frozen`.
-
-    Raises:
-        UserError: `train.init_generator_from` is no source of a generator, or has another shape than
-            `model.generator`, or its digest is not `objective.generator_sha256` where that is set.
-    """
+    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`."""
     folder = Path(config.train.init_generator_from or "")
     if is_run_folder(folder):
         state = _large_tower_of_run(folder, config.model)
@@ -83,28 +68,12 @@ def read_frozen_generator(config: Config) -> State:
 
 
 def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
-    """Raise if the frozen generator's folder has a vocab.txt with other tokens than the corpus.
-
-    Args:
-        config: a config with `objective.generator: frozen`.
-        vocabulary: vocabulary of `data.corpus`.
-
-    Raises:
-        UserError: the tokens differ.
-    """
+    """Raise if the frozen generator's folder has a vocab.txt with other tokens than the corpus."""
     check_vocabulary(_KEY, Path(config.train.init_generator_from or ""), vocabulary)
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:
-    """Return the large tower of the newest good checkpoint of an mlm run, under the names of a generator.
-
-    Args:
-        run_dir: folder of the run.
-        model: section `model` of the config whose generator it is to be.
-
-    Raises:
-        UserError: the run has another objective, no good checkpoint, or another shape than `model.generator`.
-    """
+    """Return the large tower of the newest good checkpoint of an mlm run, under the names of a generator."""
     run = load_run_weights(run_dir)
     objective_name = run.config.objective.name
     if objective_name != "mlm":

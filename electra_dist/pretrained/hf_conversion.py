@@ -58,10 +58,6 @@ def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Ten
 
     They are a state dict of ElectraForPreTraining. If the discriminator was trained to predict tokens instead of
     detecting replaced ones (objective `mlm`, for example), they are a state dict of ElectraForMaskedLM.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
     """
     return _to_hf(state, model, "discriminator")
 
@@ -70,10 +66,6 @@ def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]
     """Return the generator's weights under Hugging Face's names: a state dict of ElectraForMaskedLM, in fp32.
 
     The tied `generator_lm_head.weight` is left out.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
     """
     return _to_hf(state, model, "generator")
 
@@ -82,10 +74,6 @@ def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.
     """Return Hugging Face weights of a discriminator under the names of ElectraTowers: embeddings, tower, head.
 
     The token table gets rows of zeros up to the padded vocabulary size of `model`.
-
-    Args:
-        theirs: state dict of ElectraForPreTraining or ElectraForMaskedLM; the head may be missing.
-        model: section `model` of a config that gives the discriminator the same shape.
 
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
@@ -98,10 +86,6 @@ def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tens
 
     The token table gets rows of zeros up to the padded vocabulary size of `model`.
 
-    Args:
-        theirs: state dict of ElectraForMaskedLM.
-        model: section `model` of a config that gives the generator the same shape.
-
     Raises:
         KeyError: the token table, or a query, key or value parameter, is missing.
     """
@@ -112,13 +96,7 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
     """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
 
     Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
-    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other
-    parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        tower: the tower to read, "generator" or "discriminator".
+    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared.
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
     if tower == "generator" and model.sharing == "all":
@@ -141,7 +119,8 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
     """Return the shape of a tower (generator or discriminator), and the width of the embedding tables that it reads.
 
-    If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and tower.
+    If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and
+    tower.
     """
     if tower == "generator":
         return model.generator, model.generator_embedding_width
@@ -157,10 +136,7 @@ def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
 
 
 def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
-    """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value.
-
-    This project has one fused module for these three; see `_qkv_names`.
-    """
+    """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value."""
     shape, width = tower_of(model, tower)
     for ours, theirs in _EMBEDDINGS.items():
         yield f"embeddings.{ours}", f"electra.embeddings.{theirs}"
@@ -176,11 +152,6 @@ def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, s
 
 
 def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
-    """Yield (name in this project, Hugging Face's name) of every parameter of a tower except query, key and value.
-
-    These are all names that can occur; a state dict holds only some of them. Embeddings have no bias, for example, and
-    a tower has one kind of head.
-    """
     for ours, theirs in _module_names(model, tower):
         for kind in ("weight", "bias"):
             yield f"{ours}.{kind}", f"{theirs}.{kind}"
@@ -188,11 +159,7 @@ def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str
 
 
 def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
-    """Yield (fused parameter in this project, Hugging Face's three parameters) of every layer of a tower.
-
-    The three are query, key and value, in the order in which they are concatenated. There is one pair for the weights
-    and one for the biases.
-    """
+    """Yield (fused parameter in this project, Hugging Face's three parameters) of every layer of a tower."""
     shape, _ = tower_of(model, tower)
     for layer in range(shape.num_layers):
         attention = f"electra.encoder.layer.{layer}.attention.self"
@@ -202,17 +169,8 @@ def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list
 
 
 def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a tower's weights under Hugging Face's names, without the rows that pad the token table.
-
-    No two tensors share memory, so that safetensors can write them.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        tower: the tower to convert, with its embeddings and its head.
-
-    Raises:
-        UserError: Hugging Face has no class for this generator (with `model.architecture: modern` only).
+    """Return a tower's weights under Hugging Face's names, without the rows that pad the token table. No two tensors
+    share memory, so that safetensors can write them.
     """
     ours = standalone(state, model, tower)
     if "discriminator_head.dense.weight" in ours:
@@ -237,16 +195,7 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
 
 
 def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights under this project's names; rows of zeros pad the token table.
-
-    Args:
-        theirs: state dict of a Hugging Face ELECTRA model with one tower.
-        model: section `model` of a config with the same shape; the table is padded to its padded vocabulary size.
-        tower: the tower that the weights are for.
-
-    Raises:
-        KeyError: the token table, or a query, key or value parameter, is missing.
-    """
+    """Return Hugging Face weights under this project's names; rows of zeros pad the token table."""
     if model.architecture == "modern":
         return hf_modernbert.from_hf(theirs, model, tower, _HEADS[tower])
     ours = {}

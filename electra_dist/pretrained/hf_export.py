@@ -42,20 +42,7 @@ def export_towers(
 ) -> dict[str, Path]:
     """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
 
-    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
-    is none for the pair of causal towers of the objective `electric`, nor for a generator of the architecture `modern`
-    whose layers have another width than its token table.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
-
-    Returns:
-        The folders written, by the names "discriminator" and "generator".
+    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it.
     """
     folders = tower_folders(state, model, out_dir)
     export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
@@ -83,16 +70,7 @@ def export_discriminator(
     """Write the discriminator with its tokenizer as a Hugging Face folder.
 
     The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
-    tokens instead of detecting replaced ones (objective `mlm`, for example). With `model.architecture: modern` the
-    corresponding classes are ModernBertForTokenClassification and ModernBertForMaskedLM.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
+    tokens instead of detecting replaced ones (objective `mlm`, for example).
     """
     tensors = to_hf_discriminator(state, model)
     if model.architecture == "modern":
@@ -114,14 +92,6 @@ def export_generator(
     """Write the generator with its tokenizer as a Hugging Face folder.
 
     The model class is ElectraForMaskedLM; with `model.architecture: modern` it is ModernBertForMaskedLM.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        special: ids of the special tokens.
-        vocab_file: the corpus's vocab.txt.
-        lowercase: whether the corpus was lower-cased.
-        out_dir: created if missing; files of the same names are replaced.
     """
     tensors = to_hf_generator(state, model)
     if model.architecture == "modern":
@@ -148,17 +118,7 @@ def export_task_model(
     lowercase: bool,
     out_dir: Path,
 ) -> None:
-    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder.
-
-    Args:
-        encoder: weights of the encoder: `embeddings.` and, for its layers, `discriminator.`.
-        head: the head under Hugging Face's names.
-        model: section `model` of a config whose discriminator has the encoder's shape.
-        special: ids of the special tokens.
-        vocabulary_text: content of vocab.txt.
-        lowercase: whether the tokenizer lower-cases.
-        out_dir: created if missing; files of the same names are replaced.
-    """
+    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder."""
     tensors = to_hf_discriminator(encoder, model) | head.weights
     make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
     config = make_config(model, "discriminator", special, head.architecture) | head.config
@@ -169,14 +129,7 @@ def export_task_model(
 
 
 def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower.
-
-    Args:
-        model: gives widths, dropout and the size of the vocabulary.
-        tower: the tower that the config describes.
-        special: ids of the special tokens.
-        architecture: Hugging Face's model class, such as "ElectraForPreTraining".
-    """
+    """Return the content of a Hugging Face config.json for one tower."""
     shape, width = tower_of(model, tower)
     return {
         "architectures": [architecture],
@@ -207,22 +160,7 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer.
-
-    The files of the tokenizer are tokenizer.json, tokenizer_config.json and, only for WordPiece, vocab.txt.
-
-    Args:
-        tensors: weights under Hugging Face's names.
-        config: content of config.json.
-        vocab_file: the corpus's vocab.txt, whose content may be a tokenizer.json.
-        lowercase: whether the tokenizer lower-cases.
-        max_positions: longest row in tokens, for the tokenizer's settings.
-        out_dir: created if missing; each file is replaced atomically.
-
-    Raises:
-        StoreError: a file cannot be written.
-        UserError: `vocab_file` is damaged.
-    """
+    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer."""
     vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
     if vocabulary.tokenizer_json is None:
@@ -252,16 +190,10 @@ def _write(
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     _write_file(path, text.encode())
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write or replace a file atomically; other users may read it unless the process's umask forbids it.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
     with replacing(path) as file:
         file.write(content)

@@ -91,9 +91,6 @@ def to_hf(
 
     Args:
         ours: parameters of one tower and of its embeddings, unsharded, in fp32 on the host.
-        model: section `model` of the config that they were trained with.
-        tower: "generator" or "discriminator".
-        token_head: name of the tower's head that predicts tokens, "generator_head" or "token_head".
     """
     names = dict(_backbone_names(_shape(model, tower), tower))
     if "discriminator_head.dense.weight" in ours and tower == "discriminator":
@@ -112,12 +109,6 @@ def from_hf(
     """Return Hugging Face weights under this project's names, with rows of zeros that pad the token table.
 
     The head is included if it predicts tokens or, for the discriminator, classifies them with a single label.
-
-    Args:
-        theirs: state dict of a ModernBERT model.
-        model: section `model` of a config that gives the tower the same shape.
-        tower: "generator" or "discriminator".
-        token_head: name of the tower's head that predicts tokens.
 
     Raises:
         KeyError: a weight of the embeddings or the layers is missing.
@@ -138,9 +129,6 @@ def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return weights under the names of a model with a head, in which the encoder's names begin with `model.`.
 
     Weights of a ModernBertModel, which has no head, get this prefix; others are returned under their own names.
-
-    Args:
-        theirs: state dict of any ModernBERT class.
     """
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
@@ -156,10 +144,6 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 
     They give the sizes of the layers and of the vocabulary, the attention window of each layer, the epsilon of the
     LayerNorms and the positions.
-
-    Args:
-        model: section `model` of the config.
-        tower: "discriminator" or "generator".
     """
     shape = _shape(model, tower)
     width = model.generator_embedding_width if tower == "generator" else model.embedding_size
@@ -183,15 +167,8 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
 
-    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
-    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these.
-
-    Args:
-        where: path of the file, for messages.
-        settings: content of config.json.
-
-    Raises:
-        UserError: a setting makes the model compute something that this project does not support.
+    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the
+    bases of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these.
     """
     result = {**_DEFAULTS, **settings, "embedding_size": settings.get("hidden_size")}
     layer_types = settings.get("layer_types")
@@ -224,12 +201,6 @@ def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A config.json describes one encoder, so both towers of the result get its shape.
 
-    Args:
-        settings: from `comparable_settings`.
-
-    Returns:
-        Name of the field -> value, as `ModelConfig.model_validate` expects it.
-
     Raises:
         KeyError: config.json lacks a size of the model.
     """
@@ -259,24 +230,13 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
     The head of such a model must not be read as a pretraining head: with one output, as for a regression, its
     parameters have the same names and shapes as those of a discriminator's head.
-
-    Args:
-        settings: content of config.json, whose key `architectures` is read; False if that is not a list.
     """
     architectures = settings.get("architectures")
     return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary parameters of each type of layers for which `rope_parameters` of config.json has some.
-
-    Args:
-        where: path of the file, for messages.
-        settings: content of config.json.
-
-    Raises:
-        UserError: an entry is not an object, or asks for other rotary positions than the default ones.
-    """
+    """Return the rotary parameters of each type of layers for which `rope_parameters` of config.json has some."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}
@@ -301,14 +261,7 @@ def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dic
 
 
 def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower.
-
-    Args:
-        model: gives the sizes, the window and spacing of the layers' attention, dropout and the vocabulary's size.
-        tower: the tower that the config describes, "generator" or "discriminator".
-        special: ids of the special tokens.
-        architecture: Hugging Face's model class, such as "ModernBertForMaskedLM".
-    """
+    """Return the content of a Hugging Face config.json for one tower."""
     shape = shape_of_modern(model, tower)
     del shape["embedding_size"]
     return {
@@ -330,7 +283,6 @@ def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture:
 
 
 def _shape(model: ModelConfig, tower: str) -> TowerConfig:
-    """Return the number and the sizes of the layers of the tower "generator" or "discriminator"."""
     return model.generator if tower == "generator" else model.discriminator
 
 
@@ -348,16 +300,7 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
 
 
 def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return the number n for which the layers 0, n, 2n and so on have global attention, and the others windows.
-
-    Args:
-        where: path of config.json, for the message.
-        layer_types: "full_attention" or "sliding_attention" for each layer.
-        num_layers: number of layers by another key.
-
-    Raises:
-        UserError: `layer_types` is no list of that many types, or there is no such number.
-    """
+    """Return the number n for which the layers 0, n, 2n and so on have global attention, and the others windows."""
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise UserError(
             f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "

@@ -39,12 +39,8 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the content of the config.json of a Hugging Face model whose function this project computes.
 
-    Keys that may be missing have the values that transformers then assumes. `dtype` is what it rounds the weights to,
-    or None.
-
-    Raises:
-        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, or a setting makes the
-            model compute something that this project does not support.
+    Keys that may be missing have the values that transformers then assumes. `dtype` is what it rounds the weights
+    to, or None.
     """
     where = f"{folder}/config.json"
     given = read_json_object(folder / "config.json", _AGAIN)
@@ -78,13 +74,6 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
     """Return the section `model` of this project's config for a Hugging Face model of the given shape.
 
     The folder holds one tower, whereas the section describes two: generator and discriminator get the same shape.
-
-    Args:
-        folder: the model's folder, whose config.json is read.
-
-    Raises:
-        UserError: it is neither an ELECTRA model with absolute positions nor a ModernBERT, its shape is incomplete or
-            impossible, or a setting makes the model compute something that this project does not support.
     """
     settings = read_settings(folder)
     sizes = [value for value in settings.values() if isinstance(value, int)]
@@ -105,19 +94,7 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
 
 
 def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json of an ELECTRA model to the fields of the config section `model` of this project.
-
-    A config.json describes one encoder, so both towers of the result get its shape.
-
-    Args:
-        settings: from `read_settings`.
-
-    Returns:
-        Name of the field -> value, as `ModelConfig.model_validate` expects it.
-
-    Raises:
-        KeyError: config.json lacks a size of the model.
-    """
+    """Convert the config.json of an ELECTRA model to the fields of the config section `model` of this project."""
     tower = {
         "hidden_size": settings["hidden_size"],
         "num_layers": settings["num_hidden_layers"],

@@ -52,7 +52,6 @@ class _Folder(NamedTuple):
     added_tokens: dict[str, Any]  # added_tokens.json
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the folder, which may be missing."""
         return self.path / name
 
 
@@ -60,14 +59,10 @@ def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
     The vocabulary is a tokenizer.json if the tokenizer is not exactly BERT's. The result for lower-casing is then
-    False, because the file decides about that. The files of an export are verified against the digests in its
-    pretraining.json. A model of another program names none; then vocab.txt, if it is beside a tokenizer.json of
-    WordPiece, must have the same tokens.
+    False, because the file decides about that.
 
     Raises:
         ManifestMismatch: a file of an export has another digest.
-        UserError: the folder has no vocabulary, a file of the tokenizer is damaged, or transformers would build a
-            tokenizer that cannot be built here.
     """
     check_tokenizer_files(path)
     folder = _read_folder(path)
@@ -112,11 +107,7 @@ def _read_folder(path: Path) -> _Folder:
 
 
 def _is_general(folder: _Folder) -> bool:
-    """Return whether transformers takes tokenizer.json as it is, and does not build BERT's tokenizer.
-
-    Raises:
-        UserError: the folder names a class with rules of its own, or tokenizer.json is needed and missing.
-    """
+    """Return whether transformers takes tokenizer.json as it is, and does not build BERT's tokenizer."""
     is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE
     name = folder.settings.get("tokenizer_class") or folder.model.get("tokenizer_class")
     if not isinstance(name, str | None):
@@ -146,11 +137,7 @@ def _general_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
 
 
 def _bert_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
-    """Build BERT's tokenizer from the tokens of tokenizer.json or vocab.txt and the rules of tokenizer_config.json.
-
-    Raises:
-        UserError: a file is damaged, or tokenizer.json is not one of WordPiece.
-    """
+    """Build BERT's tokenizer from the tokens of tokenizer.json or vocab.txt and the rules of tokenizer_config.json."""
     settings = folder.settings
     rules: dict[str, Any] = {"do_lower_case": True, "tokenize_chinese_chars": True, "strip_accents": None}
     for key, default in rules.items():
@@ -181,11 +168,7 @@ def _bert_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
 
 
 def _bert_ids(folder: _Folder) -> dict[str, int]:
-    """Return token -> id of BERT's tokenizer: the vocabulary of tokenizer.json or, without that file, vocab.txt.
-
-    Raises:
-        UserError: tokenizer.json is not one of WordPiece, or vocab.txt begins with a byte order mark.
-    """
+    """Return token -> id of BERT's tokenizer: the vocabulary of tokenizer.json or, without that file, vocab.txt."""
     if not folder.tokenizer:
         vocab_file = folder.file(VOCAB_FILE)
         with readable(vocab_file):
@@ -218,15 +201,11 @@ def _check_same_tokens(folder: _Folder, ids: dict[str, int]) -> None:
 
 
 def _without_blank(ids: dict[str, int]) -> dict[str, int]:
-    """Return token -> id without the blank token, which no text yields."""
     return {token: token_id for token, token_id in ids.items() if token}
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
-    """Add the tokens that the folder names beside its vocabulary, in the order of transformers.
-
-    A token that exists gets the flags of the folder; another one gets the next free id.
-    """
+    """Add the tokens that the folder names beside its vocabulary, in the order of transformers."""
     named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
     extra = folder.settings.get("extra_special_tokens") or folder.settings.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -254,16 +233,11 @@ def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_token(key: str, value: object) -> bool:
-    """Return whether an entry of the settings names a token of the model's own, such as "entity_token"."""
     return key.endswith("_token") and isinstance(value, str | dict)
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return id -> token of the added tokens that the folder declares with their ids.
-
-    They are those of tokenizer_config.json or, if it has none, of added_tokens.json and tokenizer.json. A token of
-    added_tokens.json is special if it is one of `special`.
-    """
+    """Return id -> token of the added tokens that the folder declares with their ids."""
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}
@@ -278,7 +252,6 @@ def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, token
 
 
 def _added_token(value: Any, special: bool) -> tokenizers.AddedToken:
-    """Return a token of a JSON file, which is a string or an object with flags, as one of the library `tokenizers`."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=special)
     flags = {key: value[key] for key in _TOKEN_FLAGS if key in value}
@@ -291,13 +264,7 @@ def _content(value: Any) -> str | None:
 
 
 def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise UserError if a token has an id for which the model has no row of embeddings.
-
-    Args:
-        folder: the folder, whose config.json has the number of rows.
-        source: file of the vocabulary, for the message.
-        tokenizer: the tokenizer with all its added tokens.
-    """
+    """Raise UserError if a token has an id for which the model has no row of embeddings."""
     ids = _without_blank(tokenizer.get_vocab(with_added_tokens=True))
     num_rows = folder.model.get("vocab_size")
     outside = [token for token, token_id in ids.items() if not isinstance(num_rows, int) or token_id >= num_rows]
@@ -309,11 +276,7 @@ def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -
 
 
 def _lines_of_bert(content: dict[str, Any]) -> str | None:
-    """Return the vocab.txt of a tokenizer that is exactly BERT's; None for another tokenizer.
-
-    Args:
-        content: the tokenizer as a parsed tokenizer.json.
-    """
+    """Return the vocab.txt of a tokenizer that is exactly BERT's; None for another tokenizer."""
     model = content["model"]
     normalizer = content["normalizer"] or {}
     ids: dict[str, int] = model["vocab"] if model["type"] == "WordPiece" else {}
@@ -355,13 +318,7 @@ def _check_roles(folder: _Folder, vocabulary: Vocabulary) -> None:
 
 
 def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]) -> None:
-    """Raise UserError if the tokenizer puts other tokens around texts than the rows of this project have.
-
-    Args:
-        folder: the folder.
-        vocabulary: its vocabulary.
-        content: its tokenizer as a parsed tokenizer.json.
-    """
+    """Raise UserError if the tokenizer puts other tokens around texts than the rows of this project have."""
     is_modern = folder.model.get("model_type") == hf_modernbert.MODEL_TYPE  # it has no token types
     is_ours = folder.file(PRETRAINING_FILE).exists()  # older exports of byte-level BPE give all tokens type 0
     expected = tuple(vocabulary.tokens[vocabulary.special[role]] for role in ("[CLS]", "[SEP]"))
@@ -375,5 +332,4 @@ def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]
 
 
 def _damaged(file: Path, reason: str) -> UserError:
-    """Return the error for a file that cannot be used."""
     return UserError(f"{file}: damaged, because {reason}; {_AGAIN}")

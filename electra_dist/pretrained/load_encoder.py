@@ -84,22 +84,9 @@ class Pretrained:
         """Take one tower (generator or discriminator) out of a state dict that holds both.
 
         Args:
-            name: name for messages and tables.
-            state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-            model: section `model` of the config that they were trained with.
-            vocabulary: the vocabulary that they were trained with.
-            lowercase: whether the tokenizer lower-cases.
-            tower: the tower to take, with the embeddings that it reads and its head.
             reads_masks: whether a tower that predicts tokens was trained on text with [MASK], not with replaced
                 tokens.
-            gives_energies: whether a discriminator's outputs are energies of tokens, as objective `electric` trains
-                them, and not logits of "replaced".
             trained_length: tokens of a row in training; None if it is not known.
-            may_have_unused_rows: whether the model's embeddings may have more rows than the vocabulary has tokens, as
-                in models of other programs.
-
-        Raises:
-            UserError: the vocabulary has another size than the model, or the model has no such tower.
         """
         num_unused = model.vocab_size - vocabulary.size
         if num_unused < 0 or (num_unused and not may_have_unused_rows):
@@ -139,15 +126,7 @@ class Pretrained:
         return digest.hexdigest()
 
     def backbone(self, hidden_dropout: float = 0.0, attention_dropout: float = 0.0) -> Backbone:
-        """Return a new module with a copy of these weights, on the host and in training mode.
-
-        Args:
-            hidden_dropout: dropout probability of embeddings and sub-layer outputs.
-            attention_dropout: dropout probability of attention probabilities.
-
-        Raises:
-            UserError: a weight that the config needs is missing or has another shape, or a dropout is no probability.
-        """
+        """Return a new module with a copy of these weights, on the host and in training mode."""
         dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
         for name, rate in dropout.items():
             if not isinstance(rate, Real) or not 0 <= rate < 1:
@@ -173,8 +152,8 @@ class Pretrained:
     def head_state(self) -> dict[str, torch.Tensor]:
         """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head.
 
-        A generator's head predicts tokens. A discriminator's head detects replaced tokens, except after an objective
-        in which the discriminator predicts tokens.
+        A generator's head predicts tokens. A discriminator's head detects replaced tokens, except after an
+        objective in which the discriminator predicts tokens.
         """
         return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
 
@@ -185,16 +164,8 @@ def load_pretrained(
     """Load one tower of the model that `spec` names, with its vocabulary.
 
     Args:
-        spec: a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
-            with that config starts from.
-        tower: which tower of a run or of `random:`. A Hugging Face folder holds one, so "discriminator" stands for it
-            whichever it is.
         vocab: vocab.txt for `random:`; None for that of the config's corpus. Ignored otherwise.
         step: number of steps after which a run's checkpoint was taken; None for the newest, and for what is no run.
-
-    Raises:
-        UserError: `spec` names no model, a file or a weight of the model is missing, or it has no such tower or no
-            steps.
     """
     folder = Path(spec)
     if not spec.startswith(_RANDOM) and is_run_folder(folder):
@@ -212,28 +183,13 @@ def load_pretrained(
 
 
 def device_of_choice() -> torch.device:
-    """Return the default GPU of this process if there is one, and the CPU otherwise.
-
-    Raises:
-        NodeError: the node has GPUs, torch sees none, and the user has not asked for the CPU.
-    """
+    """Return the default GPU of this process if there is one, and the CPU otherwise."""
     check_gpus()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and `head.`.
-
-    The head is the one that the tower was pretrained with; without a head, there are no names with that prefix.
-
-    Args:
-        state: whole (not partitioned) parameters by name, with or without the objective's prefix `towers.`.
-        model: section `model` of the config that they were trained with.
-        tower: the tower to take, "generator" or "discriminator".
-
-    Raises:
-        UserError: the generator is wanted, but there is none, or it is a pair of causal towers (objective `electric`).
-    """
+    """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and `head.`."""
     weights = standalone(state, model, tower)
     if tower == "discriminator":
         head = _discriminator_head(weights)
@@ -252,12 +208,7 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
 
 def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
-    """Return the parameters of the head that the discriminator was pretrained with; empty if there is none.
-
-    Most objectives train a head that detects replaced tokens. Otherwise it is the head that predicts tokens. With the
-    objective `all_tokens_mlm` the result also has the gate between copying and predicting a token, under names that
-    begin with `copy_gate.`.
-    """
+    """Return the parameters of the head that the discriminator was pretrained with; empty if there is none."""
     detection_head = _submodule(weights, "discriminator_head")
     if detection_head:
         return detection_head
@@ -266,30 +217,16 @@ def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
 
 
 def _submodule(weights: State, name: str) -> dict[str, torch.Tensor]:
-    """Return the parameters of the submodule `name`, with that prefix removed from their names.
-
-    For "embeddings", the parameter "embeddings.word.weight" is returned as "word.weight".
-    """
     prefix = f"{name}."
     return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
 
 
 def _with_prefix(prefix: str, weights: State) -> dict[str, torch.Tensor]:
-    """Return the parameters with `prefix` put before their names, for example "head." before "dense.weight"."""
     return {prefix + key: weight for key, weight in weights.items()}
 
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
-    """Return a tower with the random weights that a run with the config `file` starts from.
-
-    Args:
-        file: the config; its seed decides the weights.
-        tower: the tower to take.
-        vocab: vocab.txt; None for that of the config's corpus.
-
-    Raises:
-        UserError: the config is not valid, or the vocabulary file does not exist.
-    """
+    """Return a tower with the random weights that a run with the config `file` starts from."""
     config = load_config(file)
     return Pretrained.from_state(
         name=f"{_RANDOM}{file}",
@@ -305,17 +242,7 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
-    """Return the vocabulary of a config's corpus, verified against corpus.json.
-
-    A folder without corpus.json is not a finished corpus; of a vocab.txt in it only the form is checked.
-
-    Args:
-        config: the config that names the corpus.
-        file: its file, for messages.
-
-    Raises:
-        UserError: the corpus has no vocabulary, or its vocabulary is not the one that corpus.json names.
-    """
+    """Return the vocabulary of a config's corpus, verified against corpus.json."""
     store = open_store(config.data.corpus, config.data.endpoint_url)
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
@@ -328,31 +255,16 @@ def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
 
 
 def _reads_masks(objective_name: str, tower: TowerName) -> bool:
-    """Return whether a tower is trained on text with [MASK]: every generator, and the one tower of objective `mlm`.
-
-    All other discriminators read text in which the generator has replaced tokens.
-    """
+    """Return whether a tower is trained on text with [MASK]: every generator, and the one tower of objective `mlm`."""
     return tower == "generator" or objective_name == "mlm"
 
 
 def _gives_energies(objective_name: str, tower: TowerName) -> bool:
-    """Return whether the outputs of a tower's head are energies of tokens: of the discriminator of Electric only."""
     return tower == "discriminator" and objective_name == "electric"
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
-    """Return a tower (generator or discriminator) from a run's checkpoint.
-
-    One line on stderr names each damaged checkpoint that was skipped.
-
-    Args:
-        run_dir: the run folder.
-        tower: the tower to take.
-        step: number of steps after which the checkpoint was taken; None for the newest good one.
-
-    Raises:
-        UserError: it is not a run, there is no such good checkpoint, or the model has no such tower.
-    """
+    """Return a tower (generator or discriminator) from a run's checkpoint."""
     run = load_run_weights(run_dir, step)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
@@ -370,17 +282,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 
 
 def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
-    """Load the encoder in a Hugging Face folder as a generator or as a discriminator, depending on its weights.
-
-    A model with a head that predicts tokens counts as a generator, every other model as a discriminator. An export of
-    this project contains pretraining.json, which records how the tower was trained; without that file, the tower
-    counts as one that was trained on text with [MASK]. The head of a model that was fine-tuned to classify texts is
-    not loaded.
-
-    Raises:
-        UserError: the folder holds neither an ELECTRA model nor a ModernBERT, a weight or the vocabulary is missing,
-            or a generator is wanted and the folder holds none.
-    """
+    """Load the encoder in a Hugging Face folder as a generator or as a discriminator, depending on its weights."""
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
     predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights

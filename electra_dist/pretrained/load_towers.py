@@ -57,16 +57,12 @@ _TIED = {"generator_lm_head.weight": TOKEN_TABLE, "decoder.weight": hf_modernber
 def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
     """Load the weights of Hugging Face folders into the towers; return notes on the parts that the folders lack.
 
-    Parameters that neither folder holds keep their random initial values. A note is a line of text for the run's log,
-    such as that a head was not found.
+    Parameters that neither folder holds keep their random initial values. A note is a line of text for the run's
+    log, such as that a head was not found.
 
     Args:
-        towers: initialised generator and discriminator on the host, not yet under an engine.
         discriminator_dir: Hugging Face folder of the discriminator, or None.
         generator_dir: Hugging Face folder of the generator, or None.
-
-    Raises:
-        UserError: a folder is missing or unreadable, or has another shape or vocabulary size than `towers.model`.
     """
     large: State = {}
     small: State = {}
@@ -84,15 +80,8 @@ def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, ge
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
     """Load the weights of two state dicts into the towers; return a note on each part that the dicts lack.
 
-    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; what the states lack of
-    it keeps its random initial values. There is one more note if the states have different embeddings but the towers
-    share one set: then those of `large` are used.
-
-    Args:
-        towers: initialised towers on the host, not yet under an engine, of the same shape as the states.
-        large: the discriminator, its head and the `embeddings.` that it reads, under the names of ElectraTowers.
-        small: the generator, its head and the `embeddings.` that it reads. Either state may be empty.
-        where: name of the source, for the notes.
+    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; what the states lack
+    of it keeps its random initial values.
     """
     large = cut_positions(large, towers.model.max_positions)
     small = cut_positions(small, towers.model.max_positions)
@@ -111,17 +100,7 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Raise if the weights to load have another shape than a tower of the config, or fewer positions than it.
-
-    Args:
-        where: file or folder of the weights, for the message.
-        given: shape of the weights, from `shape_of` or `read_settings`. It may have more positions than the tower.
-        model: the config's section `model`.
-        tower: the tower to compare with.
-
-    Raises:
-        UserError: the shapes differ; the message names the first difference.
-    """
+    """Raise if the weights to load have another shape than a tower of the config, or fewer positions than it."""
     num_positions = given.get(_POSITIONS)
     has_longer_rows = isinstance(num_positions, int) and num_positions < model.max_positions
     for key, wanted in shape_of(model, tower).items():
@@ -148,10 +127,6 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 
     It is what decides the shapes of the weights or the function that the tower computes with them. The number of
     positions is the smallest that fits: weights may have more, which are cut.
-
-    Args:
-        model: section `model` of the config.
-        tower: "discriminator" or "generator".
     """
     if model.architecture == "modern":
         return hf_modernbert.shape_of_modern(model, tower)
@@ -173,11 +148,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
 
-    In a model with a head, the names of the encoder's weights begin with `electra.`, or with `model.` for ModernBERT.
-    The weights of a model without a head get this prefix, too. Tensors that are not of floating point are left out.
-
-    Raises:
-        UserError: the folder holds no weights.
+    In a model with a head, the names of the encoder's weights begin with `electra.`, or with `model.` for
+    ModernBERT. The weights of a model without a head get this prefix, too.
     """
     if (folder / "model.safetensors").exists():
         theirs = _read_safetensors(_file_within(folder, "model.safetensors"))
@@ -199,11 +171,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists.
-
-    Raises:
-        UserError: the index is damaged, or a file that it lists is missing or lies elsewhere.
-    """
+    """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists."""
     file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
@@ -217,13 +185,7 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _file_within(folder: Path, name: str) -> Path:
-    """Return the path of a file of weights, which lies in the model's folder itself.
-
-    In the cache of the Hugging Face hub, the files in snapshots/REVISION are links to files in blobs/.
-
-    Raises:
-        UserError: the name, or a link of that name, leads out of the folder.
-    """
+    """Return the path of a file of weights, which lies in the model's folder itself."""
     file = folder / name
     model_folder = Path(os.path.realpath(folder))
     places = [model_folder]
@@ -238,12 +200,7 @@ def _file_within(folder: Path, name: str) -> Path:
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, on the host.
-
-    Raises:
-        StoreError: the file cannot be read.
-        UserError: the file is damaged.
-    """
+    """Return the tensors of a safetensors file, on the host."""
     with readable(file):
         try:
             check_regular(file)
@@ -253,12 +210,7 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_pytorch_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file of torch.save, on the host; no code in it is executed.
-
-    Raises:
-        StoreError: the file cannot be read.
-        UserError: the file is damaged, or holds other objects than tensors.
-    """
+    """Return the tensors of a file of torch.save, on the host; no code in it is executed."""
     with readable(file):
         try:
             check_regular(file)
@@ -294,16 +246,7 @@ def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
 
 
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts.
-
-    There is a conflict if the two states have different embeddings, but the towers share one set: those of `large` are
-    used. A note is a line of text for the run's log.
-
-    Args:
-        towers: towers to fill; they are not changed.
-        large: the discriminator, its head and the embeddings that it reads, under the names of ElectraTowers.
-        small: the generator, its head and the embeddings that it reads. Either state may be empty.
-    """
+    """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts."""
     values = {name: value for name, value in small.items() if not name.startswith(_EMBEDDINGS)}
     values |= {name: value for name, value in large.items() if not name.startswith(_EMBEDDINGS)}
     large_embeddings = {name: value for name, value in large.items() if name.startswith(_EMBEDDINGS)}
@@ -319,16 +262,8 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 
 
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
-    """Return the values of both towers' embeddings, for towers in which the discriminator has embeddings of its own.
-
-    In the result the generator's names begin with `embeddings.`, the discriminator's with `discriminator_embeddings.`.
-
-    Args:
-        is_difference: whether the discriminator reads the sum of both towers' tables (`model.sharing: gdes`). Its own
-            tables are then set to `large` minus the generator's. Its LayerNorm, which is not part of the sum, is
-            copied.
-        large: the embeddings that the discriminator reads in the source, named `embeddings.`; may be empty.
-        small: the embeddings that the generator reads in the source, named `embeddings.`; may be empty.
+    """Return the values of both towers' embeddings, for towers in which the discriminator has embeddings of its
+    own.
     """
     if not is_difference:
         return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
@@ -342,21 +277,11 @@ def _assign_separate_embeddings(is_difference: bool, large: State, small: State)
 
 
 def _differ(large_embeddings: State, small_embeddings: State) -> bool:
-    """Return whether any tensor of the generator's embeddings differs from the discriminator's of the same name."""
     return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
 def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder under the names of ElectraTowers.
-
-    Args:
-        model: section `model` of the config of the towers that the weights are for.
-        tower: "generator" or "discriminator", whichever the folder holds.
-        folder: folder with config.json and the weights.
-
-    Raises:
-        UserError: config.json or a weight is missing, or the shape or the function is not that of `tower` in `model`.
-    """
+    """Return the weights of a Hugging Face folder under the names of ElectraTowers."""
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
@@ -365,18 +290,7 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
 
 
 def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder under the names of ElectraTowers; every one of the tower is used.
-
-    Args:
-        folder: the folder, for messages.
-        weights: from `read_weights`.
-        model: section `model` of a config that gives the tower the shape in the folder's config.json.
-        tower: the tower that the weights are for.
-
-    Raises:
-        UserError: a parameter of the embeddings or the layers is missing or is one too many, a parameter has another
-            shape than the config gives it, or transformers reads other weights in the folder.
-    """
+    """Return the weights of a Hugging Face folder under the names of ElectraTowers; every one of the tower is used."""
     _check_read_alike(folder, weights)
     unknown = {name for name in weights if name.startswith(_BACKBONES)} - hf_backbone_names(model, tower)
     if unknown:

@@ -43,9 +43,6 @@ def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
     """Write FOLDER/pretraining.json, indented JSON; an existing file is replaced atomically.
 
     The digests of the tokenizer's files that are in the folder are added to the record, so write those files first.
-
-    Raises:
-        StoreError: the folder cannot be written.
     """
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()]  # vocab.txt exists for WordPiece only
     digests = {name: file_sha256(folder / name) for name in names}
@@ -56,11 +53,7 @@ def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
 
 
 def read_pretraining_record(folder: Path) -> PretrainingRecord | None:
-    """Return the content of FOLDER/pretraining.json; None if there is no such file, as in models of other programs.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the content of FOLDER/pretraining.json; None if there is no such file, as in models of other programs."""
     file = folder / PRETRAINING_FILE
     if not file.exists():
         return None
@@ -75,7 +68,6 @@ def check_tokenizer_files(folder: Path) -> None:
     Raises:
         ManifestMismatch: a file has another digest.
         StoreMissing: a file is missing.
-        UserError: pretraining.json is damaged.
     """
     record = read_pretraining_record(folder)
     if record is None:

@@ -40,32 +40,23 @@ class RunWeights(NamedTuple):
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access.
-
-        Raises:
-            UserError: the file is missing or damaged; the next start of the run writes it again.
-        """
+        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access."""
         return read_run_tokenizer(Path(self.config.run_dir))
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the corpus, read from a file of the run folder at each access.
-
-        Raises:
-            UserError: the file is missing or damaged; the next start of the run writes it again.
-        """
+        """Return the vocabulary of the corpus, read from a file of the run folder at each access."""
         return read_run_vocabulary(Path(self.config.run_dir))
 
 
 def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
 
-    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares all
-    settings with the vocabulary, except whether the tokenizer lower-cases.
+    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares
+    all settings with the vocabulary, except whether the tokenizer lower-cases.
 
     Raises:
         ManifestMismatch: the file has another digest than SHA256SUMS names.
-        UserError: the file is missing or damaged.
     """
     file = run_dir / TOKENIZER_FILE
     try:
@@ -91,7 +82,6 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
 
     Raises:
         ManifestMismatch: vocab.txt has another digest, or tokenizer.json has other special ids or another size.
-        UserError: a file is missing or damaged.
     """
     tokenizer = read_run_tokenizer(run_dir)
     settings_file = run_dir / TOKENIZER_FILE
@@ -117,12 +107,7 @@ def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
     Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
 
     Args:
-        run_dir: the run folder; its config names the checkpoint targets.
         step: number of steps after which the checkpoint was taken; None for the newest good one.
-
-    Raises:
-        UserError: `run_dir` is not a run, or has no good checkpoint (after that many steps), or that of another run.
-        StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))
@@ -143,14 +128,7 @@ def load_chosen_weights(
     Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
 
     Args:
-        run_dir: the run folder; its config names the checkpoint targets.
-        choice: number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
         num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
-        progress: called with (checkpoints read, checkpoints to read), first before any is read, then after each one.
-
-    Raises:
-        UserError: `run_dir` is not a run, or has no such good checkpoint, or that of another run.
-        StoreError: a checkpoint cannot be read, for example because the store is down.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))

@@ -53,13 +53,6 @@ def find_source(train: TrainConfig) -> Source:
 
     An export is a folder that contains the Hugging Face folder `discriminator`, and in most cases `generator`. The
     generator is taken from `train.init_generator_from` if that is set, otherwise from the export if it has one.
-
-    Args:
-        train: the config's section `train`, with `init_from` set.
-
-    Raises:
-        UserError: the folder is not a run, an export or a Hugging Face folder; or it is a run and
-            `train.init_generator_from` is set as well.
     """
     folder = Path(train.init_from or "")
     generator = Path(train.init_generator_from) if train.init_generator_from else None
@@ -88,12 +81,7 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 
     `check_vocabulary` says which files are compared. Weights without such a file are accepted.
 
-    Args:
-        train: the config's section `train`, with `init_from` set.
-        vocabulary: vocabulary of `data.corpus`.
-
     Raises:
-        UserError: `find_source` refuses the source, or its tokens differ from those of the corpus.
         ManifestMismatch: a vocabulary file has another digest than its run or export records.
     """
     for folder in find_source(train):
@@ -107,14 +95,8 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
     The vocabulary of the folder is its vocab.txt. If there is none and the vocabulary of the corpus is a
     tokenizer.json, the folder's tokenizer.json is compared. A folder without such a file is accepted.
 
-    Args:
-        key: config key that names the folder, for the error message.
-        folder: a run folder or a Hugging Face folder.
-        vocabulary: vocabulary of `data.corpus`.
-
     Raises:
         ManifestMismatch: the file has another digest than the run or the export records.
-        UserError: the tokens differ.
     """
     vocab_file = folder / VOCAB_FILE
     if not vocab_file.exists() and vocabulary.tokenizer_json is not None:
@@ -137,10 +119,6 @@ def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
     """Return whether the run must load the weights that `train.init_from` names.
 
     It must if `init_from` is set and no store in `targets` holds a committed checkpoint of the run yet.
-
-    Args:
-        train: the config's section `train`.
-        targets: the run's checkpoint stores; the calling rank lists them.
     """
     return bool(train.init_from) and not any(committed(target) for target in targets)
 
@@ -152,18 +130,6 @@ def begin_with_source(
 
     Rank 0 decides for all ranks, then every rank reads the source. If `init_from` is not set or the run has a
     checkpoint, nothing is loaded and the results are empty.
-
-    Args:
-        towers: initialised generator and discriminator on the host, not yet under an engine.
-        train: the config's section `train`.
-        targets: the run's checkpoint stores.
-        run_dir: folder of the run.
-
-    Returns:
-        Lines for the log, and the digest of the initial weights by the name of the source, to be recorded.
-
-    Raises:
-        UserError: as for `load_recorded_source`.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
     if not is_needed:
@@ -179,7 +145,6 @@ def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Pat
     Raises:
         ManifestMismatch: the source gives other initial weights than at an earlier start, or not the same on all
             ranks.
-        UserError: the source cannot be read, or has another shape than the towers.
     """
     notes = load_source(towers, train)
     name = f"train.init_from {train.init_from}"
@@ -194,13 +159,6 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     """Load the weights of the model at `train.init_from` into the towers; return lines for the run's log.
 
     The lines name that model and every parameter of the towers that it lacks, which keeps its random initial value.
-
-    Args:
-        towers: initialised towers on the host, not yet under an engine.
-        train: the config's section `train`, with `init_from` set.
-
-    Raises:
-        UserError: the source cannot be read, or has another shape than the towers.
     """
     source = find_source(train)
     if source.run is None:
@@ -210,15 +168,7 @@ def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
 
 
 def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
-    """Load the weights of a run's newest good checkpoint into the towers; return lines for the new run's log.
-
-    Args:
-        towers: initialised towers on the host, not yet under an engine.
-        run_dir: folder of the run that is the source.
-
-    Raises:
-        UserError: the run has no good checkpoint, or has another shape than the towers.
-    """
+    """Load the weights of a run's newest good checkpoint into the towers; return lines for the new run's log."""
     run = load_run_weights(run_dir)
     model = run.config.model
     large = _with_prefixes(standalone(run.weights, model, "discriminator"), _LARGE)
@@ -239,5 +189,4 @@ def _load_run(towers: ElectraTowers, run_dir: Path) -> list[str]:
 
 
 def _with_prefixes(state: State, prefixes: tuple[str, ...]) -> State:
-    """Return the parameters whose names begin with one of `prefixes`; their names do not change."""
     return {name: value for name, value in state.items() if name.startswith(prefixes)}

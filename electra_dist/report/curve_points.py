@@ -41,7 +41,6 @@ def columns_of(records: Iterable[Record], further_fields: Sequence[str] = ()) ->
 
     Args:
         records: of metrics.jsonl, oldest first; they are taken one by one, so that a stream is never held whole.
-        further_fields: names of fields of training records that get a column, too.
     """
     columns = {}
     for kind in ("train", "eval"):
@@ -99,13 +98,8 @@ def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return a running mean, [n]: at each value the weighted mean of it and of all earlier ones.
-
-    The weights are divided by their sum, so that the first means are not pulled to zero.
-
-    Args:
-        values: the values, [n].
-        decay: weight of a value divided by the weight of the next newer one, in [0, 1).
+    """Return a running mean, [n]: at each value the weighted mean of it and of all earlier ones. The weights are
+    divided by their sum, so that the first means are not pulled to zero.
     """
     means = np.empty(len(values))
     weighted_sum = 0.0
@@ -125,7 +119,6 @@ def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKET
     Args:
         steps: x values, [n], ascending.
         values: y values, [n], all finite.
-        num_buckets: number of buckets.
 
     Returns:
         Steps and values of at most 2 * `num_buckets` + 2 points, in order. A curve of at most 2 * `num_buckets` points

@@ -92,7 +92,6 @@ def svg_for_page(svg_file: str, title: str) -> str:
     replaced by CSS variables such as var(--ink).
 
     Args:
-        svg_file: text of the file as matplotlib writes it.
         title: title of the diagram, which screen readers read out; it must need no HTML escaping.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
@@ -110,10 +109,6 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
     They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
     value that the run did not record leaves its diagram empty.
 
-    Args:
-        run_dir: folder of the run, with its metrics.jsonl.
-        out: the PNG to write; an existing file is overwritten.
-
     Returns:
         `out`, as a path.
     """
@@ -130,15 +125,7 @@ def write_curves_png(run_dir: Path, out: Path) -> Path:
 
 
 def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | None = None) -> None:
-    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend.
-
-    Args:
-        axes: what to draw on.
-        panel: the diagram.
-        run: the records of the run.
-        colors: the color to draw with, for each placeholder color of this module. None draws with the placeholders,
-            which `svg_for_page` replaces by CSS variables.
-    """
+    """Draw a diagram of one run: curves, dotted lines where it was resumed, axes and, for several curves, a legend."""
     if colors is None:
         colors = {}
     for step in run.resumes:
@@ -154,18 +141,7 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
 
 
 def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram.
-
-    Curves of training steps are solid, or dashed for the second line of the diagram (`CurveLine.is_second`); they are
-    smoothed where `CurveLine.smooth` is set. Evaluations are thin solid lines with points. The legend explains these
-    styles if there is more than one line. A dashed grey line shows the value of a guess (`Panel.chance`).
-
-    Args:
-        axes: what to draw on.
-        panel: the diagram. Its baselines (`CurveLine.is_baseline`), the values that a discriminator without any
-            knowledge would reach, are not drawn, because they differ from run to run.
-        runs: the runs, in the order of the colors.
-    """
+    """Draw a diagram of several runs: a color stands for a run, and a line style for a line of the diagram."""
     lines = [line for line in panel.lines if not line.is_baseline]
     drawn_lines: dict[CurveLine, Line2D] = {}
     for number, run in enumerate(runs):
@@ -187,23 +163,12 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
-    """Draw a dashed line at the value that a guess without knowledge reaches, if the diagram has such a value."""
     if panel.chance is not None:
         axes.axhline(panel.chance, color=color, linewidth=0.9, linestyle="--", label=f"{panel.chance:g}: a guess")
 
 
 def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
-    """Draw one line of a diagram; draw nothing if the records have no value for it.
-
-    Values of evaluations are drawn as points joined by a line. Values of training steps are drawn unsmoothed
-    (`CurveLine.raw`), smoothed (`CurveLine.smooth`), or both, then with the unsmoothed line faint.
-
-    Args:
-        axes: what to draw on.
-        line: the line.
-        run: the records of the run.
-        color: color of the line.
-    """
+    """Draw one line of a diagram; draw nothing if the records have no value for it."""
     steps, values = series(run, line)
     if not values.size:
         return
@@ -223,9 +188,8 @@ def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
 
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
-    """Set title, ranges and ticks of both axes. Call it after everything is drawn, when the range of values is known.
-
-    The axis of steps goes from 0 to the last step of all records, so that it is the same in all diagrams of a page.
+    """Set title, ranges and ticks of both axes. The axis of steps goes from 0 to the last step of all records, so that
+    it is the same in all diagrams of a page.
     """
     last_step = max(run.last_step for run in runs)
     if last_step > 0:
@@ -237,13 +201,7 @@ def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
 
 
 def _format_y_axis(axes: Axes, scale: str) -> None:
-    """Set scale, ticks and number format of the y axis. Call it after everything is drawn, when its range is known.
-
-    Args:
-        axes: the diagram.
-        scale: a value of `Panel.scale`: "percent" shows 0.5 as 50 %, "thousands" shows 20000 as 20k and begins at 0,
-            "scientific" shows 0.0002 as 2.00e-4, "log" is logarithmic, and "linear" keeps matplotlib's defaults.
-    """
+    """Set scale, ticks and number format of the y axis."""
     if scale == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif scale == "thousands":
@@ -268,11 +226,7 @@ def _scientific(value: float) -> str:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return which multiples of each power of ten get a tick on a log axis from `low` to `high`.
-
-    The shorter the axis, the more multiples. For example, (1.0, 2.0, 5.0) means ticks at 1, 2, 5, 10, 20, 50, ... Both
-    ends must be positive.
-    """
+    """Return which multiples of each power of ten get a tick on a log axis from `low` to `high`."""
     decades = math.log10(high / low)
     if decades > 2:
         return (1.0,)

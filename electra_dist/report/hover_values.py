@@ -64,5 +64,4 @@ def hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]
 
 
 def _short(value: float) -> float:
-    """Return a number rounded to five significant figures, which keeps a page small."""
     return float(f"{value:.5g}")

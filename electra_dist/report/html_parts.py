@@ -16,12 +16,7 @@ from electra_dist.store.atomic_files import replacing
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page that needs no other file: its style and its script are within it.
-
-    Args:
-        title: of the browser's window, HTML-escaped.
-        body: content of <main>.
-    """
+    """Return a whole page that needs no other file: its style and its script are within it."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
@@ -30,22 +25,13 @@ def page(title: str, body: str) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write an HTML page, and its folder if that is missing; an existing file is replaced atomically.
-
-    Raises:
-        StoreError: the page cannot be written.
-    """
+    """Write an HTML page, and its folder if that is missing; an existing file is replaced atomically."""
     with replacing(path) as file:
         file.write(text.encode(errors="backslashreplace"))  # a damaged record may hold half of a character
 
 
 def curves(runs: Sequence[RunCurves], note: str) -> str:
-    """Return the HTML section of all diagrams that have a value to draw, or a note if none has.
-
-    Args:
-        runs: one run, or several that are laid over each other.
-        note: text below the diagrams, HTML-escaped.
-    """
+    """Return the HTML section of all diagrams that have a value to draw, or a note if none has."""
     cards = ""
     for panel in PANELS:
         drawn = draw_panel(panel, runs)
@@ -62,7 +48,6 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), left: bool = 
     """Return an HTML table in a card that scrolls sideways on a narrow screen. Cells are escaped.
 
     Args:
-        rows: text of each cell, row by row.
         head: text of the heading of each column; empty for no headings.
         left: whether to align all columns to the left; otherwise only the first one is.
     """

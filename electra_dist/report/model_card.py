@@ -71,12 +71,7 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     """Write README.md and, if the run has recorded steps, curves.png into each folder of an export.
 
     Args:
-        run_dir: the run folder, whose metrics.jsonl and environment.json are read.
         export: what `export_run` returned.
-        license_id: licence of the weights, as an identifier of Hugging Face's hub.
-
-    Returns:
-        The paths of the cards.
 
     Raises:
         UserError: `license_id` is no identifier, metrics.jsonl is damaged, or a folder cannot be written.
@@ -110,7 +105,6 @@ def _shown_records(run_dir: Path) -> list[Record]:
 
 
 def _draw_curves(run_dir: Path) -> bytes:
-    """Return the picture of the run's curves as the bytes of a PNG."""
     with tempfile.TemporaryDirectory() as folder:
         return write_curves_png(run_dir, Path(folder) / CURVES_FILE).read_bytes()
 
@@ -128,13 +122,9 @@ def model_card(
     """Return the text of the model card of one exported tower, in Markdown with YAML front matter.
 
     Args:
-        tower: "discriminator" or "generator".
-        run_name: name of the run, for the title.
-        export: the weights that were exported, with the config of their run.
         records: records of metrics.jsonl, oldest first, at least all evaluations and the newest training record; may
             be empty.
         versions: package -> version, of the run's newest start; may be empty.
-        license_id: licence of the weights, as an identifier of Hugging Face's hub.
         phases: sizes of each phase's corpus, from environment.json; empty for a run without `data.phases`.
         sources: "tokens" and "licence" of each source of the training corpus; may be empty.
     """
@@ -156,7 +146,6 @@ def model_card(
 
 
 def _predicts_tokens(tower: str, export: Export) -> bool:
-    """Return whether an exported tower predicts masked tokens; otherwise it detects replaced tokens."""
     return tower == "generator" or export.config.objective.name in ("mlm", "replace_mlm", "all_tokens_mlm")
 
 
@@ -171,11 +160,8 @@ def _front_matter(predicts_tokens: bool, license_id: str, model: ModelConfig) ->
 
 
 def _introduction(tower: str, export: Export) -> str:
-    """Return the first paragraph of a model card: objective, layers, width, vocabulary, and the steps of the weights.
-
-    Args:
-        tower: "discriminator" or "generator"; its shape is described.
-        export: the weights that were exported, of one checkpoint or a mean of several, with the config of their run.
+    """Return the first paragraph of a model card: objective, layers, width, vocabulary, and the steps of the
+    weights.
     """
     model = export.config.model
     shape = model.generator if tower == "generator" else model.discriminator
@@ -240,12 +226,7 @@ def _training(export: Export, records: Sequence[Record], versions: Record, phase
 
 
 def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the rows of the table of the training that name the training data: one for each corpus that was read.
-
-    Args:
-        export: the weights that were exported, whose step decides which phases were reached.
-        phases: sizes of each phase's corpus; empty for a run without `data.phases`.
-    """
+    """Return the rows of the table of the training that name the training data: one for each corpus that was read."""
     if not phases:
         return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
@@ -261,12 +242,8 @@ def _training_data(export: Export, phases: Sequence[Record]) -> list[tuple[str, 
 
 
 def _data_sources(sources: Mapping[str, Record]) -> str:
-    """Return the section with the share and the licence of each source of the corpus; empty if they are not recorded.
-
-    A source is shown by the last folders of its name, as few as make the names differ.
-
-    Args:
-        sources: source of the corpus -> its "tokens" and "licence", from environment.json.
+    """Return the section with the share and the licence of each source of the corpus; empty if they are not
+    recorded.
     """
     if not sources:
         return ""
@@ -281,9 +258,8 @@ def _data_sources(sources: Mapping[str, Record]) -> str:
 
 
 def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
-    """Return the number of tokens without padding in `rows_seen` rows; None if metrics.jsonl has no training record.
-
-    The number is `rows_seen` times the tokens per row of the newest training record.
+    """Return the number of tokens without padding in `rows_seen` rows; None if metrics.jsonl has no training
+    record.
     """
     for record in reversed(records):
         if record["kind"] == "train" and record.get("rows_seen"):
@@ -292,11 +268,7 @@ def _tokens_seen(records: Sequence[Record], rows_seen: int) -> float | None:
 
 
 def _evaluation(export: Export, records: Sequence[Record]) -> str:
-    """Return the section with the newest evaluation on held-out rows up to the step of the exported checkpoint.
-
-    The section is empty if there was no evaluation until then. If the export is a mean of several checkpoints, a note
-    in the section states that the figures belong to the weights of one step and not to the mean.
-    """
+    """Return the section with the newest evaluation on held-out rows up to the step of the exported checkpoint."""
     evaluations = [record for record in records if record["kind"] == "eval" and record["step"] <= export.state.step]
     if not evaluations:
         return ""
@@ -313,7 +285,6 @@ def _evaluation(export: Export, records: Sequence[Record]) -> str:
 
 
 def _curves(records: Sequence[Record]) -> str:
-    """Return the section that shows the picture of the curves; empty if the run has recorded no step."""
     if not records:
         return ""
     return f"## Curves\n\n![losses and measures of the whole run over its steps]({CURVES_FILE})\n"
@@ -332,7 +303,6 @@ def _limits(license_id: str, is_evaluated: bool) -> str:
 
 
 def _how_to_push() -> str:
-    """Return the section on how to publish the folder on the hub."""
     return (
         "## Publish it\n\n```bash\npip install huggingface_hub && hf auth login\n"
         "hf upload YOUR-NAME/YOUR-MODEL . .    # in this folder\n```\n"
@@ -340,6 +310,5 @@ def _how_to_push() -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; its cells are Markdown themselves, so text from a record is escaped by the caller."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

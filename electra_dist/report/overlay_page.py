@@ -36,7 +36,6 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
     Args:
         run_dirs: folders of one to eight runs, in the order in which the page shows them.
-        path: the HTML file to write.
 
     Raises:
         UserError: there are more than eight runs, a folder holds no run, a file of a run is damaged, or the page
@@ -64,9 +63,6 @@ def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
     """Return a name for each path: its last components, as few as make all names differ.
 
     If two paths are equal, no number of components makes the names differ, and the whole paths are returned.
-
-    Args:
-        all_parts: the components of each path, such as ("runs", "a"); at least one path.
     """
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []
@@ -78,12 +74,7 @@ def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
 
 
 def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Return the HTML text of a page that compares runs; nothing is written.
-
-    Args:
-        runs: what the runs recorded.
-        names: name of each run on the page.
-    """
+    """Return the HTML text of a page that compares runs; nothing is written."""
     chips = ""
     for number, name in enumerate(names, start=1):
         chips += f'<span class="chip"><i style="background:var(--series-{number})"></i>{html_text(name)}</span>'
@@ -118,10 +109,7 @@ def _figures(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
-    """Return the figures of a run by their names; a dash for a figure that it does not have.
-
-    Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
-    """
+    """Return the figures of a run by their names; a dash for a figure that it does not have."""
     metrics = run.metrics
     last_eval: Record = metrics.evals[-1] if metrics.evals else {}
     recent = metrics.recent

@@ -47,13 +47,7 @@ class Panel:
 
 
 def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
-    """Return the diagram of one loss, with one line for training and one for held-out rows.
-
-    Args:
-        tower: prefix of the loss's field in the records: "mlm" for the generator's, "rtd" for the discriminator's.
-        title: title of the diagram, with the unit.
-        baseline: a third line to compare with; None for none.
-    """
+    """Return the diagram of one loss, with one line for training and one for held-out rows."""
     field = f"{tower}_loss"
     held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
     lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)
@@ -179,9 +173,6 @@ def guessed_replaced(record: Record) -> float:
 
     A random guess that calls as many tokens replaced finds the same share of the replaced tokens. The result is NaN
     if no token or every token was replaced.
-
-    Args:
-        record: record of a training step in metrics.jsonl.
     """
     replaced = record["replaced_fraction"]
     if not 0 < replaced < 1:

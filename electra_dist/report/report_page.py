@@ -62,7 +62,6 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     replaced atomically.
 
     Args:
-        run_dir: folder of the run.
         path: the file to write; None for report.html in the run folder.
 
     Raises:
@@ -95,12 +94,7 @@ def report_page(run: RunRecord) -> str:
 
 
 def _header(name: str, run: RunRecord) -> str:
-    """Return the page's <header>: the name of the run, its state, and the times of its first and last event.
-
-    Args:
-        name: name of the run, HTML-escaped.
-        run: the run.
-    """
+    """Return the page's <header>: the name of the run, its state, and the times of its first and last event."""
     state, text = run.state()
     period = ""
     if run.ledger:
@@ -120,10 +114,7 @@ def _curves_note(run: RunRecord) -> str:
 
 
 def _evaluations(evals: Sequence[Record]) -> str:
-    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none.
-
-    It has at most 12 rows; a note below it gives the number of older evaluations.
-    """
+    """Return the table of the newest evaluations on held-out rows, oldest first; empty if there was none."""
     if not evals:
         return ""
     shown = evals[-MAX_EVALUATIONS:]
@@ -147,15 +138,7 @@ def _evaluations(evals: Sequence[Record]) -> str:
 
 
 def _events(ledger: Sequence[Record], account: Goodput) -> str:
-    """Return the section "How the run went": events, where the time went, and the checkpoints.
-
-    The table shows the newest 40 events. Checkpoints and evaluations are too many for it; a note sums up the
-    checkpoints.
-
-    Args:
-        ledger: all events of the run, oldest first; the section is empty if there are none.
-        account: the run's wall-clock seconds, split by activity.
-    """
+    """Return the section "How the run went": events, where the time went, and the checkpoints."""
     if not ledger:
         return ""
     events = [event for event in ledger if event["event"] not in ("checkpoint", "eval")]
@@ -168,9 +151,8 @@ def _events(ledger: Sequence[Record], account: Goodput) -> str:
 
 
 def _details(event: Record) -> str:
-    """Return the further fields of a ledger event as text, such as "attempt 3, ranks 8".
-
-    The fields time, event and step are left out, because they have columns of their own, and so are nested objects.
+    """Return the further fields of a ledger event as text, such as "attempt 3, ranks 8". The fields time, event and
+    step are left out, because they have columns of their own, and so are nested objects.
     """
     details = []
     for key, value in event.items():
@@ -180,10 +162,7 @@ def _details(event: Record) -> str:
 
 
 def _checkpoint_note(ledger: Sequence[Record]) -> str:
-    """Return a note with the number of checkpoints, the newest one and the median stall; empty without checkpoints.
-
-    The stall is the time for which a save held up the training, in seconds.
-    """
+    """Return a note with the number of checkpoints, the newest one and the median stall; empty without checkpoints."""
     saves = [event for event in ledger if event["event"] == "checkpoint"]
     if not saves:
         return ""
@@ -258,21 +237,12 @@ def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _tower(tower: TowerConfig, num_parameters: int) -> str:
-    """Return the shape and size of a tower as text, such as "12 layers of 768, 110,000,000 parameters".
-
-    Args:
-        tower: the tower's section of the config.
-        num_parameters: trainable parameters that are counted for it.
-    """
+    """Return the shape and size of a tower as text, such as "12 layers of 768, 110,000,000 parameters"."""
     return f"{tower.num_layers} layers of {tower.hidden_size}, {num_parameters:,} parameters"
 
 
 def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
-    """Return names and values of the table of hardware, without the names of hosts.
-
-    Args:
-        environment: content of environment.json.
-    """
+    """Return names and values of the table of hardware, without the names of hosts."""
     cpu = environment["cpu"]
     rows = [("ranks", str(environment["world_size"]))]
     if "hosts" in environment:
@@ -288,14 +258,7 @@ def _hardware_rows(environment: Record) -> list[tuple[str, str]]:
 
 
 def _gpu_rows(gpus: Record) -> list[tuple[str, str]]:
-    """Return the rows of the hardware table that describe a node's GPUs: one per model, and the driver.
-
-    Args:
-        gpus: the entry "gpus" of environment.json.
-
-    Returns:
-        Names and values, such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] without GPUs.
-    """
+    """Return the rows of the hardware table that describe a node's GPUs: one per model, and the driver."""
     devices = gpus.get("devices", [])
     if not devices:
         return []
@@ -319,7 +282,6 @@ def _config(tree: dict[str, Any]) -> str:
 
 
 def _context_auc(record: Record) -> str:
-    """Return the context AUC of an evaluation with four decimals; a dash if it has none."""
     context_auc = record.get("context_auc", math.nan)
     return f"{context_auc:.4f}" if math.isfinite(context_auc) else "-"
 

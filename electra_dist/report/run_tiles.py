@@ -56,11 +56,7 @@ def _evaluation_tiles(evals: Sequence[Record]) -> list[Tile]:
 
 
 def _training_tiles(metrics: MetricsHistory) -> list[Tile]:
-    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded.
-
-    Losses and accuracies are means over the newest 20 records. Throughput and MFU are medians over all records; MFU is
-    left out if no record has it.
-    """
+    """Return the tiles of losses, accuracies and throughput in training; [] if no step was recorded."""
     recent = metrics.recent
     if metrics.first is None or metrics.newest is None:
         return []
@@ -102,10 +98,7 @@ def _size_tiles(run: RunRecord) -> list[Tile]:
 
 
 def _time_tiles(account: Goodput) -> list[Tile]:
-    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them.
-
-    Goodput is the fraction of the time, without the time in Slurm's queue, that went into steps that were kept.
-    """
+    """Return the tiles of wall-clock time and goodput; [] if the ledger has too few events to compute them."""
     if account.fraction is None:
         return []
     starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
@@ -116,10 +109,7 @@ def _time_tiles(account: Goodput) -> list[Tile]:
 
 
 def _energy_tiles(run: RunRecord) -> list[Tile]:
-    """Return the tiles of the estimated energy and its cost; [] if no power was recorded.
-
-    The cost is left out unless the config has the price of a kilowatt-hour (`log.kwh_price`).
-    """
+    """Return the tiles of the estimated energy and its cost; [] if no power was recorded."""
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"
@@ -144,8 +134,4 @@ def mean(records: Sequence[Record], field: str) -> float:
 
 
 def _since(first: Record, field: str) -> str:
-    """Return the remark "from X" for a figure of the report, where X is the value of the field in the first record.
-
-    It shows how far the figure has come; X has three significant figures, as in "from 10.4".
-    """
     return f"from {first[field]:.3g}"

@@ -61,13 +61,7 @@ def _word(tokens: Sequence[Token]) -> str:
 
 
 def _token(original: str, shown: str, probability: float) -> str:
-    """Return one token as HTML: underlined if it was replaced, and darker the higher its `probability` is.
-
-    Args:
-        original: token of the corpus.
-        shown: token that the discriminator read.
-        probability: the discriminator's probability that the token was replaced, in [0, 1].
-    """
+    """Return one token as HTML: underlined if it was replaced, and darker the higher its `probability` is."""
     tag = "u" if shown != original else "span"
     opacity_percent = round(_MAX_OPACITY_PERCENT * probability)
     style = f"background:color-mix(in srgb,var(--series-2) {opacity_percent}%,transparent)"

@@ -6,8 +6,6 @@ Guarantee: the file holds no user name and no environment variable. It does name
 the command line of rank 0, so that a run can be traced; a report, which may be passed on, shows neither. Only the
 owner of the run may read the file.
 
-Cost: some 70 ms with torch already imported.
-
 Limits: hardware is that of rank 0's node; the other nodes are assumed to be like it.
 """
 
@@ -42,11 +40,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy
 
 
 def check_deepspeed() -> None:
-    """Refuse any version of DeepSpeed but the tested one; it is not imported.
-
-    Raises:
-        NodeError: another version is installed, or none.
-    """
+    """Refuse any version of DeepSpeed but the tested one; it is not imported."""
     try:
         found = f"deepspeed {metadata.version('deepspeed')} is installed"
     except metadata.PackageNotFoundError:
@@ -61,13 +55,6 @@ def check_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
     """Refuse to compute on the CPU of a node whose GPUs torch does not see. Imports torch.
 
     A user can ask for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or "-1".
-
-    Args:
-        environment: environment variables of this process.
-        root: folder that contains proc/ and dev/; tests pass another one than /.
-
-    Raises:
-        NodeError: the node has GPUs and torch sees none; it has torch's reason, its CUDA version and the driver's.
     """
     if environment.get("DS_ACCELERATOR", "cuda") != "cuda" or hides_all_gpus(environment):
         return
@@ -153,13 +140,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor from /proc/cpuinfo.
-
-    Where that file is missing or names no model (not Linux, some ARM processors), return what Python knows.
-
-    Args:
-        cpuinfo: the file, which has a line such as `model name : Fast CPU @ 3 GHz` for each core.
-    """
+    """Return the name of the processor from /proc/cpuinfo."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -183,19 +164,12 @@ def gpus() -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value rounded to one decimal. None, which stands for a value that is not known, stays None."""
+    """Return a value rounded to one decimal."""
     return None if value is None else round(value, 1)
 
 
 def commit(folder: Path = Path(__file__).parent) -> dict[str, Any] | None:
-    """Return the git commit of the source code that runs: "sha", and "has_changes" if tracked files differ from it.
-
-    None where the code is in no git work tree, which is so for an installed package, or where git is missing or does
-    not answer within seconds.
-
-    Args:
-        folder: a folder of the source code, in which this file is.
-    """
+    """Return the git commit of the source code that runs: "sha", and "has_changes" if tracked files differ from it."""
     # A package that is installed in a virtual environment inside some work tree is not a part of that tree.
     if not _git(folder, "ls-files", "--error-unmatch", Path(__file__).name):
         return None
@@ -223,13 +197,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of environment.json, as JSON types: versions, commit, command, hosts, CPU, GPUs and corpus.
-
-    Args:
-        world_size: ranks of the whole run.
-        hosts: name of the host of each rank; "hosts" of the result has the number of ranks of each.
-        corpus: entry "corpus" of the file: the result of `RunCorpora.sizes` ("rows", "tokens", "seq_len" and, with
-            `data.phases`, "phases"), and "sources", the sources of the first corpus's text.
+    """Return the content of environment.json, as JSON types: versions, commit, command, hosts, CPU, GPUs and
+    corpus.
     """
     content = {
         "versions": versions(),
@@ -249,18 +218,7 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
 def write_environment(
     run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
 ) -> Path:
-    """Write environment.json to the run folder, replacing the one of the last start; return its path.
-
-    Args:
-        run_dir: folder of the run.
-        world_size: ranks of the whole run.
-        hosts: name of the host of each rank.
-        corpus: entry "corpus" of the file: the result of `RunCorpora.sizes` ("rows", "tokens", "seq_len" and, with
-            `data.phases`, "phases"), and "sources", the sources of the first corpus's text.
-
-    Raises:
-        StoreError: the run folder cannot be written.
-    """
+    """Write environment.json to the run folder, replacing the one of the last start; return its path."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path, permissions=PRIVATE) as file:
         file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")
@@ -268,11 +226,7 @@ def write_environment(
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the run folder's environment.json; empty if the file does not exist.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the content of the run folder's environment.json; empty if the file does not exist."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     if not path.exists():
         return {}

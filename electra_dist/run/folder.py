@@ -72,10 +72,6 @@ def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
     """Return the path of the file in the run folder that holds how often each token occurs in a corpus.
 
     The unigram generator, which replaces masked tokens by random ones, draws by these counts.
-
-    Args:
-        run_dir: folder of the run.
-        corpus_fingerprint: hexadecimal digest of the corpus; its first 16 digits are part of the file's name.
     """
     return run_dir / f"token_counts-{corpus_fingerprint[:16]}.npy"
 
@@ -89,9 +85,6 @@ def supervise_log(run_dir: Path, node: int) -> Path:
     """Return the path of the log that the supervisor of a node writes to the run folder.
 
     A supervisor is the process that starts, watches and restarts the ranks of one node.
-
-    Args:
-        node: number of the node in the run, from 0.
     """
     return run_dir / f"supervise-{node}.log"
 
@@ -102,15 +95,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
-
-    Args:
-        folder: folder of a run.
-        overrides: changes to the config in the form KEY=VALUE, such as "train.micro_batch=32".
-
-    Raises:
-        UserError: no run was begun in the folder, its config is damaged, or an override is not valid.
-    """
+    """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved."""
     folder = Path(folder)
     if not is_run_folder(folder):
         raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
@@ -120,17 +105,7 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Sequence[str] = ()) -> dict[str, Any]:
     """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
 
-    A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
-    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. Numerics is a number that
-    rises when a version of this package changes a random draw or a rounding; `--accept-new-numerics` lets a run
-    continue with a higher one.
-
-    Args:
-        config: the resolved config of the run.
-        corpus_fingerprint: digest of the corpus. For a run with `data.phases`, it is the digest of all training
-            corpora together with the steps at which the run changes from one to the next.
-        phase_fingerprints: digest of each training corpus of a run with `data.phases`, in the order of their steps;
-            empty for a run without `data.phases`, whose identity lacks the key "phase_fingerprints".
+    A run folder is bound to the identity of its first start; a start with another one is refused.
     """
     identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
     if phase_fingerprints:
@@ -139,11 +114,7 @@ def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Se
 
 
 def read_identity(run_dir: Path) -> dict[str, Any]:
-    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the identity of the run in a folder, with its `corpus_fingerprint`; empty if no run was begun there."""
     identity_file = run_dir / IDENTITY_FILE
     if not identity_file.exists():
         return {}
@@ -160,13 +131,6 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
     """Return the fingerprints of a run's training corpora, as its identity.json records them; None without a run.
 
     They are in the order in which the run reads the corpora: that of `data.corpus`, then those of `data.phases`.
-
-    Args:
-        run_dir: folder of the run, which need not exist.
-        num_phases: number of training corpora that the run's config names: 1 + the number of entries of `data.phases`.
-
-    Raises:
-        UserError: identity.json is damaged, or does not list `num_phases` fingerprints.
     """
     identity = read_identity(run_dir)
     if not identity:
@@ -185,8 +149,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 def recorded_numerics(run_dir: Path) -> int | None:
     """Return the numerics with which the run in a folder was last started; None if there is no run.
 
-    Numerics is a number that rises when a version of this package changes a random draw or a rounding. It is read from
-    identity.json, where the number 1 is left out.
+    Numerics is a number that rises when a version of this package changes a random draw or a rounding.
     """
     if not (run_dir / IDENTITY_FILE).exists():
         return None
@@ -195,35 +158,14 @@ def recorded_numerics(run_dir: Path) -> int | None:
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
-    """Refuse a folder whose run was computed with other random draws or rounding than this version's.
-
-    Args:
-        run_dir: folder of the run, which need not exist.
-        current: numerics of the run in this version, `Config.numerics`.
-        accept_new_numerics: whether the user accepts that the run continues with those of this version.
-
-    Raises:
-        OtherNumerics: the numbers differ, and the change is not accepted.
-    """
+    """Refuse a folder whose run was computed with other random draws or rounding than this version's."""
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:
-    """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
-
-    Args:
-        run_dir: the folder, which need not exist.
-        identity: identity of the run that is to start, from `run_identity`; it is compared with the folder's
-            identity.json.
-        accept_new_numerics: whether a run of other numerics (random draws and rounding) may continue.
-
-    Raises:
-        StoreAway: the disk is full, read-only or does not respond.
-        UserError: names the folder and, for another run, the first key that differs.
-        OtherNumerics: the folder holds this run, begun with other numerics, and the change is not accepted.
-    """
+    """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed."""
     # The run folder is created later, in its nearest parent that exists: that one must be writable.
     nearest = run_dir
     while not nearest.exists() and nearest != nearest.parent:
@@ -255,14 +197,7 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
-    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it.
-
-    Recorded are the inputs that lie outside the run folder, may be read again at a later start, and are not part of
-    the run's identity. An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it."""
     file = run_dir / INPUTS_FILE
     if not file.exists():
         return {}
@@ -271,16 +206,7 @@ def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
 
 
 def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
-    """Raise if an input has another content than at the first start of the run that has read it at this place.
-
-    Args:
-        run_dir: folder of the run, which need not exist.
-        digests: what was read now, as for `read_recorded_inputs`.
-
-    Raises:
-        ManifestMismatch: names the input, both digests and the next step.
-        UserError: inputs.json is damaged.
-    """
+    """Raise if an input has another content than at the first start of the run that has read it at this place."""
     recorded = read_recorded_inputs(run_dir)
     for name, digest in digests.items():
         if recorded.get(name, digest) != digest:
@@ -300,22 +226,6 @@ def begin_run_folder(
     """Write the files that describe the run: config.yaml, identity.json, inputs.json, tokenizer.json, vocab.txt.
 
     Rank 0 only.
-
-    SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start.
-
-    Only the owner may read config.yaml, because `cluster.notify` in it may hold a secret. Each file is replaced
-    atomically, also at a restart. Call `check_run_folder` first, because this function does not
-    check whether the folder holds another run.
-
-    Args:
-        config: the resolved config.
-        identity: identity of the run, from `run_identity`.
-        tokenizer_json: the tokenizer entry of the corpus manifest, as JSON.
-        vocabulary: content of the corpus's vocab.txt.
-        input_digests: what this start has read, checked by `check_recorded_inputs`; earlier starts may have read more.
-
-    Raises:
-        StoreError: the folder cannot be written.
     """
     recorded_inputs = {**read_recorded_inputs(Path(config.run_dir)), **input_digests}
     contents = {
@@ -337,13 +247,7 @@ def begin_run_folder(
 def delete_unfinished_files(run_dir: Path) -> None:
     """Delete the temporary files that killed processes left in a run folder, `.NAME.<hex>.tmp` and `preflight-<hex>`.
 
-    If only the training process writes the final file, the temporary file is deleted at once. Another process may be
-    writing any other file at this moment, such as report.html or one in `meeting/`, so its temporary file is deleted
-    only when it is an hour old. Checkpoints, caches and leases are left out: each has its own sweep. Rank 0 calls it,
-    with the folder's lease.
-
-    Args:
-        run_dir: folder of the run, which need not exist.
+    If only the training process writes the final file, the temporary file is deleted at once.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
         hidden = [path for path in folder.glob(".*") if is_temporary(path.name)]
@@ -356,15 +260,7 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
 
 def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
-    """Return the digest that SHA256SUMS in a run folder names for a file; None in the folder of an older run.
-
-    Args:
-        run_dir: folder of the run.
-        name: TOKENIZER_FILE or RUN_VOCAB_FILE.
-
-    Raises:
-        StoreError: SHA256SUMS cannot be read.
-    """
+    """Return the digest that SHA256SUMS in a run folder names for a file; None in the folder of an older run."""
     digests_file = run_dir / DIGESTS_FILE
     if not digests_file.exists():
         return None
@@ -379,19 +275,7 @@ def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
 
 
 def move_records_aside(run_dir: Path) -> list[str]:
-    """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0.
-
-    The records are digests of inputs, metrics, ledger, log, environment.json, text samples, TensorBoard and other
-    tracking, report, export, the list of skipped steps and the measured micro-batch. The new folder is earlier/0001
-    or, if that exists, the next free number. Config, identity, tokenizer, cache, checkpoints and the folders of Slurm
-    and of supervisors stay where they are. Nothing is deleted. Only rank 0 calls it.
-
-    Args:
-        run_dir: folder of the run, which need not exist.
-
-    Returns:
-        One line for each file or folder that was moved; empty if there was none.
-    """
+    """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0."""
     names = [INPUTS_FILE, METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
@@ -410,16 +294,7 @@ def move_records_aside(run_dir: Path) -> list[str]:
 
 
 def _first_difference(old: object, new: object, key: str = "") -> str:
-    """Return "KEY was OLD, is NEW" for the first key whose value differs between two JSON trees; "" if none does.
-
-    Nested keys are joined by dots, for example "model.hidden_size was 256, is 512". Keys come in the order of `old`,
-    then those that only `new` has. A key that one tree lacks has the value None there.
-
-    Args:
-        old: the tree to compare with, or a part of it.
-        new: the other tree, or the same part of it.
-        key: dotted key of this part; "" for the whole trees.
-    """
+    """Return "KEY was OLD, is NEW" for the first key whose value differs between two JSON trees; "" if none does."""
     if isinstance(old, dict) and isinstance(new, dict):
         names_only_in_new = [name for name in new if name not in old]
         for name in [*old, *names_only_in_new]:

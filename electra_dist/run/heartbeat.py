@@ -4,9 +4,6 @@ Guarantee: each rank has one file, such as RUN/heartbeats/rank-00000.json, with 
 overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none.
 `analysis/hung_ranks.py` decides from these files which ranks hang.
 
-Cost: 10 us a beat, measured on a local disk and in memory alike; no fsync, and no disk block is allocated after the
-first beat. Imports no torch.
-
 Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
 its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes
 see a beat only when the shared file system shows it to them (NFS: up to a minute later), so each node's supervisor
@@ -74,17 +71,7 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Open the heartbeat file of a rank and write a first heartbeat, with phase "setup" and step 0.
-
-        Args:
-            run_dir: folder of the run; created if it is missing.
-            rank: global rank; it names the file.
-            attempt: number of this start of the run, from 1; 0 if it is not known yet. Set the attribute `attempt`
-                later then.
-
-        Raises:
-            StoreError: the run folder cannot be written, for a reason that no wait cures.
-        """
+        """Open the heartbeat file of a rank and write a first heartbeat, with phase "setup" and step 0."""
         host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
         self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
         self.attempt = attempt
@@ -99,22 +86,7 @@ class Heartbeat:
         self.beat("setup", 0)
 
     def beat(self, phase: Phase, step: int, reason: str = "") -> None:
-        """Record that the rank is in `phase` with `step` steps done. Call it at every step and change of phase.
-
-        From two beats in a row with phase "step", the time per step is learned, by which a reader judges whether the
-        rank hangs. The first steps are left out, because they compile and allocate. Takes 10 us; no fsync.
-
-        A disk that is full, read-only or away refuses the record, and nothing else happens: no run ends for a
-        heartbeat.
-
-        Args:
-            phase: what the rank is about to do; "storage" if its training thread waits for storage.
-            step: optimizer steps done.
-            reason: what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full"; empty if none does.
-
-        Raises:
-            StoreError: the file cannot be written, for a reason that no wait cures.
-        """
+        """Record that the rank is in `phase` with `step` steps done. Call it at every step and change of phase."""
         now = time.time()
         monotonic_now = time.monotonic()
         if phase == self._phase == "step" and step > self._step:
@@ -160,7 +132,6 @@ class Heartbeat:
             os.close(self._file)
 
     def _median_step_s(self) -> str:
-        """Return the median time of the newest steps as JSON text: seconds, or null if no step time is known yet."""
         if not self._step_times:
             return "null"
         newest = sorted(self._step_times)
@@ -171,7 +142,6 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
     """Return the newest heartbeat of each rank, sorted by rank; it may be that of an earlier start of the run.
 
     Args:
-        run_dir: folder of the run.
         ranks: ranks to read; None: all that have a file. A rank without a readable file is left out.
     """
     folder = Path(run_dir) / HEARTBEAT_DIR
@@ -185,12 +155,7 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
     """Delete a heartbeat that preflight wrote while it waited for storage, so that it is no sign of life of the run.
 
-    Such a heartbeat has attempt 0. A heartbeat with another attempt, and a folder that cannot be written, are left as
-    they are.
-
-    Args:
-        run_dir: folder of the run.
-        rank: the rank that names the heartbeat file; its process must not run.
+    Such a heartbeat has attempt 0.
     """
     if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
         with contextlib.suppress(OSError):
@@ -203,20 +168,11 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason as at most `REASON_CHARACTERS` characters of printable ASCII that need no escape in JSON."""
     shortened = reason[:REASON_CHARACTERS]
     return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
 
 def _encode(body: str) -> bytes:
-    """Return a heartbeat record of exactly `RECORD_BYTES` bytes: JSON with a checksum, padded with spaces.
-
-    The checksum, the CRC-32 of the bytes of `body`, is added as a last field: `{"pid": 7` becomes `{"pid": 7, "crc":
-    123}`.
-
-    Args:
-        body: the JSON object without its closing brace.
-    """
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
     assert len(line) == RECORD_BYTES, line
@@ -224,10 +180,7 @@ def _encode(body: str) -> bytes:
 
 
 def _decode(line: bytes) -> Beat | None:
-    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write.
-
-    A record is a JSON object whose last field, `"crc"`, is the CRC-32 of the bytes before that field.
-    """
+    """Return the heartbeat in the bytes of a file; None if their length or checksum is wrong, as during a write."""
     body, _, rest = line.partition(b', "crc": ')
     checksum = rest.partition(b"}")[0]
     is_whole = len(line) in (RECORD_BYTES, _OLDER_RECORD_BYTES) and checksum.isdigit()
@@ -240,11 +193,7 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """Return the heartbeat in a file, which is read up to five times if a write is in progress.
-
-    Returns None if there is no file, if it cannot be read, or if its content stays invalid, as after a machine lost
-    power.
-    """
+    """Return the heartbeat in a file, which is read up to five times if a write is in progress."""
     with contextlib.suppress(OSError, StoreError):
         for _ in range(_TRIES):
             beat = _decode(read_regular(path))

@@ -7,8 +7,6 @@ Floats are written by `repr`, so reading returns them bit for bit. Every line is
 which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity", and `read_records` returns floats for
 them.
 
-Cost: 5 us a record to encode; `sync` (fsync) is a disk round trip of some milliseconds, meant for checkpoints.
-
 Limits: one writer per file. Nothing keeps two processes that append to the same file apart.
 """
 
@@ -46,10 +44,6 @@ class JsonlFile:
         """Open the file for appending; create it and its folder if they are missing.
 
         A last line without a newline, which a killed process left unfinished, is removed.
-
-        Raises:
-            StoreAway: the disk is full, read-only or does not respond.
-            UserError: the file cannot be written for another reason.
         """
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
@@ -71,11 +65,6 @@ class JsonlFile:
         """Append one record as a line.
 
         From then on it survives a kill of this process; it survives a crash of the machine only after `sync`.
-
-        Raises:
-            StoreAway: the disk is full or away. The record is kept, and the next `append`, `flush` or `sync` that
-                succeeds has written it; do not append it again.
-            StoreError: the disk refuses the write for another reason.
         """
         self._unwritten.append(encode(record))
         self.flush()
@@ -106,9 +95,6 @@ class JsonlFile:
         """Replace the whole content of the file atomically: a reader sees the old records or the new ones.
 
         Later records are appended to the new file.
-
-        Raises:
-            StoreError: the new file cannot be written; the old one is unchanged.
         """
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
@@ -127,11 +113,7 @@ class JsonlFile:
         self.sync()
 
     def close(self) -> None:
-        """Sync the file and close it. Calling it twice is fine.
-
-        Raises:
-            StoreAway: the disk is full or away; the file stays open, and a later call tries again.
-        """
+        """Sync the file and close it. Calling it twice is fine."""
         if self._file != _CLOSED:
             self.sync()
             self.discard()
@@ -143,7 +125,6 @@ class JsonlFile:
             self._file = _CLOSED
 
     def _open(self) -> int:
-        """Open the file for appending, and return its descriptor; create the file if it is missing."""
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _write_lines(self) -> None:
@@ -196,13 +177,8 @@ def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) ->
     A torn last line is left out. The strings "NaN", "Infinity" and "-Infinity" become floats.
 
     Args:
-        path: the file.
         fault_of: returns what is wrong with a record, "" for a good one, such as a function of `record_checks.py`;
             None accepts every JSON object.
-
-    Raises:
-        UserError: a whole line is not a JSON object, or has a fault; names the line. A killed writer cannot cause it.
-        StoreError: the file cannot be read.
     """
     with readable(path):
         try:
@@ -245,10 +221,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _floats_to_strings(value: Any) -> Any:
-    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth.
-
-    Other values stay as they are, except that mappings become dicts and tuples become lists.
-    """
+    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth."""
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -261,10 +234,7 @@ def _floats_to_strings(value: Any) -> Any:
 
 
 def _strings_to_floats(value: Any) -> Any:
-    """Return a JSON tree with floats instead of the strings "NaN", "Infinity" and "-Infinity", at every depth.
-
-    The reverse of `_floats_to_strings`. A text that happens to be one of these strings becomes a float, too.
-    """
+    """Return a JSON tree with floats instead of the strings "NaN", "Infinity" and "-Infinity", at every depth."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -5,8 +5,6 @@ survive a crash without the event. A torn last line of a killed process is dropp
 even when steps are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step
 once.
 
-Cost: one fsync an event, some milliseconds; events are rare.
-
 Limits: one writer (rank 0). The ledger only records; `launcher` decides about restarts.
 """
 
@@ -44,28 +42,11 @@ class Ledger:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Open the ledger for appending.
-
-        Args:
-            run_dir: folder of the run; created if it is missing.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Open the ledger for appending."""
         self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event with the current time (UTC) to the ledger, and return when it is on the disk (fsync).
-
-        Args:
-            event: what happened.
-            step: optimizer steps done.
-            **details: further fields of the record, of types that JSON can hold.
-
-        Raises:
-            StoreAway: the disk is full or away. The event is kept; do not append it again, but call `sync` later.
-            StoreError: the disk refuses the event for another reason.
-        """
+        """Append an event with the current time (UTC) to the ledger, and return when it is on the disk (fsync)."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
@@ -75,11 +56,7 @@ class Ledger:
         self._file.sync()
 
     def close(self) -> None:
-        """Write the events that the disk has refused so far, and close the file. Calling it twice is fine.
-
-        Raises:
-            StoreAway: the disk is full or away; the file stays open, and a later call tries again.
-        """
+        """Write the events that the disk has refused so far, and close the file. Calling it twice is fine."""
         self._file.close()
 
     def discard(self) -> None:
@@ -88,44 +65,21 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """Return the events of a ledger, oldest first; an empty list if there is no file.
-
-    Each event has "time" (ISO 8601 in UTC, for `datetime.fromisoformat`), "event" and "step" (optimizer steps done).
-
-    Args:
-        path: a ledger.jsonl, or the run folder that holds it.
-
-    Raises:
-        UserError: the file is damaged; names the line.
-    """
+    """Return the events of a ledger, oldest first; an empty list if there is no file."""
     path = Path(path)
     file = path / LEDGER_FILE if path.is_dir() else path
     return read_records(file, ledger_fault)
 
 
 def read_jobs(run_dir: Path) -> list[Record]:
-    """Return the records of a run's Slurm jobs (slurm/jobs.jsonl), oldest first; an empty list without Slurm.
-
-    The field "event" of a record is "submit", "begin" or "end": there is one record for each submission, and for the
-    begin and the end of each job.
-
-    Raises:
-        UserError: the file is damaged; names the line.
-    """
+    """Return the records of a run's Slurm jobs (slurm/jobs.jsonl), oldest first; an empty list without Slurm."""
     return read_records(Path(run_dir) / JOBS_FILE, job_fault)
 
 
 def has_event(run_dir: Path, event: Event, step: int) -> bool:
     """Return whether the ledger of a run has an event of this kind and step.
 
-    Some decisions, such as a rollback, are recorded as an event first and stored in a file of their own afterwards. If
-    a start is killed in between, the next start decides the same again. This function keeps it from recording the
-    event twice.
-
-    Args:
-        run_dir: folder of the run.
-        event: kind of the event.
-        step: step of the event.
+    Some decisions, such as a rollback, are recorded as an event first and stored in a file of their own afterwards.
     """
     return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
 
@@ -141,26 +95,11 @@ def proves_checkpoint(event: Record) -> bool:
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
-    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result. So a larger
-    result means that the run made progress.
-
-    Args:
-        ledger: events of `read_ledger`, in any order.
+    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result.
     """
     return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what identifies one start of the ranks in jobs.jsonl, so that its "begin" and "end" can be matched.
-
-    A job id alone is not enough: the ranks of one job start again when Slurm requeues the job, and when a spare node
-    replaces a node of it.
-
-    Args:
-        record: a line of jobs.jsonl with the event "begin" or "end".
-
-    Returns:
-        Slurm's job id, the number of requeues, and the number of replacements of nodes; 0 replacements in a record of
-            a version without spare nodes.
-    """
+    """Return what identifies one start of the ranks in jobs.jsonl, so that its "begin" and "end" can be matched."""
     return record["job"], record["restart"], record.get("replacements", 0)

@@ -15,8 +15,7 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 def mark_of(run_dir: Path, node: int) -> str:
     """Return the text by which all processes of a run on a node are found, also after their supervisor was killed.
 
-    A supervisor sets it as the environment variable `MARK` for all processes that it starts. It consists of the
-    absolute run folder and the number of the node in the run, for example "/runs/large#0".
+    A supervisor sets it as the environment variable `MARK` for all processes that it starts.
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
@@ -25,9 +24,6 @@ def marked_pids(mark: str) -> list[int]:
     """Return the ids of the living processes on this machine whose environment variable `MARK` has the value `mark`.
 
     The calling process is left out, and so are processes of other users, whose environment cannot be read.
-
-    Args:
-        mark: value of the variable, from `mark_of`.
     """
     entry = f"{MARK}={mark}".encode()
     pids = []
@@ -48,12 +44,7 @@ def is_alive(pid: int) -> bool:
 
 
 def status_field(pid: int, name: str) -> str:
-    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or lacks the field.
-
-    Args:
-        pid: id of the process.
-        name: name of the field without its colon, for example "State", whose value is then "S (sleeping)".
-    """
+    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or lacks the field."""
     with contextlib.suppress(OSError):
         # The name of a process may hold any byte; the kernel escapes line feeds in it, and no other line break.
         for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):

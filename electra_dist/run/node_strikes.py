@@ -5,8 +5,6 @@ takes a lock on the file, cuts off a line that a killed writer left unfinished, 
 most PIPE_BUF bytes. `excluded_nodes` is a pure function. Strikes expire, so that a repaired node is used again without
 any action.
 
-Cost: an fsync of the file and one of its folder a strike; strikes are rare. Imports no torch.
-
 Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
 still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
 """
@@ -57,11 +55,7 @@ _STRIKE = TypeAdapter(Strike)
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm.
-
-    Args:
-        environ: environment variables, of which SLURMD_NODENAME is read; Slurm sets it for the tasks of a job.
-    """
+    """Return this node's name: Slurm's name, which `sbatch --exclude` understands, or the host name without Slurm."""
     name = environ.get("SLURMD_NODENAME") or socket.gethostname()
     return os.fsencode(name).decode(errors="replace")  # The kernel accepts host names of any bytes.
 
@@ -69,11 +63,7 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 def add_strike(run_dir: Path, strike: Strike) -> None:
     """Append a strike (the record of a node's fault) to the run's strikes.jsonl; it is on the disk on return.
 
-    Several nodes may call it at once. Texts are shortened to one line: 300 characters for the reason, 64 for each
-    other field.
-
-    Raises:
-        StoreError: the run folder cannot be written.
+    Several nodes may call it at once.
     """
     line = _encode_strike(strike)
     path = Path(run_dir) / STRIKES_FILE
@@ -92,9 +82,8 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 
 def _encode_strike(strike: Strike) -> bytes:
-    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF (4096) bytes.
-
-    Long texts are cut off, so that the line can be appended by one write, which other writers do not interrupt.
+    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF (4096) bytes. Long texts are cut off,
+    so that the line can be appended by one write, which other writers do not interrupt.
     """
     fields = dataclasses.asdict(strike)
     fields["reason"] = _plain(strike.reason, _REASON_CHARS)
@@ -109,9 +98,6 @@ def read_strikes(run_dir: Path) -> list[Strike]:
     """Return all strikes (records of faults of nodes) of a run, oldest first, also expired ones.
 
     An empty list if there is no file.
-
-    Raises:
-        UserError: a line is not a strike; names the line.
     """
     path = Path(run_dir) / STRIKES_FILE
     strikes = []
@@ -130,25 +116,18 @@ def excluded_nodes(
 ) -> list[str]:
     """Return the sorted names of the nodes with too many strikes (records of faults) to be used. Pure.
 
-    Strikes that are older than `expires_s` at the time `now` are ignored. A strike that lies in the future, because a
-    clock was set back or clocks of nodes differ, counts; one that lies more than two days ahead does not, because it
-    would exclude a node for as long as a clock was wrong.
+    Strikes that are older than `expires_s` at the time `now` are ignored.
 
     Args:
-        strikes: all strikes of a run, in any order.
         now: Unix time in seconds.
         expires_s: age in seconds at which a strike no longer counts.
-        threshold: number of strikes that have not expired at which a node is excluded.
     """
     strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
 
 
 def _lock(descriptor: int) -> bool:
-    """Wait for the exclusive lock of an open file; return False if its file system has no locks.
-
-    The lock is held until the file is closed.
-    """
+    """Wait for the exclusive lock of an open file; return False if its file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -157,9 +136,8 @@ def _lock(descriptor: int) -> bool:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline, which removes a line that a killed writer left unfinished.
-
-    Only the last PIPE_BUF bytes are read, because no line is longer.
+    """Truncate an open file after its last newline, which removes a line that a killed writer left unfinished. Only
+    the last PIPE_BUF bytes are read, because no line is longer.
     """
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
@@ -169,5 +147,4 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def _plain(text: str, max_chars: int) -> str:
-    """Return a text as one line: each run of whitespace becomes one space, and the end is cut to `max_chars`."""
     return " ".join(text.split())[:max_chars]

@@ -43,11 +43,7 @@ def format_count(number: float) -> str:
 
 
 def _three_figures(number: float) -> str:
-    """Return a number with three significant figures as text, for example "1.24", "12.4" or "124".
-
-    The number of decimals changes at 9.995 and 99.95 and not at 10 and 100, because rounding adds a digit from there
-    on: 9.995 would become 10.00. From 999.5 on, the text has more than three figures.
-    """
+    """Return a number with three significant figures as text, for example "1.24", "12.4" or "124"."""
     if abs(number) < 9.995:
         return f"{number:.2f}"
     if abs(number) < 99.95:

@@ -23,11 +23,7 @@ Check = Callable[[Mapping[str, Any]], str]  # a record -> what is wrong with it,
 
 
 def _check_time(text: str) -> str:
-    """Return a time of ISO 8601 as it is.
-
-    Raises:
-        ValueError: the text is no time, or one that cannot be converted to Unix seconds.
-    """
+    """Return a time of ISO 8601 as it is."""
     try:
         datetime.fromisoformat(text).timestamp()
     except OverflowError:
@@ -207,7 +203,6 @@ def _model_of(kind: type) -> type[_Record]:
 
 
 def _names_without_default(kind: type) -> frozenset[str]:
-    """Return the names of the fields of a dataclass that every version of this package has written."""
     return frozenset(field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING)
 
 

@@ -3,8 +3,6 @@
 Guarantee: the same records as `jsonl.read_records` returns, one at a time, and the same one-line error for a line that
 is not a JSON object. A torn last line is left out. The file may grow while it is read.
 
-Cost: memory for one block and one line. Forwards 9 us a record of metrics.jsonl; backwards one block for the newest.
-
 Limits: lines that a reader does not ask for are not checked.
 """
 
@@ -30,13 +28,7 @@ def iter_records(path: Path, fault_of: Check | None = None, *, containing: bytes
     """Yield the records of a JSON-lines file, oldest first; nothing if there is no file.
 
     Args:
-        path: the file.
         fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
-        containing: text that a line must have; other lines are skipped without being parsed or checked. For example,
-            `b'"eval"'` for the records of evaluations in metrics.jsonl, few among many. Empty: every line is parsed.
-
-    Raises:
-        UserError: a whole line is not a JSON object, or has a fault; names the line.
     """
     for offset, line in iter_lines(path):
         if containing in line:
@@ -44,12 +36,7 @@ def iter_records(path: Path, fault_of: Check | None = None, *, containing: bytes
 
 
 def iter_lines(path: Path, first_byte: int = 0) -> Iterator[Line]:
-    """Yield the whole lines of a file with their offsets, oldest first; nothing if there is no file.
-
-    Args:
-        path: the file.
-        first_byte: offset of the line to begin with.
-    """
+    """Yield the whole lines of a file with their offsets, oldest first; nothing if there is no file."""
     file = _open(path)
     if file is None:
         return
@@ -72,8 +59,6 @@ def lines_backwards(path: Path, stop: int = 0, end: int | None = None) -> Iterat
     """Yield the whole lines of a file with their offsets, newest first; nothing if there is no file.
 
     Args:
-        path: the file.
-        stop: offset of the oldest line to yield.
         end: offset behind the newest line to yield; None: the end of the file.
     """
     file = _open(path)
@@ -110,11 +95,7 @@ def newest_record(path: Path, fault_of: Check | None = None) -> Record | None:
     """Return the last whole record of a JSON-lines file; None if it has none.
 
     Args:
-        path: the file.
         fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
-
-    Raises:
-        UserError: the last whole line is not a JSON object, or has a fault; names the line.
     """
     for offset, line in lines_backwards(path):
         return record_of_line(path, offset, line, fault_of)
@@ -125,13 +106,7 @@ def record_of_line(path: Path, offset: int, line: bytes, fault_of: Check | None 
     """Return the record in a line of a file.
 
     Args:
-        path: the file.
-        offset: offset of the line's first byte, from which an error counts the number of the line.
-        line: the line without its newline.
         fault_of: returns what is wrong with a record, "" for a good one; None accepts every JSON object.
-
-    Raises:
-        UserError: the line is not a JSON object, or has a fault; names the line.
     """
     record = parse_record(line)
     if record is None:

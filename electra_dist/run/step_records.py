@@ -61,8 +61,8 @@ class StepRecord:
 class EvalRecord:
     """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
 
-    Accuracies, precision and recall are fractions from 0 to 1. Replacements are the generator's samples at temperature
-    1, whatever the schedules are.
+    Accuracies, precision and recall are fractions from 0 to 1. Replacements are the generator's samples at
+    temperature 1, whatever the schedules are.
     """
 
     step: int  # optimizer steps done

@@ -20,15 +20,7 @@ class TextLine(NamedTuple):
 
 
 def read_text_lines(data: bytes, name: str) -> list[TextLine]:
-    """Return the texts of an input, one for each line that is not blank.
-
-    Args:
-        data: the input, in UTF-8; a byte order mark is left out, and `\\r\\n` ends a line, too.
-        name: the file, for messages.
-
-    Raises:
-        UserError: a line is not UTF-8, or there is no text.
-    """
+    """Return the texts of an input, one for each line that is not blank."""
     texts: list[TextLine] = []
     group = 0
     previous_is_blank = True
@@ -50,15 +42,7 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (index in `texts`, rank in the group) for each text, in the order in which ranked texts are printed.
-
-    Groups keep their order. Within a group, the text with the highest score comes first and has rank 1; of equal
-    scores, the earlier line comes first and has the lower rank.
-
-    Args:
-        texts: the texts, in the order of their lines.
-        scores: score of each text; a higher one is better.
-    """
+    """Return (index in `texts`, rank in the group) for each text, in the order in which ranked texts are printed."""
     order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
     ranked = []
     rank = 0

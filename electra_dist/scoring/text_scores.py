@@ -5,8 +5,6 @@ the model was pretrained. The score of a text is the sum over its tokens, as for
 than the rows that the model was trained on is cut into windows that overlap by half, and each token is scored in the
 window in which it is farther from the ends. Rows are `[CLS] text [SEP]`, one text each.
 
-Cost: one forward pass for each text or window; for a masked language model one for each token.
-
 Limits: the score of a long text is not that of a model that reads all of it at once. A sum of log-probabilities
 prefers short texts; compare texts of about one length, or divide by the number of tokens.
 """
@@ -32,11 +30,7 @@ _NUM_ENDS = 2  # [CLS] and [SEP]
 
 @dataclass(frozen=True)
 class TextScore:
-    """Scores of one text: a log-probability for each of its tokens, natural logarithm, and their sum.
-
-    A log-probability is that of the token being the original one (replaced-token detection), or of the token given all
-    other tokens (masked language models; Electric, up to a constant for each token).
-    """
+    """Scores of one text: a log-probability for each of its tokens, natural logarithm, and their sum."""
 
     text: str
     tokens: list[str]  # word-pieces, such as ["ele", "##ctra"]
@@ -50,11 +44,7 @@ class TextScore:
 
 
 class _Window(NamedTuple):
-    """Range of the tokens of a text that a model reads at once, and the part of it whose scores are used.
-
-    The model reads the tokens from `start` up to, but not including, `end`. The scores from `first` up to, but not
-    including, `last` are used.
-    """
+    """Range of the tokens of a text that a model reads at once, and the part of it whose scores are used."""
 
     start: int
     end: int
@@ -66,15 +56,6 @@ class TextScorer:
     """Scorer of texts by one model with its pretraining head, loaded once to a device."""
 
     def __init__(self, encoder: Pretrained, device: torch.device) -> None:
-        """Load the model to the device.
-
-        Args:
-            encoder: a model with its pretraining head and its tokenizer.
-            device: where the model runs.
-
-        Raises:
-            UserError: the model has no pretraining head, or reads fewer than four tokens at once.
-        """
         self._encoder = encoder
         self._score_rows = build_token_scorer(encoder, device)
         self._detects_replaced = not encoder.gives_energies and not (predicts_tokens(encoder) and encoder.reads_masks)
@@ -87,11 +68,7 @@ class TextScorer:
             )
 
     def check_detects_replaced(self) -> None:
-        """Raise an error unless the model gives the probability that a token was replaced.
-
-        Raises:
-            UserError: the model predicts masked tokens, or gives energies (Electric).
-        """
+        """Raise an error unless the model gives the probability that a token was replaced."""
         if not self._detects_replaced:
             raise UserError(
                 f"{self._encoder.name}: the model gives no probability that a token was replaced, because it was "
@@ -104,7 +81,6 @@ class TextScorer:
 
         Args:
             texts: plain texts; [MASK] and other special tokens in them are read as ordinary characters.
-            progress: called with ("score", texts done, texts in total).
         """
         all_ids = self._encoder.tokenizer.encode(texts)
         num_done = 0
@@ -145,16 +121,7 @@ class TextScorer:
 
 
 def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
-    """Return windows that together score every token of a text once.
-
-    A text that fits is one window. Of a longer one, each window has `window_tokens` tokens and begins half a window
-    after the one before it; the last one ends with the text. Where two windows overlap, the first one scores the first
-    half of the overlap and the second one the rest.
-
-    Args:
-        num_tokens: number of tokens of the text; 0 gives no window.
-        window_tokens: most tokens of a window, at least 2.
-    """
+    """Return windows that together score every token of a text once."""
     if num_tokens == 0:
         return []
     if num_tokens <= window_tokens:
@@ -172,10 +139,7 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the index after the last text of the next portion: the texts from `begin` on that are scored together.
-
-    A portion is one text, or several texts of at most 16,384 tokens in all.
-    """
+    """Return the index after the last text of the next portion: the texts from `begin` on that are scored together."""
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

@@ -36,15 +36,9 @@ _READING_OPERATORS = {"nonzero", "equal", "is_nonzero", "masked_select"}
 
 
 class OperatorCounter:
-    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block.
-
-    Attributes:
-        operators: Name of each operator, such as "aten.add_.Tensor" -> number of its calls.
-        host_reads: Name of each method or operator that reads values, such as "item" -> number of its calls.
-    """
+    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block."""
 
     def __init__(self) -> None:
-        """Create a counter with all counts at 0."""
         self.operators: Counter[str] = Counter()
         self.host_reads: Counter[str] = Counter()
         self._modes = (_CountedOperators(self), _CountedMethods(self))
@@ -60,7 +54,6 @@ class OperatorCounter:
         return self.host_reads.total()
 
     def __enter__(self) -> OperatorCounter:
-        """Start to count, and return this counter."""
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -68,7 +61,6 @@ class OperatorCounter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop counting; an exception in the block is not suppressed."""
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
 
@@ -77,7 +69,6 @@ class _CountedOperators(TorchDispatchMode):
     """Dispatch mode that counts every torch operator in an `OperatorCounter`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 
@@ -94,15 +85,10 @@ class _CountedMethods(TorchFunctionMode):
     """Function mode that counts the calls of tensor methods that return values to Python, such as `item`."""
 
     def __init__(self, counter: OperatorCounter) -> None:
-        """Create a mode that adds its counts to `counter`."""
         super().__init__()
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function `func`, and count the call if it reads values of a tensor.
-
-        Torch calls this method for every torch function and tensor method.
-        """
         name = getattr(func, "__name__", "")
         if name in _READING_METHODS:
             self._counter.host_reads[name] += 1

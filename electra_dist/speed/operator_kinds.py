@@ -27,11 +27,7 @@ PARTS = (*_PATTERNS, OTHER)
 
 
 def part_of(operator: str) -> str:
-    """Return the part of a training step that an operator or a GPU kernel belongs to, one of `PARTS`.
-
-    Args:
-        operator: name in the profiler's events, such as "aten::addmm" or the name of a CUDA kernel.
-    """
+    """Return the part of a training step that an operator or a GPU kernel belongs to, one of `PARTS`."""
     for part, pattern in _COMPILED.items():
         if pattern.search(operator):
             return part

@@ -37,8 +37,6 @@ def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype:
 
     Args:
         shapes: result of `product_shapes`.
-        device: where the step ran.
-        dtype: dtype of the factors in the step.
     """
     total_s = 0.0
     for (left_shape, right_shape), count in shapes.items():
@@ -60,6 +58,5 @@ def _time_product(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until a GPU has finished its queued work; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -111,8 +111,6 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     Args:
         config: the resolved config of a run. Its micro-batch is used; the global batch is cut to at most
             `MOST_MICRO_BATCHES` micro-batches.
-        num_steps: steps to time. Two steps run before them to warm up, and two after them: in one the operators are
-            counted, the other one runs under the profiler.
 
     Raises:
         UserError: the config cannot run on this machine.
@@ -160,9 +158,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
 
 
 def _shortened(config: Config) -> Config:
-    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank.
-
-    `train.micro_batch: auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
+    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank. `train.micro_batch:
+    auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
     """
     if config.train.largest_micro_batch:
         rows = min(_ROWS_FOR_AUTO, config.train.global_batch)
@@ -186,14 +183,6 @@ class _StepRunner:
     """Runs training steps on the batches of a source, and measures them in different ways."""
 
     def __init__(self, config: Config, train_step: TrainStep, batches: BatchSource, pad_id: int) -> None:
-        """Store what a step needs; nothing runs yet.
-
-        Args:
-            config: gives the learning rate.
-            train_step: runs a step on an engine.
-            batches: yields the batches.
-            pad_id: id of `[PAD]`, to count the pads.
-        """
         self._config = config
         self._train_step = train_step
         self._batches = batches
@@ -214,14 +203,10 @@ class _StepRunner:
         self._num_steps += 1
 
     def padding_share(self) -> float:
-        """Return the pads of all steps so far as a fraction of their positions."""
         return self._num_pads / self._num_positions
 
     def time_steps(self, num_steps: int) -> tuple[float, float]:
-        """Return the median seconds of a step, and the mean seconds of a step that were spent waiting for rows.
-
-        A step ends when its results have been read from the device, so its time includes the device's work.
-        """
+        """Return the median seconds of a step, and the mean seconds of a step that were spent waiting for rows."""
         waited_before_s = self._batches.wait_s
         times = []
         for _ in range(num_steps):
@@ -232,7 +217,6 @@ class _StepRunner:
         return statistics.median(times), wait_s
 
     def count_operators(self) -> OperatorCounter:
-        """Run one step, and return a counter with its torch operators and the host's reads from the device."""
         with OperatorCounter() as counter:
             self.run_step()
         return counter
@@ -257,7 +241,6 @@ class _StepRunner:
         return _Profiled(part_s, products_alone_s(shapes, device, dtype), device_s)
 
     def _product_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype in which the towers compute their matrix products on a device."""
         emulates_bf16 = device.type == "cpu" and not HAS_BF16_PRODUCTS
         if self._config.train.precision == "bf16" and not emulates_bf16:
             return torch.bfloat16
@@ -265,16 +248,7 @@ class _StepRunner:
 
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
-    """Return the parts of a step, the longest first, scaled so that they add up to the time without a profiler.
-
-    Args:
-        profiled: the step under the profiler, which slows it down.
-        step_s: seconds of the step without a profiler.
-
-    Returns:
-        One `Part` for each kind of operator that took time. The matrix products also get `ceiling_ms`, the time that
-        they took alone; it was measured without the profiler and is not scaled.
-    """
+    """Return the parts of a step, the longest first, scaled so that they add up to the time without a profiler."""
     profiled_s = sum(profiled.part_s.values())
     parts = []
     longest_first = sorted(profiled.part_s.items(), key=lambda name_and_seconds: name_and_seconds[1], reverse=True)
@@ -288,7 +262,6 @@ def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or "CPU, N threads"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"

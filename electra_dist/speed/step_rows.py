@@ -42,7 +42,6 @@ class MadeUpBatches:
     wait_s = 0.0
 
     def __init__(self, config: Config) -> None:
-        """Store the sizes of a batch: `train.global_batch` rows of `data.seq_len` ids below `model.vocab_size`."""
         self._config = config
         self._draw = np.random.default_rng(config.seed)
         self._step = 0
@@ -65,7 +64,6 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
 
     Args:
         config: gives the corpus, the row order and the rows per step.
-        stack: closes the loader and the shards.
 
     Raises:
         UserError: the corpus exists and cannot be used.

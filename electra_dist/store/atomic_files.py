@@ -32,31 +32,14 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name has the form `.NAME.<random>.tmp`, in which `replacing` writes the new file NAME.
-
-    The name is given without its folder. Such a file that no process is writing was left by a killed process; as it is
-    deleted then, a name of the user such as `.thesis.tmp` does not count.
-    """
+    """Return whether a file name has the form `.NAME.<random>.tmp`, in which `replacing` writes the new file NAME."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an exception.
-
-    The file is synced to the disk before the rename, and its folder after it. If the block raises, the temporary file
-    is deleted and `path` stays as it was. Missing folders are created.
-
-    Args:
-        path: Final name of the file.
-        only_new: Never replace an existing file; raise FileExistsError at the end of the block instead.
-        permissions: SHARED, or PRIVATE or PRIVATE_PROGRAM for a file that may hold a secret. Those of an existing file
-            do not count.
-
-    Raises:
-        StoreAway: The disk is full, read-only or does not respond.
-        StoreError: The disk refuses the write for another reason.
-        FileExistsError: `only_new` is set and `path` exists.
+    """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an
+    exception.
     """
     with writable(path):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -78,28 +61,13 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; read the whole file for it.
-
-    An OSError is not converted to a StoreError; call this within `readable(path)` for that.
-    """
+    """Return the SHA-256 of a local file in hexadecimal; read the whole file for it."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:
-    """Create the missing folders of a file, and open the file for writing.
-
-    Another process that deletes the last file of the folder removes the folder, too (`LocalStore.delete`), perhaps
-    before this file is in it. The folder is then created again.
-
-    Args:
-        path: The file.
-        mode: "wb" empties an existing file, "xb" refuses it with FileExistsError.
-        permissions: of the file if it is created; the umask takes away from them.
-
-    Raises:
-        OSError: The folder or the file cannot be created.
-    """
+    """Create the missing folders of a file, and open the file for writing."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, permissions)
@@ -113,9 +81,8 @@ def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, so that they survive a power failure; an existing folder is no error.
-
-    For this, the parent of each new folder is synced to the disk, because the parent holds the new folder's name.
+    """Create a folder and its missing parents, so that they survive a power failure; an existing folder is no
+    error.
     """
     missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,11 +91,7 @@ def make_folder(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder that belongs to this user and that no other user may read or write.
-
-    A folder of a known name in a shared directory, such as /tmp, may be used only if it is: another user may have made
-    it, or a link of this name.
-    """
+    """Return whether a path is a folder that belongs to this user and that no other user may read or write."""
     try:
         status = folder.lstat()
     except OSError:
@@ -137,10 +100,7 @@ def is_private(folder: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder: wait until the names that were created, renamed or deleted in it are on the disk.
-
-    Without this, a power failure may undo a rename, although the content of the file is on the disk.
-    """
+    """Call fsync on a folder: wait until the names that were created, renamed or deleted in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,10 +109,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_problem(folder: Path) -> str:
-    """Return why the disk of a folder takes no new bytes now, such as "read-only file system"; "" if it takes them.
-
-    Nothing is written, so a quota that is used up is not noticed. The result is "" if the folder is missing.
-    """
+    """Return why the disk of a folder takes no new bytes now, such as "read-only file system"; "" if it takes them."""
     try:
         disk = os.statvfs(folder)
     except OSError as error:
@@ -167,16 +124,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
-
-    Args:
-        path: The file that the block reads; it is used in the message only.
-
-    Raises:
-        StoreMissing: There is no such file, or it is a folder.
-        StoreAway: The disk does not respond.
-        StoreError: The file cannot be read for another reason, such as missing permission or too many open files.
-    """
+    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -191,17 +139,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
-
-    Args:
-        path: The file that the block writes.
-
-    Raises:
-        FileExistsError: The block refused to replace the existing `path`; this error is not converted, because it is
-            what `replacing` with `only_new` raises.
-        StoreAway: The disk is full, read-only or does not respond.
-        StoreError: The file cannot be written: missing permission, or a file where a folder is needed.
-    """
+    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do."""
     try:
         yield
     except FileExistsError:
@@ -219,10 +157,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """Return the error for a file that could not be read or written: StoreAway if a wait may help, else StoreError.
-
-    The message is one line with the path, the reason and what the user can do.
-    """
+    """Return the error for a file that could not be read or written: StoreAway if a wait may help, else StoreError."""
     failure = os_failure(error)
     message = f"{path}: {failure.reason}; {failure.advice}"
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):

@@ -45,14 +45,7 @@ class Failure:
     renew_credentials: bool = False  # whether the next try must read the credentials from their source again
 
     def kind_for(self, *, answered: bool) -> FailureKind:
-        """Return the kind of the failure of an S3 request.
-
-        Credentials or a clock that were good before are probably corrected soon, whereas those that never worked are
-        a mistake of the user's.
-
-        Args:
-            answered: Whether the service has answered an earlier request of the same store.
-        """
+        """Return the kind of the failure of an S3 request."""
         if answered and self.kind_after_success is not None:
             return self.kind_after_success
         return self.kind
@@ -319,13 +312,7 @@ BOTO_ERRORS: Mapping[str, Failure] = {
 
 
 def s3_failure(code: str, status: int) -> Failure:
-    """Return the row for an error with which an S3 service has answered, by its code, otherwise by its HTTP status.
-
-    Args:
-        code: Error code of the answer, such as "SlowDown", made safe by `safe_code`; boto3 takes the status for it if
-            the answer has none.
-        status: HTTP status of the answer.
-    """
+    """Return the row for an error with which an S3 service has answered, by its code, otherwise by its HTTP status."""
     if code in S3_CODES:
         return S3_CODES[code]
     row = next((row for word, row in S3_CODE_WORDS if word.search(code)), HTTP_STATUSES.get(status))
@@ -347,12 +334,7 @@ _BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "Permissio
 
 
 def boto_failure(error: BaseException) -> tuple[Failure, str]:
-    """Return the row for an exception of boto3, and the word that stands for {code} in its texts.
-
-    An exception in the chain of causes that is in `ROOT_CAUSES` decides, because boto3 wraps, for example, a
-    certificate that is not accepted into a general error of the connection. The word is the name of the exception's
-    class; for a certificate, it is what OpenSSL says of it.
-    """
+    """Return the row for an exception of boto3, and the word that stands for {code} in its texts."""
     for cause in chain_of_causes(error):
         row = ROOT_CAUSES.get(type(cause).__name__)
         if row is not None:
@@ -377,10 +359,7 @@ def safe_code(text: str) -> str:
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps, outermost first, at most eight.
-
-    boto3 keeps the wrapped exception in `kwargs["error"]`, urllib3 in `reason` or as the first argument.
-    """
+    """Yield an exception and those that it wraps, outermost first, at most eight."""
     current: BaseException | None = error
     for _ in range(8):
         if current is None:
@@ -409,13 +388,7 @@ def kind_of_os_error(error: OSError) -> FailureKind:
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Return the kind of any error that an operation of a store, or of a file of the run, has raised.
-
-    Errors of the operating system and those into which stores convert them (`StoreAway`, `StoreExhausted`, other kinds
-    of `StoreError`) are known. A `UserError` that was raised from an error of the operating system, such as that of a
-    config file on a disk that does not respond, has the kind of that error. Any other error, such as one of the
-    program itself, is permanent.
-    """
+    """Return the kind of any error that an operation of a store, or of a file of the run, has raised."""
     if isinstance(error, StoreAway):
         return FailureKind.AWAY
     if isinstance(error, UserError):

@@ -28,9 +28,8 @@ REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 class Store(ABC):
     """Folder of objects, local or on S3. An object is a sequence of bytes under a key.
 
-    Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may raise
-    StoreError (access refused, disk full). On S3, a failed request is retried; after the last retry a method raises
-    StoreExhausted, a kind of StoreError.
+    Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may
+    raise StoreError (access refused, disk full).
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
@@ -40,41 +39,15 @@ class Store(ABC):
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
-        """Return the path of the file that holds an object, or None if the store is not a local folder.
-
-        The file need not exist.
-
-        Raises:
-            StoreError: The key is not a valid relative path; see `check_key`.
-        """
+        """Return the path of the file that holds an object, or None if the store is not a local folder."""
 
     @abstractmethod
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Return all bytes of an object.
-
-        Args:
-            must_exist: Whether the caller knows that the object exists, for example because a manifest lists it. If
-                so, and S3 answers "not found", the request is retried a few times before StoreMissing is raised.
-
-        Raises:
-            StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed.
-        """
+        """Return all bytes of an object."""
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Return the bytes [start, start + length) of an object in new, writable memory.
-
-        The result is shorter than `length` only if the object ends earlier, and empty if it ends before `start`.
-
-        Args:
-            must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
-                is retried a few times before StoreMissing is raised.
-
-        Raises:
-            StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed.
-        """
+        """Return the bytes [start, start + length) of an object in new, writable memory."""
 
     @abstractmethod
     def exists(self, key: str) -> bool:
@@ -82,109 +55,47 @@ class Store(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes.
-
-        Raises:
-            StoreMissing: There is no object with this key.
-        """
+        """Return the size of an object in bytes."""
 
     @abstractmethod
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a local file.
-
-        The file appears under its name only when it is complete and synced to the disk; an existing file is replaced.
-
-        Args:
-            must_exist: Whether the caller knows that the object exists. If so, and S3 answers "not found", the request
-                is retried a few times before StoreMissing is raised.
-
-        Raises:
-            StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed.
-        """
+        """Copy an object to a local file."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture.
-
-        When the call returns, the object survives a crash: it is synced to the disk, or the S3 service has confirmed
-        the write.
-        """
+        """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture."""
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object unless there is one with this key already; return whether this call created it.
-
-        An existing object is never changed. Of several writers that call this for one free key at the same time, in
-        any process on any machine, exactly one receives True. The object can therefore serve as a lock.
-        """
+        """Create an object unless there is one with this key already; return whether this call created it."""
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object with the content of a local file of any size.
-
-        A reader sees the old object or the complete new one, never a part.
-        """
+        """Create or replace an object with the content of a local file of any size."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that begin with `prefix`.
-
-        The prefix is a plain string, as in S3: "step-1" also matches "step-10/a". Unfinished writes are not listed.
-        """
+        """Return the sorted keys that begin with `prefix`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete several objects; a key without an object is no error.
-
-        A store that can delete several objects with one request does so. If an error is raised, some of the objects
-        may be deleted already, and the call can be repeated.
-
-        Args:
-            keys: keys of the objects; may be empty.
-
-        Raises:
-            StoreError: an object cannot be deleted.
-        """
+        """Delete several objects; a key without an object is no error."""
         for key in keys:
             self.delete(key)
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete what killed processes left of unfinished writes, and return the number of these writes.
-
-        An unfinished write is a temporary file or an incomplete multipart upload, neither of which `list` returns.
-
-        Args:
-            prefix: Only writes to keys that begin with this string are considered.
-            doomed: Called with the key of each unfinished write; the write is deleted if it returns True. It must
-                return False for a key that a living process may still be writing.
-        """
+        """Delete what killed processes left of unfinished writes, and return the number of these writes."""
 
     def __repr__(self) -> str:
-        """Return the class and the URL of the store, as in LocalStore('runs/a'); the URL holds no credentials."""
         return f"{type(self).__name__}({self.url})"
 
 
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call a function for every item, up to `REQUEST_THREADS` calls at a time, to send several requests to a store.
-
-    The calls are made in threads of their own; for a single item the call is made in the caller's thread.
-
-    Args:
-        function: called once for each item; it must be thread-safe.
-        items: the items.
-
-    Returns:
-        The results in the order of the items.
-
-    Raises:
-        Exception: the error of the first item, in their order, for which `function` raised one. It is raised when all
-            calls that had started have ended; the others are not made.
-    """
+    """Call a function for every item, up to `REQUEST_THREADS` calls at a time, to send several requests to a store."""
     if len(items) < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(REQUEST_THREADS, len(items))) as pool:
@@ -201,14 +112,7 @@ def _is_file_name(key: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged if it is a relative path that stays inside the folder of a store; otherwise raise.
-
-    Keys come from manifests and tar files, which others may have written; a key "../x" would name a file outside.
-
-    Raises:
-        StoreError: The key is empty or absolute, has an empty, `.` or `..` part, or holds a backslash or a control
-            character.
-    """
+    """Return `key` unchanged if it is a relative path that stays inside the folder of a store; otherwise raise."""
     has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
     if has_bad_part or has_bad_character or not _is_file_name(key):

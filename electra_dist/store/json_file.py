@@ -5,8 +5,6 @@ Text that a corpus is built from is read by `corpus/`, which leaves out a damage
 Guarantee: bytes that are no JSON text end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
 torn or empty text, bytes that are not UTF-8, thousands of nested lists, or an integer of thousands of digits. No
 integer that is returned has more than 64 bits, so that arithmetic with it and its conversion to a float succeed.
-
-Cost: that of `json.loads`, and one search through the text.
 """
 
 from __future__ import annotations
@@ -35,13 +33,7 @@ class DamagedJson(ValueError):
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text in UTF-8, which may begin with a byte order mark.
-
-    NaN, Infinity and -Infinity, which Python writes, are accepted.
-
-    Raises:
-        DamagedJson: the data is no JSON text in UTF-8, is nested too deeply, or has an integer of more than 64 bits.
-    """
+    """Return the value of a JSON text in UTF-8, which may begin with a byte order mark."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         has_long_number = _LONG_NUMBER.search(text) is not None
@@ -59,11 +51,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_object(data: bytes | str) -> dict[str, Any]:
-    """Return the JSON object in a text, as `parse_json` does.
-
-    Raises:
-        DamagedJson: the data is no JSON, or another JSON value than an object.
-    """
+    """Return the JSON object in a text, as `parse_json` does."""
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise DamagedJson("it is not a JSON object")
@@ -71,11 +59,7 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
 
 
 def validate_json(kind: TypeAdapter[T], tree: object) -> T:
-    """Return a parsed JSON value as an object of the type of `kind`.
-
-    Raises:
-        DamagedJson: the value has another shape; the message names the first wrong key.
-    """
+    """Return a parsed JSON value as an object of the type of `kind`."""
     try:
         return kind.validate_python(tree)
     except ValidationError as error:
@@ -91,17 +75,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
-    """Return the JSON object in a local file.
-
-    Args:
-        path: the file, in UTF-8.
-        next_step: what the user can do about a damaged file, as an imperative; it ends the error's message.
-
-    Raises:
-        StoreMissing: there is no such file.
-        StoreError: the file cannot be read.
-        UserError: the file holds no JSON object.
-    """
+    """Return the JSON object in a local file."""
     with readable(path):
         data = read_regular(path)
     try:
@@ -111,18 +85,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
 
 
 def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
-    """Return the JSON object in a local file as an object of the type of `kind`.
-
-    Args:
-        path: the file, in UTF-8.
-        kind: the type, such as that of a dataclass.
-        next_step: what the user can do about a damaged file, as an imperative; it ends the error's message.
-
-    Raises:
-        StoreMissing: there is no such file.
-        StoreError: the file cannot be read.
-        UserError: the file holds no JSON object, or one of another shape.
-    """
+    """Return the JSON object in a local file as an object of the type of `kind`."""
     tree = read_json_object(path, next_step)
     try:
         return validate_json(kind, tree)
@@ -131,13 +94,7 @@ def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
 
 
 def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
-    """Return the error for a damaged JSON file, to be raised by the caller.
-
-    Args:
-        place: path or URL of the file.
-        error: what is wrong with its content.
-        next_step: what the user can do, as an imperative.
-    """
+    """Return the error for a damaged JSON file, to be raised by the caller."""
     return UserError(f"{place}: damaged, because {error}; {next_step}")
 
 
@@ -153,11 +110,6 @@ def _is_deep(tree: object) -> bool:
 
 
 def _parse_int(digits: str) -> int:
-    """Return the integer that a JSON text has as `digits`.
-
-    Raises:
-        DamagedJson: the number has more than 64 bits.
-    """
     if len(digits) > 20 or abs(int(digits)) >= 1 << 64:
         raise DamagedJson(f"it is not JSON of this project (a number of {len(digits)} digits)")
     return int(digits)

@@ -16,17 +16,9 @@ from electra_dist.store.retry import RetryPolicy
 def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy | None = None) -> Store:
     """Return the store at a local path or at s3://bucket/prefix.
 
-    Nothing is read or written by this call. A missing folder or bucket is therefore noticed when the store is first
-    used.
-
     Args:
-        url: Local path (~ is expanded), file:// URL or s3:// URL.
         endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS. Unused for local paths.
         retry: Limits on retries of S3 requests; None for the defaults of RetryPolicy.
-
-    Raises:
-        UserError: The URL is malformed or has another scheme, or it is an s3:// URL and boto3 is not installed,
-            or there is no home folder for its ~.
     """
     if url.startswith("s3://"):
         from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
@@ -45,11 +37,7 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
 
 
 def without_tilde(path: str | Path) -> Path:
-    """Return a local path in which a leading ~ or ~USER is replaced by that user's home folder.
-
-    Raises:
-        UserError: There is no such user, or this user has no home folder, as in some containers.
-    """
+    """Return a local path in which a leading ~ or ~USER is replaced by that user's home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -4,8 +4,6 @@ Guarantee: an operation that is called through a `Patience` either succeeds, or 
 (`failure_kinds.py` decides), or raises StorageLost with the first failure once the limit is over. While it waits, a
 line on stderr and `Patience.reason` name the first failure.
 
-Cost: none while operations succeed. A wait polls after 0.5 s at first and every 10 s at last.
-
 Limits: a call that blocks in the operating system cannot be interrupted, so it may exceed the limit. An operation must
 be repeatable after a failure.
 """
@@ -48,7 +46,6 @@ class Patience:
 
         Args:
             limit_s: seconds after the first failure at which an operation gives up; 0: at the first failure.
-            note: receives one line when a wait begins and one when it ends.
             clock: seconds of a clock that never jumps.
         """
         self.limit_s = limit_s
@@ -78,15 +75,7 @@ class Patience:
         self._is_abandoned.set()
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Call an operation until it succeeds, and return its value.
-
-        Args:
-            operation: called without arguments, again after each failure that a wait may cure.
-
-        Raises:
-            StorageLost: the limit is over, or `abandon` was called; the message has the first failure.
-            Exception: what the operation raised, if no wait helps.
-        """
+        """Call an operation until it succeeds, and return its value."""
         with self.outage() as outage:
             while True:
                 try:
@@ -96,10 +85,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Provide an `Outage` for a `with` block in which the caller repeats one operation itself.
-
-        The caller passes each failure to `Outage.wait_after`. The end of the block closes the outage.
-        """
+        """Provide an `Outage` for a `with` block in which the caller repeats one operation itself."""
         outage = Outage(self)
         try:
             yield outage
@@ -126,19 +112,13 @@ class Outage:
     """
 
     def __init__(self, patience: Patience) -> None:
-        """Begin without a failure."""
         self._patience = patience
         self._first: Exception | None = None
         self._since = 0.0
         self._pause_s = FIRST_PAUSE_S
 
     def wait_after(self, error: Exception) -> None:
-        """Pause after a failure before the caller's next try, or raise if a further try is of no use.
-
-        Raises:
-            StorageLost: the limit is over, or the patience was abandoned.
-            Exception: `error` itself, if no wait helps.
-        """
+        """Pause after a failure before the caller's next try, or raise if a further try is of no use."""
         if not is_worth_waiting_for(error):
             raise error
         patience = self._patience

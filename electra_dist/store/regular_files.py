@@ -22,12 +22,7 @@ MOST_DATA_BYTES = 1 << 32  # of a data set that is held in memory as a whole
 
 
 def open_regular(path: Path | str) -> io.BufferedReader:
-    """Open a regular file, at the end of any links, to read its bytes.
-
-    Raises:
-        StoreError: it is a named pipe, a socket or a device.
-        OSError: it is missing, may not be read, or is a folder (IsADirectoryError).
-    """
+    """Open a regular file, at the end of any links, to read its bytes."""
     status = os.stat(path)  # first, because opening a named pipe waits, and opening a device may have an effect
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -42,12 +37,7 @@ def check_regular(path: Path | str) -> None:
 
 
 def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        StoreError: it is a named pipe, a socket or a device, or has more than `most_bytes` bytes.
-        OSError: it is missing, may not be read, or is a folder (IsADirectoryError).
-    """
+    """Return the bytes of a regular file."""
     with open_regular(path) as file:
         has_too_many = os.fstat(file.fileno()).st_size > most_bytes
         data = b"" if has_too_many else file.read(most_bytes + 1)  # it may have grown since

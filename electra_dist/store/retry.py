@@ -12,8 +12,6 @@ store share its budget, a token bucket: a retry takes one token, and an operatio
 tokens. The other two limits start again with each progress; the budget also ends a read from a storage that always
 delivers a few bytes and never completes.
 
-Cost: nothing while requests succeed. With the defaults, an operation survives an outage of about three minutes.
-
 Bytes that are wrong although their request succeeded are read again by `Rereading`, before they count as damage at
 rest.
 
@@ -69,7 +67,6 @@ class RetryAccount:
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
-        """Start with a full budget of retries and with counters at 0."""
         self.policy = policy
         self.retries = 0
         self.wait_s = 0.0
@@ -79,29 +76,18 @@ class RetryAccount:
         self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
     def begin(self, object_name: str) -> Backoff:
-        """Return a new `Backoff`, which counts the failures of one operation and waits between its attempts.
-
-        Call this once per storage operation, such as a download, before its first request.
-
-        Args:
-            object_name: URL of the object, for the error if the operation gives up.
-        """
+        """Return a new `Backoff`, which counts the failures of one operation and waits between its attempts."""
         return Backoff(self, object_name)
 
     def succeeded(self) -> None:
-        """Record that an operation succeeded: add `REFUND` retries to the budget, up to its initial size. Thread-safe.
-
-        The budget limits the retries of all operations of the store together.
+        """Record that an operation succeeded: add `REFUND` retries to the budget, up to its initial size.
+        Thread-safe.
         """
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
 
     def announce_once(self, line: str) -> None:
-        """Print a line to stderr at the first call; later calls do nothing. Thread-safe.
-
-        Args:
-            line: Says what a store waits for, and what the user can check meanwhile.
-        """
+        """Print a line to stderr at the first call; later calls do nothing. Thread-safe."""
         with self._lock:
             if self._announced:
                 return
@@ -110,8 +96,6 @@ class RetryAccount:
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
         """Take one retry from the store's budget and return how long to wait before it, in seconds. Thread-safe.
-
-        The retry and the wait are added to the counters `retries` and `wait_s`.
 
         Args:
             longest_wait_s: The wait is random, uniform in [0, longest_wait_s], so that ranks do not retry together.
@@ -137,12 +121,7 @@ class Backoff:
     """
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
-        """Start the clock of the operation, which gives up after `deadline_s` seconds without progress.
-
-        Args:
-            account: Limits, counters and retry budget of the store.
-            object_name: URL of the object, for the error if the operation gives up.
-        """
+        """Start the clock of the operation, which gives up after `deadline_s` seconds without progress."""
         self._account = account
         self._object_name = object_name
         self._failures: Counter[str] = Counter()  # by reason, since the last progress
@@ -151,13 +130,7 @@ class Backoff:
         self._new_bytes = 0  # received since the last progress
 
     def progress(self, num_bytes: int) -> None:
-        """Record that new bytes arrived; if they came fast enough, failures and deadline start again.
-
-        Fast enough is `least_bytes_per_s` of the policy, on average since the last progress.
-
-        Args:
-            num_bytes: Bytes that arrived since the last call.
-        """
+        """Record that new bytes arrived; if they came fast enough, failures and deadline start again."""
         self._new_bytes += num_bytes
         now = time.monotonic()
         if self._new_bytes >= self._account.policy.least_bytes_per_s * (now - self._last_progress):
@@ -166,13 +139,8 @@ class Backoff:
             self._last_progress = now
 
     def announce(self, reason: str, advice: str) -> None:
-        """Print one line, once per store, if the operation has failed for `announce_after_s` seconds since it began.
-
-        It is for a service that has never answered: its URL may be mistyped, or its network may come up in a minute.
-
-        Args:
-            reason: The failure in a few words.
-            advice: What the user can check meanwhile.
+        """Print one line, once per store, if the operation has failed for `announce_after_s` seconds since it
+        began.
         """
         policy = self._account.policy
         waited_s = time.monotonic() - self._begin
@@ -186,16 +154,7 @@ class Backoff:
         return self._failures[reason]
 
     def wait_after_failure(self, reason: str, advice: str = CHECK) -> None:
-        """Record a failed attempt, and sleep before the caller's next attempt; or raise if a limit is reached.
-
-        Args:
-            reason: The failure in a few words, for the error. Failures with equal texts are counted together.
-            advice: The user's next step, for the error.
-
-        Raises:
-            StoreExhausted: A limit (failures, time without progress, or the store's retry budget) is reached. The
-                message names the object, the limit, the last failure and the next step.
-        """
+        """Record a failed attempt, and sleep before the caller's next attempt; or raise if a limit is reached."""
         policy = self._account.policy
         self._failures[reason] += 1
         num_failures = self._failures.total()
@@ -215,23 +174,15 @@ class Backoff:
         time.sleep(wait_s)
 
     def _give_up(self, limit: str, reason: str, advice: str) -> NoReturn:
-        """Raise StoreExhausted, for example "URL: failed 30 times in a row, last: 503 SlowDown; check ...".
-
-        Args:
-            limit: The limit that was reached, in a few words.
-            reason: The last failure, in a few words.
-            advice: The user's next step.
-        """
+        """Raise StoreExhausted, for example "URL: failed 30 times in a row, last: 503 SlowDown; check ..."."""
         raise StoreExhausted(f"{self._object_name}: {limit}, last: {reason}; {advice}") from None
 
 
 class Rereading:
     """Repeated readings of bytes that do not match their digest. Thread-safe.
 
-    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
-    that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
-    serves readings that belong together, such as those of one checkpoint: once it has confirmed a damage, its further
-    readings make no pauses.
+    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault.
+    Bytes that are wrong in another way each time are changed on the way, by the service, a proxy or the network.
     """
 
     def __init__(self, pauses_s: Sequence[float]) -> None:
@@ -247,15 +198,8 @@ class Rereading:
         """Read until there is no fault, or until all pauses are over; return the last reading.
 
         Args:
-            name: What is read, for the error.
             read: Makes one reading; returns its value and its fault, which is "" if the bytes are right. The fault
                 must differ if the bytes do.
-
-        Returns:
-            The value and the fault of the last reading; with a fault, the reading before it had the same one.
-
-        Raises:
-            StoreExhausted: The last two readings have different faults.
         """
         value, fault = read()
         previous_fault = ""

@@ -15,11 +15,7 @@ _TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared fol
 
 @functools.cache
 def user_cache_folder() -> Path:
-    """Return ~/.cache/electra-dist, which need not exist yet.
-
-    A user without a home folder, as in some containers, gets a private temporary folder, which is deleted when this
-    process ends.
-    """
+    """Return ~/.cache/electra-dist, which need not exist yet."""
     try:
         return Path("~/.cache/electra-dist").expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the password database
@@ -29,12 +25,7 @@ def user_cache_folder() -> Path:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already.
-
-    torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
-    user who makes it first has his code executed. Importing torch's inductor writes this default into the environment
-    variable, so the default does not count as a choice of the user.
-    """
+    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already."""
     torchs_default = Path(tempfile.gettempdir()) / _TORCHS_FOLDER
     if os.environ.get(COMPILED_CODE_VARIABLE, str(torchs_default)).startswith(str(torchs_default)):
         os.environ[COMPILED_CODE_VARIABLE] = str(folder.absolute())

@@ -32,12 +32,7 @@ class BackgroundTracker:
     """Sender of metrics to one tracking service. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, name: str, connect: Callable[[], Service]) -> None:
-        """Start the thread, which connects to the service; return at once.
-
-        Args:
-            name: name of the config key, such as "log.wandb", for the line about a failure.
-            connect: returns the connection; it may take long and may raise anything.
-        """
+        """Start the thread, which connects to the service; return at once."""
         self._name = name
         self._connect = connect
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING)
@@ -48,12 +43,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the values of a step to the thread; they are lost if the service was dropped.
-
-        Args:
-            step: optimizer steps done.
-            values: tag -> finite value.
-        """
+        """Hand the values of a step to the thread; they are lost if the service was dropped."""
         if self._is_dropped:
             return
         try:
@@ -72,9 +62,6 @@ class BackgroundTracker:
         """Wait until the service has received everything, and end the connection.
 
         It waits at most 30 s for room in the queue if the queue is full, and then at most 30 s for the service.
-
-        Args:
-            has_failed: whether this start of the run ends with a crash, which the service shows.
         """
         self._has_failed = has_failed
         if not self._is_dropped:
@@ -100,7 +87,6 @@ class BackgroundTracker:
             self._drop(_one_line(error))
 
     def _drop(self, reason: str) -> None:
-        """Stop sending to the service, and add one line with the reason to the problems for the run's log."""
         self._is_dropped = True
         self._problems.append(
             f"{self._name}: no longer sent to, because {reason}; training goes on, and metrics.jsonl has all values"

@@ -22,12 +22,7 @@ class ReportRefresh:
     """Starter of the processes that write report.html. Only rank 0 has one; call `close` before the last report."""
 
     def __init__(self, run_dir: Path, every_minutes: float) -> None:
-        """Wait one interval before the first update.
-
-        Args:
-            run_dir: folder of the run.
-            every_minutes: minutes between two updates; 0 for none.
-        """
+        """Wait one interval before the first update."""
         self._run_dir = run_dir
         self._every_s = 60 * every_minutes
         self._next = time.monotonic() + self._every_s

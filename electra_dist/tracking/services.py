@@ -33,13 +33,7 @@ _IDS_LOCK = threading.Lock()  # the threads of both services write tracking.json
 
 
 def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[BackgroundTracker]:
-    """Return a tracker for each service that the config names, connecting in the background; often none.
-
-    Args:
-        log: the config's section `log`.
-        run_dir: folder of the run.
-        settings: dotted keys of the config and their values.
-    """
+    """Return a tracker for each service that the config names, connecting in the background; often none."""
     trackers = []
     wandb_project = log.wandb
     if wandb_project is not None:
@@ -53,8 +47,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Settings) -> list[Bac
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
     """Send the finite values of a record to a service, under TensorBoard's tags.
 
-    Some values, such as losses, are recorded in training and in evaluations. Tags of those from evaluations begin with
-    `heldout/`.
+    Some values, such as losses, are recorded in training and in evaluations.
     """
     fields = dataclasses.asdict(record)
     if isinstance(record, StepRecord):
@@ -69,16 +62,6 @@ class WandbService:
     """Run of Weights & Biases; the environment variable WANDB_MODE decides whether it is online or offline."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run of the service; its files go into wandb/ in the run folder.
-
-        Args:
-            project: name of the project.
-            run_dir: folder of the run.
-            settings: dotted keys of the config and their values.
-
-        Raises:
-            Exception: of any kind, if the package is missing or the service cannot be reached.
-        """
         import wandb
 
         run_id = _service_ids(run_dir).get("wandb") or secrets.token_hex(8)
@@ -110,16 +93,7 @@ class MlflowService:
     """Run of an MLflow server, or of a database file in the run folder if MLFLOW_TRACKING_URI is not set."""
 
     def __init__(self, experiment: str, run_dir: Path, settings: Settings) -> None:
-        """Begin or continue the run of the service.
-
-        Args:
-            experiment: name of the experiment, which is created if it does not exist.
-            run_dir: folder of the run.
-            settings: dotted keys of the config and their values.
-
-        Raises:
-            Exception: of any kind, if the package is missing or the server cannot be reached.
-        """
+        """Begin or continue the run of the service."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -154,7 +128,6 @@ class MlflowService:
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:
-    """Return the content of tracking.json: name of a service -> id of the run there; empty if there is no file."""
     file = run_dir / TRACKING_FILE
     if not file.exists():
         return {}
@@ -162,7 +135,6 @@ def _service_ids(run_dir: Path) -> dict[str, Any]:
 
 
 def _remember_id(run_dir: Path, service: str, run_id: str) -> None:
-    """Write the id of the run at a service to tracking.json, which the next start of the run reads."""
     with _IDS_LOCK:
         ids = _service_ids(run_dir) | {service: run_id}
         with replacing(run_dir / TRACKING_FILE) as file:

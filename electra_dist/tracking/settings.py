@@ -35,12 +35,7 @@ def hyperparameters(settings: Settings) -> Settings:
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a tree of dictionaries as one dictionary from dotted keys to values; an empty dictionary is a value.
-
-    Args:
-        tree: the tree.
-        prefix: beginning of all keys, with its dot.
-    """
+    """Return a tree of dictionaries as one dictionary from dotted keys to values; an empty dictionary is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

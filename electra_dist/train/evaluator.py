@@ -9,9 +9,6 @@ rank calls it after the same step.
 How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
 which gives the losses and `auc`. The second time they are replaced by tokens of other places
 (`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context.
-
-Cost: the second reading is a forward pass of the discriminator over as many rows, or over more rows until 5,000 tokens
-are replaced. For the demo's model it took 0.9 s of one core for 287 rows of 128, the first reading 0.7 s for 128 rows.
 """
 
 from __future__ import annotations
@@ -44,12 +41,7 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    """Result of one rank's share of an evaluation: sums of losses, and score and label of each token.
-
-    Each token's score is the discriminator's logit, and its label says whether the token was replaced. Axes: K fields
-    of `Sums` (sums over tokens from which means are computed); B rows that this rank evaluates, padding rows included;
-    S tokens of a row.
-    """
+    """Result of one rank's share of an evaluation: sums of losses, and score and label of each token."""
 
     sum_K: torch.Tensor  # float64
     score_BS: torch.Tensor  # fp32 discriminator logits
@@ -99,17 +91,7 @@ class Evaluator:
     def run(self, engine: Engine, step: int) -> Evaluation:
         """Evaluate the current weights of `engine` without dropout. Collective; the record is equal on all ranks.
 
-        The same rows with the same masks are used at every call. The engine is in training mode afterwards. The names
-        of tensors end in their axes: R rows and S tokens of a row, K fields of `Sums`, T tokens of all ranks.
-
-        Args:
-            engine: holds the model.
-            step: optimizer steps done; it is only copied to the result.
-
-        Returns:
-            Means of the losses over tokens, and ROC-AUC, accuracy, precision and recall of the detection of replaced
-            tokens; these and the context AUC are NaN for an objective without detection, and for a model whose outputs
-            are not all finite, which the result's `fault` then says. On rank 0 also some rows.
+        The same rows with the same masks are used at every call. The engine is in training mode afterwards.
         """
         engine.train(False)
         ids_RS = self.call(lambda: self._rows(self.num_rows))
@@ -151,12 +133,7 @@ class Evaluator:
         return Evaluation(record=record, fault=fault, rows=local.rows if has_detection_loss else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
-        """Run this rank's share of the rows through the model without gradients; return sums, scores and labels.
-
-        Args:
-            engine: holds the model, in evaluation mode.
-            ids_RS: token ids of all rows of the evaluation, equal on all ranks.
-        """
+        """Run this rank's share of the rows through the model without gradients; return sums, scores and labels."""
         sums: list[torch.Tensor] = []
         scores = []
         labels = []
@@ -176,15 +153,7 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Return how well the discriminator tells tokens of other places from the original ones. Collective.
-
-        The rows are those of the evaluation, or more of the held-out corpus if these have too few tokens to replace.
-        The result is equal on all ranks.
-
-        Args:
-            engine: holds the model, in evaluation mode.
-            mask_prob: share of the tokens that are masked.
-        """
+        """Return how well the discriminator tells tokens of other places from the original ones."""
         seq_len = self.cache.manifest.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self.call(lambda: self._rows(num_rows))
@@ -214,16 +183,7 @@ class Evaluator:
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
     def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
-        """Yield this rank's share of some rows as inputs of the engine; all ranks get the same number of batches.
-
-        The rows are processed in rounds. In a round, rank r evaluates the r-th of W consecutive batches of
-        `micro_batch` rows, where W is the number of ranks. Rows of padding fill the last round; padding does not count
-        in any sum.
-
-        Args:
-            engine: gives the device and the attention backend.
-            ids_RS: token ids of all rows, equal on all ranks.
-        """
+        """Yield this rank's share of some rows as inputs of the engine; all ranks get the same number of batches."""
         world_size = dist.get_world_size()
         padded_RS = self._padded(ids_RS)
         seed = derive_seed(self.seed, Purpose.EVAL)
@@ -253,13 +213,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Return the token ids of some held-out rows, [R, S]: evenly spaced over the held-out corpus.
-
-        Rows are numbered through all shards: with shards of 10 and 5 rows, row 12 is row 2 of the second shard.
-
-        Args:
-            num_rows: number R of rows; all rows if the corpus has fewer.
-        """
+        """Return the token ids of some held-out rows, [R, S]: evenly spaced over the held-out corpus."""
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -276,7 +230,6 @@ class Evaluator:
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:
-    """Return how many outputs of the discriminator for real tokens are not finite; an empty string if all are."""
     num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
     return f"{num_bad} of {len(score_T)} outputs of the discriminator are not finite" if num_bad else ""
 
@@ -291,31 +244,17 @@ def _loss_fault(record: EvalRecord) -> str:
 
 
 def _mean(total: float, count: float) -> float:
-    """Return `total` / `count`, a mean over tokens; 0 if both are 0.
-
-    That is so for a loss that the objective does not have. A count between 0 and 1 is taken as 1.
-    """
+    """Return `total` / `count`, a mean over tokens; 0 if both are 0."""
     return total / max(count, 1.0)
 
 
 def _generator_mean(total: float, sums: Sums) -> float:
-    """Return a mean over the positions that the generator predicts; NaN if no generator is trained.
-
-    Args:
-        total: sum over these positions, weighted as in the generator's loss.
-        sums: sums of the evaluation; without a trained generator they have no entropy.
-    """
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:
-    """Return the tensors of all ranks joined along their first axis, in the order of ranks, on the host. Collective.
-
-    Args:
-        local: tensor of this rank; its shape and dtype must be equal on all ranks.
-    """
     tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, local.contiguous())
     return torch.cat(tensors).cpu().numpy()

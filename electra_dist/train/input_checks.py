@@ -45,9 +45,6 @@ class OpenCorpus:
         """Return a new cache of the corpus's shards for this process, which the caller must close.
 
         Args:
-            data: gives the number of fetching threads and the limit on the size of the folder.
-            folder: cache folder of this node, which all its ranks share, with the shards in a folder of their own in
-                it; not used for a corpus in a local folder.
             peers: other nodes of the run, which are asked for a shard before the store is; None if the nodes do not
                 pass shards to one another.
         """
@@ -81,15 +78,6 @@ def check_inputs(
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
     It writes nothing and needs no process group; every rank calls it by itself.
-
-    Args:
-        config: the resolved config.
-        world_size: number of ranks that the run is about to start with.
-        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
-        from_scratch: whether the run begins again at step 0, also if it has checkpoints.
-
-    Raises:
-        UserError: an input cannot be used; the message names the file, key or URL at fault and the next step.
     """
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
@@ -125,11 +113,6 @@ def open_training_corpora(config: Config) -> RunCorpora:
     """Open all training corpora of a run, and check that they fit the config and one another.
 
     They are `data.corpus` and the corpora of `data.phases`. Of the latter, the shards must all exist, too.
-
-    Raises:
-        ManifestMismatch: the row length or the vocabulary differs from the config, or between two corpora.
-        StoreMissing: a corpus does not exist, or a shard of a corpus of `data.phases` is missing.
-        UserError: a manifest cannot be read or is damaged.
     """
     corpora = open_run_corpora(config.data)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
@@ -142,14 +125,6 @@ def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> lis
     """Return a line for each source of the training corpora of which many tokens are [UNK]; refuse too many.
 
     The reports of their builds (build.json) are read; nothing is known about a corpus without one.
-
-    Args:
-        config: the resolved config, whose `corpus.max_unk_rate` is the largest share that is accepted.
-        corpora: the training corpora.
-        begins: whether the run begins at step 0; one that goes on is not refused.
-
-    Raises:
-        UserError: a source has a larger share of [UNK].
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0
     lines = []
@@ -165,12 +140,7 @@ def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> lis
 
 
 def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
-    """Open the corpus `data.heldout`, on which a run is evaluated.
-
-    Raises:
-        ManifestMismatch: it was built with another tokenizer than the training corpora, or does not fit the config.
-        UserError: its manifest cannot be read or is damaged.
-    """
+    """Open the corpus `data.heldout`, on which a run is evaluated."""
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     tokenizer = describe_tokenizer(heldout.manifest)
@@ -195,25 +165,13 @@ def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) ->
 
 
 def _check_apex(config: Config) -> None:
-    """Raise UserError if the config demands NVIDIA's apex and it cannot be used on this machine.
-
-    The engine checks every implementation when it is built, after the run folder was written. This check needs no
-    compilation, so it can come before.
-    """
     if config.optimizer.implementation == "apex":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
 
 
 def _check_kernels(backend: str) -> None:
-    """Refuse a kernel backend that cannot run on the device of the run: a GPU if there is one, otherwise the CPU.
-
-    Args:
-        backend: `kernels.backend` of the config, such as "triton" or "auto".
-
-    Raises:
-        UserError: the backend is not available for the device that the run would use.
-    """
+    """Refuse a kernel backend that cannot run on the device of the run: a GPU if there is one, otherwise the CPU."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolve(backend, device_type)
@@ -222,18 +180,7 @@ def _check_kernels(backend: str) -> None:
 
 
 def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
-    """Open a corpus and check that its rows and its vocabulary fit the config.
-
-    Args:
-        key: config key that names the corpus, such as "data.heldout", for error messages.
-        url: folder or s3:// prefix of the corpus.
-        data: gives the row length and the S3 endpoint.
-        vocab_size: `model.vocab_size`.
-
-    Raises:
-        ManifestMismatch: the row length or the vocabulary size differs from the config.
-        UserError: the manifest cannot be read or is damaged.
-    """
+    """Open a corpus and check that its rows and its vocabulary fit the config."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)

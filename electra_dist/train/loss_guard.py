@@ -46,13 +46,7 @@ class Guard:
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
-        """Create a guard with no recent losses, or with those that a checkpoint records.
-
-        Args:
-            config: gives the number of recent losses to compare with (`window`), and how many standard deviations
-                above their mean a loss is a spike (`spike_sigma`).
-            recent_losses: accepted losses, oldest first; only the last `config.window` are kept.
-        """
+        """Create a guard with no recent losses, or with those that a checkpoint records."""
         self._config = config
         self._losses = deque(recent_losses, maxlen=config.window)
 
@@ -64,13 +58,7 @@ class Guard:
     def fault(self, loss: float) -> str:
         """Return why a step with this loss must not update the weights; an empty string if it may.
 
-        A loss that is not finite is always a fault. A finite one is a fault if it is more than `guard.spike_sigma`
-        standard deviations above the mean of the recent losses. Spikes are not looked for while there are fewer than
-        `guard.window` recent losses, or if `guard.spike_sigma` is 0. The standard deviation counts as at least 0.1 %
-        of the mean. The recent losses do not change; `accept` adds to them.
-
-        Args:
-            loss: loss of the step over the global batch.
+        A loss that is not finite is always a fault.
         """
         if not math.isfinite(loss):
             return f"loss is {loss}"
@@ -98,11 +86,6 @@ class Guard:
 def first_to_skip(first_stopped: int, skip_before: int) -> int:
     """Return the first step to skip after a rollback, a return to a checkpoint after several stopped steps.
 
-    A stopped step is one whose update the guard has prevented. The run then skips all steps from the returned one,
-    which is `skip_before` steps before the first stopped one (at least 0), to the last stopped one.
-
-    Args:
-        first_stopped: the first of the steps in a row that the guard has stopped.
-        skip_before: `guard.skip_before`.
+    A stopped step is one whose update the guard has prevented.
     """
     return max(0, first_stopped - skip_before)

@@ -34,25 +34,14 @@ _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one anoth
 def node_cache_folder(config: Config) -> CacheFolder:
     """Return the folder in which this node caches shards and compiled code, and the setting that has decided on it.
 
-    It is `data.cache_dir` if that is set. Otherwise it is cache/ in the run folder for a run on one node, and a folder
-    in a temporary directory of the node for a run on several nodes. The number of nodes follows from WORLD_SIZE and
-    the other environment variables of the launcher.
-
-    Raises:
-        StoreError: this node has no temporary directory that can be used.
+    It is `data.cache_dir` if that is set.
     """
     has_several_nodes = rank_place().has_several_nodes
     return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
 
 
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
-    """Return the folder in which this node caches the shards of a corpus.
-
-    Shards of a corpus in a local folder are read in place and not cached; the result is then a path that is not used.
-
-    Raises:
-        StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
-    """
+    """Return the folder in which this node caches the shards of a corpus."""
     return node_cache_folder(config).path if _is_fetched(corpus) else config.cache_folder
 
 
@@ -60,14 +49,6 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
     """Return a new cache of a corpus's shards for this process. Collective: all ranks must call it.
 
     If the nodes pass shards to one another, the first rank of each node also starts a server for its node's cache.
-
-    Args:
-        config: gives the cache folder, the limit on its size, and whether nodes pass shards to one another.
-        corpus: the opened corpus.
-        stack: closes the cache and the server when it is closed.
-
-    Raises:
-        StoreError: the corpus is on S3, and this node has no temporary directory that can be used.
     """
     server = None
     peers = None
@@ -81,7 +62,7 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
 
 
 def _shares_shards(config: Config) -> bool:
-    """Return whether the nodes of this run pass shards to one another. Collective: all ranks must call it."""
+    """Return whether the nodes of this run pass shards to one another."""
     num_nodes = sum(gather(is_first_on_node()))
     if num_nodes == 1:
         return False
@@ -99,18 +80,7 @@ def is_first_on_node() -> bool:
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a server of the cache on each node, and exchange the addresses and a new token among all ranks.
-
-    Collective: all ranks must call it. If the server of a node cannot be started, the node takes no part: its ranks
-    fetch all shards from the store, and the other nodes do not ask it for any.
-
-    Args:
-        stack: closes the server when it is closed.
-
-    Returns:
-        The server, on the first rank of each node, otherwise None; and the client by which this rank fetches shards
-        from other nodes, or None if its node takes no part.
-    """
+    """Start a server of the cache on each node, and exchange the addresses and a new token among all ranks."""
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
     if is_first_on_node():
@@ -136,11 +106,7 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
 
 
 def _own_address() -> str:
-    """Return the IPv4 address of this node in the network through which it reaches the first node of the run.
-
-    Raises:
-        OSError: the name of the first node (MASTER_ADDR) cannot be resolved, or no network leads to it.
-    """
+    """Return the IPv4 address of this node in the network through which it reaches the first node of the run."""
     host = os.environ["MASTER_ADDR"]
     family, kind, protocol, _, target = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -149,15 +115,7 @@ def _own_address() -> str:
 
 
 def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
-    """Return lines for the log that describe the caches of shards; [] if no corpus is on S3. Collective.
-
-    The first line describes the cache of the node with the least room: its folder, whether the corpora fit, and how
-    much of them is fetched again in each epoch otherwise. If the nodes pass shards to one another, a second line
-    states this.
-
-    Raises:
-        StoreError: this node has no temporary directory that can be used.
-    """
+    """Return lines for the log that describe the caches of shards; [] if no corpus is on S3. Collective."""
     corpora = [corpus for corpus in (inputs.corpus, inputs.heldout) if corpus is not None and _is_fetched(corpus)]
     if not corpora:
         return []
@@ -186,13 +144,7 @@ def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
 
 
 def _room(config: Config, folder: Path, corpora: list[OpenCorpus]) -> CacheRoom:
-    """Return how many bytes of shards the cache folder of this node can hold, and how many the corpora have.
-
-    Args:
-        config: gives the limit on the folder's size and the number of shards in a shuffle window.
-        folder: the cache folder, which may not exist yet.
-        corpora: the corpora whose shards are fetched.
-    """
+    """Return how many bytes of shards the cache folder of this node can hold, and how many the corpora have."""
     entries = [entry for corpus in corpora for entry in _fetched_shards(corpus)]
     held_bytes = sum(entry.bytes for entry in entries if (folder / SHARDS_DIR / f"{entry.sha256}.tar").exists())
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -32,16 +32,7 @@ def open_loader(
     patience: Patience,
     stack: contextlib.ExitStack,
 ) -> RowLoader:
-    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
-
-    Args:
-        config: the resolved config of the run.
-        inputs: the opened corpora.
-        state: gives the first step to load, and the steps to skip.
-        monitor: receives a message when this rank waits for rows for a long time.
-        patience: how long storage that is full or away is waited for.
-        stack: closes the cache of shards; the caller must close the loader itself, before the cache.
-    """
+    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective."""
     corpus = inputs.corpus
     return RowLoader(
         cache=open_shared_cache(config, corpus, stack),
@@ -59,15 +50,7 @@ def open_loader(
 def open_evaluator(
     config: Config, inputs: RunInputs, special: SpecialIds, patience: Patience, stack: contextlib.ExitStack
 ) -> Evaluator | None:
-    """Return an evaluator on `log.eval_rows` rows of the corpus `data.heldout`; None if that key is not set.
-
-    Args:
-        config: the resolved config of the run.
-        inputs: the opened corpora.
-        special: ids of the special tokens.
-        patience: how long storage that is full or away is waited for.
-        stack: closes the cache of the held-out corpus.
-    """
+    """Return an evaluator on `log.eval_rows` rows of the corpus `data.heldout`; None if that key is not set."""
     heldout = inputs.heldout
     if heldout is None:
         return None

@@ -66,25 +66,11 @@ def run(
 ) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
-    Ranks and addresses come from the environment variables that the launcher sets. The process group is created and
-    destroyed within the call. UserError and StorageLost are raised only before the process group exists. If any rank
-    meets such an error later, it is printed once, and all ranks return its exit code, 78 or 75, instead of raising it.
+    Ranks and addresses come from the environment variables that the launcher sets.
 
     Args:
-        config: the resolved config of the run.
-        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
         predict_rows: predicts the largest micro-batch, from which `train.micro_batch: auto` starts its measurement on
             a GPU; None if there is no prediction.
-        from_scratch: whether to begin again at step 0 in a folder that has checkpoints. They and the records of the
-            run are set aside, and nothing is deleted.
-
-    Returns:
-        An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request or
-        for lack of storage, or 78 for a user's error.
-
-    Raises:
-        StorageLost: an input could not be read for longer than `cluster.storage_patience_s`.
-        UserError: an input was refused, or no port is free for the process group; nothing has been written.
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
@@ -122,22 +108,12 @@ def run(
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
 
 
-def _print_nothing(text: str) -> None:
-    """Print nothing: one rank of each node is enough to report that storage is away."""
+def _print_nothing(text: str) -> None: ...
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:
-    """Rename what an earlier run in this run folder has written, so that the run begins again at step 0.
-
-    The manifest of each committed checkpoint gets another name, so that no load takes the checkpoint. Metrics, ledger,
-    log and the other records that `move_records_aside` lists are moved into a new folder earlier/NNNN of the run
-    folder. Nothing is deleted. Only rank 0 calls it.
-
-    Returns:
-        One line for the log for each checkpoint, file or folder that was renamed; empty if there was none.
-
-    Raises:
-        StoreError: a checkpoint store or the run folder cannot be written.
+    """Rename what an earlier run in this run folder has written, so that the run begins again at step 0. The manifest
+    of each committed checkpoint gets another name, so that no load takes the checkpoint.
     """
     return [*set_all_aside(open_targets(config)), *move_records_aside(Path(config.run_dir))]
 
@@ -152,26 +128,7 @@ def _run(
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Take the lease of the run folder, train until the run ends, and release it. Collective.
-
-    Args:
-        config: the resolved config of the run.
-        inputs: the checked and opened corpora.
-        import_s: seconds from the start of the process to the start of `run`.
-        begin: `time.perf_counter()` at the start of `run`.
-        predict_rows: as in `run`.
-        from_scratch: as in `run`.
-        patience: how long storage that is full or away is waited for.
-        notes: lines for the log that describe how the config was adapted to this number of ranks.
-
-    Returns:
-        An exit code of `electra_dist/errors.py`, equal on all ranks.
-
-    Raises:
-        StorageLost: storage stayed away for longer than `cluster.storage_patience_s`.
-        UserError: another start trains in the run folder; starting weights, a checkpoint store or the run folder
-            cannot be used; or the run diverges.
-    """
+    """Take the lease of the run folder, train until the run ends, and release it."""
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
@@ -188,16 +145,7 @@ def _run(
 
 
 def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
-    """Take the lease of the run folder on rank 0, and check once more that the folder holds no other run. Collective.
-
-    Another run may have begun in the folder since `check_inputs` has looked. With the lease, none can begin any more.
-
-    Returns:
-        The lease; None on the other ranks.
-
-    Raises:
-        UserError: another start holds the lease, the folder holds another run, or the ranks have read other inputs.
-    """
+    """Take the lease of the run folder on rank 0, and check once more that the folder holds no other run."""
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -233,14 +181,7 @@ def _train(
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Build the model and the engine and train until the run ends. Collective.
-
-    Args:
-        stop: requests to stop or save that this rank receives.
-        lease: the lease of the run folder; None on ranks other than 0.
-
-    The other arguments, the result and the errors are those of `_run`.
-    """
+    """Build the model and the engine and train until the run ends."""
     run_dir = Path(config.run_dir)
     wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
@@ -289,12 +230,7 @@ def _train(
 
 
 def _build_notes(config: Config, module: Objective) -> list[str]:
-    """Return the lines for the log on how the module runs, and on keys of the config that have no effect.
-
-    Args:
-        config: the resolved config of the run.
-        module: the model with its loss, whose attention implementation is chosen already.
-    """
+    """Return the lines for the log on how the module runs, and on keys of the config that have no effect."""
     notes = [attention_note(module.attention, config, local_device().type)]
     notes += [f"config: {key} has no effect: {reason}" for key, reason in keys_without_effect(config).items()]
     if cpu_library.permute is None:
@@ -312,17 +248,8 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 
 def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
-    """Write the files that every start of a run writes: config, identity, inputs, tokenizer, vocabulary. Rank 0 only.
-
-    The identity lists what must not change between the starts of a run, such as the corpus.
-
-    Args:
-        config: the resolved config of the run.
-        inputs: the opened corpora; tokenizer and vocabulary are those of the training corpus.
-        source_digest: digest of the initial weights by the name of their source; empty if none was read.
-
-    Raises:
-        StoreError: the run folder cannot be written.
+    """Write the files that every start of a run writes: config, identity, inputs, tokenizer, vocabulary. The identity
+    lists what must not change between the starts of a run, such as the corpus.
     """
     manifest = inputs.corpus.manifest
     tokenizer = manifest.tokenizer
@@ -338,17 +265,9 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
 def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
     """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
 
-    The objective is the module that holds generator and discriminator ("towers") and computes their loss; DeepSpeed
-    wraps it.
-
     Args:
-        config: the resolved config of the run.
-        special: ids of the special tokens.
         token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed only where replacements
             are drawn by token frequency (`needs_token_counts`).
-
-    Raises:
-        UserError: the weights of a frozen generator cannot be used.
     """
     objective = build_objective(
         model=config.model,
@@ -379,10 +298,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
 
 
 def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.ndarray:
-    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective.
-
-    It may read the whole corpus once: if its manifest has no counts, and no earlier start of the run has counted.
-    """
+    """Return how often each token id occurs in the training corpus, int64 [vocab_size]."""
     corpus = inputs.corpus
     return unigram_counts(
         corpus,

@@ -32,12 +32,7 @@ _POLL_S = 1.0  # seconds between two checks for a request to stop
 def record_lost_storage(run_dir: Path, why: str) -> None:
     """Append the event `storage` to the ledger of a run: the run ends because storage stayed full or unreachable.
 
-    Nothing is appended if the last event is `storage` already. Errors are ignored, because the ledger may be on the
-    disk that cannot be reached.
-
-    Args:
-        run_dir: folder of the run; nothing is written if there is no run in it.
-        why: message of the error with which the outage began, as one line.
+    Nothing is appended if the last event is `storage` already.
     """
     with contextlib.suppress(UserError, OSError):
         if not is_run_folder(run_dir):
@@ -56,7 +51,6 @@ def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
     """Return for how many seconds a start must wait before it begins; 0 unless the last start lost its storage. Pure.
 
     Args:
-        ledger: events of the run, oldest first.
         now: Unix time in seconds.
     """
     if not ledger or ledger[-1]["event"] != "storage":
@@ -66,15 +60,7 @@ def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
 
 
 def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
-    """Wait until ten minutes have passed since the last start lost its storage, if it did. Collective.
-
-    Args:
-        run_dir: folder of the run.
-        stop: requests to stop, which end the wait.
-
-    Returns:
-        Whether a rank has received a request to stop.
-    """
+    """Wait until ten minutes have passed since the last start lost its storage, if it did. Collective."""
     pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
     end = time.monotonic() + pause_s
     while time.monotonic() < end:
@@ -85,7 +71,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how long this start must wait, in seconds, and print a line if that is not 0. Rank 0 only."""
+    """Return how long this start must wait, in seconds, and print a line if that is not 0."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

@@ -36,20 +36,13 @@ _STORED = TypeAdapter(_Stored)
 class SkipList:
     """The steps that a run skips, because of the config (`train.skip_steps`) or because of a bad loss.
 
-    The guard stops a step before its update if its loss is a spike or not finite; a stopped step is skipped from then
-    on. After several in a row, a rollback (return to a checkpoint) also skips some steps before them. Every rank has
-    its own list and changes it alike. Rank 0 also writes it to the run folder, so that a restart skips the same steps.
+    The guard stops a step before its update if its loss is a spike or not finite; a stopped step is skipped from
+    then on. After several in a row, a rollback (return to a checkpoint) also skips some steps before them.
     """
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
-        """Read the list that earlier starts have written to skipped_steps.json, if any, and add the configured steps.
-
-        Args:
-            run_dir: folder of the run.
-            configured: steps of `train.skip_steps`, from 0.
-
-        Raises:
-            UserError: the file in the run folder is damaged; the message names the events from which to restore it.
+        """Read the list that earlier starts have written to skipped_steps.json, if any, and add the configured
+        steps.
         """
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
@@ -61,13 +54,7 @@ class SkipList:
             self.steps |= self.stopped
 
     def _read(self) -> None:
-        """Read from the file what earlier starts have recorded: skipped steps, streak and number of rollbacks.
-
-        The streak is the newest sequence of consecutive steps that the guard has stopped.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Read from the file what earlier starts have recorded: skipped steps, streak and number of rollbacks."""
         next_step = "restore it from the events stopped_step and rollback in ledger.jsonl"
         stored = read_json_as(self._file, _STORED, next_step)
         first = stored.streak[0] if stored.streak else 0
@@ -81,11 +68,7 @@ class SkipList:
     def stop(self, step: int) -> None:
         """Skip a step that the guard has stopped, and add it to `streak`, the list of steps stopped in a row.
 
-        A step that does not directly follow the last stopped one begins a new streak. Every rank calls it at the same
-        step; rank 0 calls `write` afterwards.
-
-        Args:
-            step: the stopped step, from 0.
+        A step that does not directly follow the last stopped one begins a new streak.
         """
         is_in_a_row = bool(self.streak) and self.streak[-1] == step - 1
         if is_in_a_row:
@@ -98,9 +81,6 @@ class SkipList:
         """Return whether so many steps in a row were stopped that the run must go back to a checkpoint.
 
         The file keeps the stopped steps, so the answer is the same after a restart, until `roll_back` is called.
-
-        Args:
-            max_in_a_row: `guard.max_in_a_row`, at least 1.
         """
         return len(self.streak) >= max_in_a_row
 
@@ -108,10 +88,6 @@ class SkipList:
         """Count a return to a checkpoint, and skip all steps from `first` to the last step of `streak`.
 
         `streak` holds the steps that the guard has stopped in a row; it must not be empty, and is empty afterwards.
-        Every rank calls it; rank 0 calls `write` afterwards.
-
-        Args:
-            first: the first step to skip, from 0.
         """
         last = self.streak[-1]
         self._skip(range(first, last + 1))
@@ -119,9 +95,8 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that are skipped because of a bad loss.
-
-        They are kept apart from the steps of the config, because only they are written to the run folder by `write`.
+        """Add steps that are skipped because of a bad loss. They are kept apart from the steps of the config, because
+        only they are written to the run folder by `write`.
         """
         self.stopped |= set(steps)
         self.steps |= self.stopped

@@ -9,10 +9,6 @@ Losses are means over tokens of the global batch: the counts follow from the ids
 first forward. With `loss_mean: per_replica`, as in Google's code, each micro-batch takes its own mean, and the means
 are averaged.
 
-Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (token counts, checksum of the rows,
-requests to stop or save, counters of retries), one of float64 sums after it. The host waits for the device once,
-before the update.
-
 Suffixes of tensor names give the axes: B rows, S tokens of a row, N micro-batches of this rank, K fields of `Sums`,
 and 2 for the two losses (the generator's, or that of the only tower, and the discriminator's).
 """
@@ -49,8 +45,7 @@ class RankFlags(NamedTuple):
     """What one rank contributes to a step besides rows: requests to stop or save, node health, store retries.
 
     Each step adds them up over the ranks, in an all-reduce that it makes anyway, so that all ranks take the same
-    decision after the same step. In a `StepResult` each field is the sum. Stores hold the corpus and the checkpoints;
-    a failed request to one is repeated.
+    decision after the same step. In a `StepResult` each field is the sum.
     """
 
     stop: int = 0  # 1 if this rank received a request to stop
@@ -85,8 +80,8 @@ class StepResult:
 class TrainStep:
     """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    Call it with one batch per step, on all ranks. All state of the training is in the engine; this object keeps only
-    settings and the time of a forward pass.
+    Call it with one batch per step, on all ranks. All state of the training is in the engine; this object keeps
+    only settings and the time of a forward pass.
     """
 
     def __init__(
@@ -101,11 +96,6 @@ class TrainStep:
         """Store the engine and the settings of the run; nothing is computed.
 
         Args:
-            engine: holds the model and the optimizer.
-            objective: decides which tokens the losses are means over.
-            special: ids of the special tokens.
-            seed: seed of the run.
-            micro_batch: rows per forward pass; must divide the rows of every batch.
             schedules: schedules of keys of the objective, such as `temperature`; with None every step uses the values
                 of the first one.
         """
@@ -126,20 +116,7 @@ class TrainStep:
         flags: RankFlags = _NO_FLAGS,
         generator_learning_rate: float | None = None,
     ) -> StepResult:
-        """Run forward and backward over every micro-batch of a batch, then at most one update. Collective.
-
-        Args:
-            batch: this rank's rows of the step.
-            learning_rate: learning rate of the update.
-            find_fault: called before the update with the judged loss of the step; returns why there must be no update,
-                or an empty string. It must return the same on all ranks, as it does if it depends on the loss alone.
-            flags: this rank's requests to stop or save, and its counters; they are added up over all ranks.
-            generator_learning_rate: learning rate of the generator's parameters; None: the same as `learning_rate`.
-
-        Returns:
-            The results over the global batch, equal on all ranks. If `fault` is not empty or `overflow` is true,
-            weights and moments are unchanged.
-        """
+        """Run forward and backward over every micro-batch of a batch, then at most one update."""
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
@@ -149,17 +126,8 @@ class TrainStep:
         return self._update(sum_K, totals, learning_rates, find_fault)
 
     def _accumulate_gradients(self, batch: RowBatch, ids_BS: torch.Tensor, scale_N2: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward over every micro-batch; the gradients add up in the engine.
-
-        Collective, because DeepSpeed reduces the gradients in the last backward.
-
-        Args:
-            batch: this rank's rows of the step.
-            ids_BS: their token ids, int64, on the device.
-            scale_N2: factors that turn each of the N micro-batches' two loss sums into its part of the means, [N, 2].
-
-        Returns:
-            The sums over this rank's rows, float64 [K], one for each field of `Sums`.
+        """Run forward and backward over every micro-batch; the gradients add up in the engine. Collective, because
+        DeepSpeed reduces the gradients in the last backward.
         """
         engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
@@ -187,11 +155,7 @@ class TrainStep:
         return sum_K
 
     def forward_s(self) -> float:
-        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished.
-
-        Below ZeRO stage 3 a forward pass does not wait for other ranks, so a rank whose time is longer than that of
-        others is slow itself.
-        """
+        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished."""
         return self._stopwatch.seconds()
 
     def _update(
@@ -201,22 +165,10 @@ class TrainStep:
         learning_rates: tuple[float, float | None],
         find_fault: Callable[[float], str],
     ) -> StepResult:
-        """Update the weights unless the step has a fault, and return the result of the step. Collective.
-
-        Args:
-            sum_K: sums over the global batch, float64, one for each field of `Sums`.
-            totals: int64 sums over the ranks: number and digest (sum of hashes) of the rows, then each field of
-                `RankFlags`.
-            learning_rates: the learning rate, and that of the generator's parameters, which is None if it is the same.
-            find_fault: called once with the judged loss of the step; returns why there must be no update, or "".
-        """
+        """Update the weights unless the step has a fault, and return the result of the step."""
         fault = ""
 
         def accept() -> bool:
-            """Return whether the loss permits the update; otherwise store the reason in `fault`.
-
-            The engine calls it when it has the norm of the gradients, unless the norm is not finite.
-            """
             nonlocal fault
             fault = find_fault(self.judged_loss(Sums(*numbers.values()[0])))
             return not fault
@@ -255,12 +207,7 @@ class TrainStep:
     def judged_loss(self, sums: Sums) -> float:
         """Return the loss of a step that the guard compares with the losses of earlier steps.
 
-        This is normally the loss that the optimizer minimises. If the weight of one of its terms is scheduled, that
-        loss changes with the weight, so the unweighted sum of the terms (each a mean over tokens) is returned instead.
-        A minimised loss that is not finite is always returned as it is.
-
-        Args:
-            sums: sums over the tokens of the global batch.
+        This is normally the loss that the optimizer minimises.
         """
         has_constant_weights = self._schedules is None or not self._schedules.change_weights
         if has_constant_weights or not math.isfinite(sums.loss):
@@ -273,17 +220,7 @@ class TrainStep:
     def _input(
         self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor, key_2: torch.Tensor
     ) -> StepInput:
-        """Return the input of one forward pass: token ids, and what its random numbers are computed from.
-
-        Masks and samples of a row depend on the seed, the step and the row's number in the global batch.
-
-        Args:
-            batch: this rank's rows of the step, on the host.
-            ids_BS: int64 token ids of the batch on the device.
-            rows: the rows of the batch that the forward pass reads.
-            scale_2: factors that turn the sums of the first and of the second loss into means, [2].
-            key_2: seed and step on the device, from `step_key`.
-        """
+        """Return the input of one forward pass: token ids, and what its random numbers are computed from."""
         device = self._engine.device
         first_scale, second_scale = scale_2
         bounds = None
@@ -302,39 +239,19 @@ class TrainStep:
         )
 
     def _values_of(self, step: int) -> ScheduledValues:
-        """Return a step's values of the keys that may be scheduled; those with a schedule are tensors on the device.
-
-        Args:
-            step: number of the step.
-        """
         if self._schedules is None:
             return self._values
         return self._schedules.write(step)
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
-        """Return the token ids of a batch on the device, int64 [B, S].
-
-        On a GPU the copy is asynchronous, from pinned memory; later work on the current stream sees it finished.
-        """
+        """Return the token ids of a batch on the device, int64 [B, S]."""
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
             ids_BS = ids_BS.pin_memory()  # from pageable memory the copy would wait for the queued steps
         return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add up over all ranks what a step needs before its first forward. Collective; one all-reduce of int64.
-
-        It adds up the token counts that the losses are divided by, the checksum of the rows (receipt), and the flags.
-
-        Args:
-            ids_BS: int64 token ids of this rank's rows.
-            receipt: checksum of these rows: how many, and the sum of their hashes.
-            flags: this rank's requests to stop or save, and its counters.
-
-        Returns:
-            scales: factors that turn the two loss sums of each micro-batch into its part of the means, fp32 [N, 2].
-            totals: int64 sums over the ranks: number and digest of the rows, then each flag.
-        """
+        """Add up over all ranks what a step needs before its first forward."""
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
         receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)
@@ -356,15 +273,6 @@ class TrainStep:
         """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
 
         It runs one forward pass per row, without gradients, in the engine's present mode (training or evaluation).
-        Masks, samples and dropout are those of the step; only dropout of attention on a GPU differs, because it is
-        drawn per micro-batch.
-
-        Args:
-            batch: this rank's rows of the step; every rank must have equally many.
-
-        Returns:
-            One loss per row, in the order of the batch: the loss that the optimizer minimises, in nats, with each of
-                its terms a mean over the row's own tokens.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
@@ -382,13 +290,9 @@ class TrainStep:
 
 
 class _Stopwatch:
-    """Context manager that times a block on the device that it runs on, without waiting for the device.
-
-    On a GPU it records two CUDA events; on a CPU it reads the clock.
-    """
+    """Context manager that times a block on the device that it runs on, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the CUDA events if `device` is a GPU; the same two are used for every block."""
         self._is_on_gpu = device.type == "cuda"
         if self._is_on_gpu:
             self._begin_event = torch.cuda.Event(enable_timing=True)
@@ -397,14 +301,12 @@ class _Stopwatch:
         self._end_s = 0.0
 
     def __enter__(self) -> None:
-        """Record the beginning of the block: a CUDA event on the current stream, or the time."""
         if self._is_on_gpu:
             self._begin_event.record()
         else:
             self._begin_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        """Record the end of the block, also if it raised an exception, which is passed on."""
         if self._is_on_gpu:
             self._end_event.record()
         else:
@@ -422,12 +324,7 @@ class _Stopwatch:
 def outlier(losses: list[float]) -> int | None:
     """Return the index of the loss that stands out, or None if none does.
 
-    The first loss that is not finite stands out. If all are finite, the highest one does if it is more than 6 standard
-    deviations above the median. The standard deviation is estimated from the median absolute deviation from the
-    median, which the outlier itself hardly changes.
-
-    Args:
-        losses: one loss per row; at least one.
+    The first loss that is not finite stands out.
     """
     for index, loss in enumerate(losses):
         if not math.isfinite(loss):

@@ -19,17 +19,7 @@ from electra_dist.train.step import outlier
 
 
 def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float]) -> str:
-    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
-
-    Args:
-        manifest: manifest of the training corpus, from which rows get their names.
-        batch: this rank's rows of the step.
-        losses: the loss of each of these rows.
-
-    Returns:
-        The name of the row (its shard and index), its loss and the median loss, as text for the log; "" if no row
-        stands out.
-    """
+    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective."""
     all_losses: list[float] = []
     all_row_ids: list[int] = []
     for rank_losses, rank_row_ids in gather([losses, batch.row_ids.tolist()]):
@@ -46,18 +36,7 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
 def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
     """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint.
 
-    Every rank calls this function. It restores nothing: the caller returns to a checkpoint, and rank 0 reports the
-    rollback and then writes the list of skipped steps.
-
-    Args:
-        config: the resolved config of the run.
-        skips: list of the steps that the run skips; its newest stopped steps in a row have reached the limit.
-
-    Returns:
-        The first of the steps that are skipped, and the stopped steps, the last of which is the last one skipped.
-
-    Raises:
-        UserError: the run has already gone back `guard.max_rollbacks` times.
+    Every rank calls this function.
     """
     guard = config.guard
     stopped = skips.streak

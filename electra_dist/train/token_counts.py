@@ -5,9 +5,6 @@ Guarantee: exact counts of every id in every row, the same on all ranks; they de
 How: the counts of the manifest (`totals.token_counts`) are used if the program that built the corpus wrote them there.
 Otherwise each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
 fingerprint names. Its last 32 bytes are the SHA-256 of those before, which a later start compares.
-
-Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
-cache that training uses; 3 ns per token on each rank.
 """
 
 from __future__ import annotations
@@ -45,15 +42,7 @@ def unigram_counts(
 ) -> np.ndarray:
     """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
 
-    The counts are taken from the corpus manifest or, if it has none, from the file in the run folder that an earlier
-    start has written. If that is missing, too, the ranks count the tokens, which reads the whole corpus once, and rank
-    0 writes the file.
-
     Args:
-        corpus: the opened corpus.
-        vocab_size: number V of token ids.
-        run_dir: folder of the run, which holds the file of counts; created if the tokens have to be counted.
-        open_cache: opens this node's cache of the corpus; called only if the tokens have to be counted.
         patience: how long storage that is full or away is waited for; None: not at all.
     """
     patience = Patience(0.0) if patience is None else patience
@@ -82,15 +71,7 @@ def unigram_counts(
 
 
 def read_counts(file: Path, vocab_size: int) -> np.ndarray | None:
-    """Return the counts that an earlier start has written, int64 [V]; None if a version without digests wrote them.
-
-    Args:
-        file: the file in the run folder.
-        vocab_size: number V of token ids.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the counts that an earlier start has written, int64 [V]; None if a version without digests wrote them."""
     next_step = "delete it, and the next start counts again"
     with readable(file):
         data = read_regular(file)
@@ -116,13 +97,7 @@ def write_counts(file: Path, count_V: np.ndarray) -> None:
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
     """Return how often each token id occurs in all rows of some shards, int64 [V]; [PAD] is counted, too.
 
-    One shard is open at a time. It is closed after it was counted, so that the cache may delete its file. Not
-    collective.
-
-    Args:
-        cache: cache of the corpus.
-        shards: numbers of the shards, in the order of the manifest.
-        vocab_size: number V of token ids.
+    One shard is open at a time. It is closed after it was counted, so that the cache may delete its file.
     """
     count_V = np.zeros(vocab_size, np.int64)
     for shard in shards:

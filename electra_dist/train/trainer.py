@@ -62,9 +62,8 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 class Trainer:
     """Trainer that restores a checkpoint and trains until the last step, a request to stop, or a rollback.
 
-    A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`) has
-    stopped. An instance is used once: create it, then call `run`. After a rollback the caller creates a new Trainer
-    with the same engine. All ranks create and run their trainers together.
+    A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`)
+    has stopped. An instance is used once: create it, then call `run`.
     """
 
     def __init__(
@@ -83,22 +82,9 @@ class Trainer:
         """Restore the newest good checkpoint into the engine and, on rank 0, open log and metrics. Collective.
 
         Args:
-            config: the resolved config of the run.
-            inputs: the opened corpora.
-            engine: holds the model and the optimizer.
-            special: ids of the special tokens.
-            skips: steps to skip; steps with a bad loss are added to it.
-            stop: requests to stop or save that this rank receives.
-            monitor: heartbeat and health of this rank.
             build_s: seconds of the parts "import" and "build" of the start; None after a rollback, when nothing had to
                 be built.
-            notes: lines for the log that describe how the run was built.
             patience: how long storage that is full or away is waited for; None: not at all.
-
-        Raises:
-            StorageLost: storage stayed full or away for longer than `patience` allows.
-            UserError: a checkpoint target or the run folder cannot be used; or an earlier start was killed before a
-                rollback, and the run has already gone back `guard.max_rollbacks` times.
         """
         begin = time.perf_counter()
         self.config = config
@@ -145,14 +131,7 @@ class Trainer:
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
-        """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only.
-
-        Args:
-            set_aside: one line for each checkpoint that the restore has found damaged and renamed, so that it is not
-                tried again.
-            notes: lines for the log that describe how the run was built.
-            hosts: name of the host of each rank.
-        """
+        """Open the log, the metrics and the ledger, and record the beginning of this round in them."""
         reporter = self.patience.call(
             lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
         )
@@ -168,11 +147,6 @@ class Trainer:
         Returns:
             An exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint: the caller then
             creates the next round.
-
-        Raises:
-            StorageLost: storage stayed full or away for longer than `cluster.storage_patience_s`.
-            UserError: the loss stays bad after `guard.max_rollbacks` returns to a checkpoint, or an input cannot be
-                read any more.
         """
         ending: Ending = "crash"  # stays if an exception that is not handled below ends the round
         why = ""
@@ -202,13 +176,7 @@ class Trainer:
         return code
 
     def _train(self) -> int | None:
-        """Open the loader and the evaluator, run the remaining steps, and close everything. Collective.
-
-        After the steps it waits until the last save is finished, unless an exception has ended them.
-
-        Returns:
-            An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
-        """
+        """Open the loader and the evaluator, run the remaining steps, and close everything."""
         with contextlib.ExitStack() as stack:
             loader = open_loader(self.config, self.inputs, self.state, self.monitor, self.patience, stack)
             stack.enter_context(contextlib.closing(loader))
@@ -235,23 +203,7 @@ class Trainer:
     def _run_steps(
         self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
     ) -> int | None:
-        """Run the steps from the restored one to the last, or until a stop or a return to a checkpoint. Collective.
-
-        A step on the skip list is not computed, and a step whose loss is bad updates nothing. Both count as done:
-        evaluations and saves take place after them as after any other step.
-
-        Args:
-            loader: this rank's batches from the restored step on, without the skipped steps.
-            evaluator: evaluates on held-out rows; None if the config names none.
-            train_step: runs one optimizer step.
-            stages: switches from the generator to the discriminator in two-stage training.
-
-        Returns:
-            An exit code (done, stopped on request, or unhealthy node), or None for a return to a checkpoint.
-
-        Raises:
-            LeaseLost: on all ranks, if another start has taken the run folder, or the folder was deleted or moved.
-        """
+        """Run the steps from the restored one to the last, or until a stop or a return to a checkpoint."""
         guard = self.config.guard
         state = self.state
         num_steps = self.config.train.num_steps
@@ -296,21 +248,7 @@ class Trainer:
         return EXIT_DONE
 
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
-        """Train on the next batch, and log the step if due or if it overflowed fp16. Collective.
-
-        If the loss is a spike, or the loss or the gradient norm is not finite, there is no update, and the step is put
-        on the skip list. If the scaled gradients overflow fp16, there is no update either, but the step is not put on
-        the list (`engine/loss_scale.py`).
-
-        Args:
-            step: number of the step, from 0.
-            loader: its next batch is that of this step.
-            train_step: runs one optimizer step.
-
-        Returns:
-            The result of the step, equal on all ranks. If its `fault` is not empty or its `overflow` is true, the
-            weights have not changed.
-        """
+        """Train on the next batch, and log the step if due or if it overflowed fp16."""
         num_steps = self.config.train.num_steps
         lr = learning_rate(step, num_steps, self.config.optimizer)
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
@@ -332,29 +270,13 @@ class Trainer:
         return result
 
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
-        """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective.
-
-        Only rank 0 reports, but every rank has to call it, because the forward times of all ranks are compared.
-
-        Args:
-            result: results of the step.
-            lr: learning rate of the step.
-            waited_s: total seconds that this rank has waited for rows since this start.
-            forward_s: seconds of this rank's first forward of the step.
-        """
         observation = self.monitor.look(forward_s)
         if self.reporter:
             self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
             self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log a warning, once for each checkpoint, if there is too little space for the next one. Rank 0 only.
-
-        The free space is read at most every `_SPACE_EVERY_S` seconds.
-
-        Args:
-            reporter: receives the line.
-        """
+        """Log a warning, once for each checkpoint, if there is too little space for the next one."""
         now = time.monotonic()
         if now < self._next_look_at_space:
             return
@@ -372,13 +294,8 @@ class Trainer:
         )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
-        """Evaluate on the held-out rows and report the result on rank 0. Collective.
-
-        The scores by which `checkpoint.keep_best` chooses checkpoints are kept in the state, so that a checkpoint of
-        this step records them.
-
-        Raises:
-            UserError: the model has diverged: a result of the evaluation is not finite. Nothing is saved.
+        """Evaluate on the held-out rows and report the result on rank 0. The scores by which `checkpoint.keep_best`
+        chooses checkpoints are kept in the state, so that a checkpoint of this step records them.
         """
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
@@ -394,11 +311,8 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        """Return this rank's requests to stop or save, the health of its node, and its counters of store requests.
-
-        The counters are repeated requests to the stores of corpus and checkpoints, the milliseconds waited before
-        them, and shards that were fetched again. The step adds up each field over the ranks, so that all ranks stop or
-        save after the same step. On rank 0 a lost run folder (`RankMonitor.has_lost_folder`) is a request to stop.
+        """Return this rank's requests to stop or save, the health of its node, and its counters of store requests. The
+        step adds up each field over the ranks, so that all ranks stop or save after the same step.
         """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
@@ -412,11 +326,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the present state, and schedule the next one. Collective.
-
-        It waits until the previous checkpoint is written, copies the state to host memory, and returns; a thread
-        writes the copy.
-        """
+        """Start saving a checkpoint of the present state, and schedule the next one."""
         self.monitor.beat("checkpoint", self.state.step)
         if self.reporter:
             self._spent_at_save[self.state.step] = self.clock.spent_s()
@@ -437,26 +347,14 @@ class Trainer:
             )
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
-        """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it.
-
-        The longest save decides how long before the end of a Slurm job the run stops by itself.
-
-        Args:
-            state: state of the checkpoint.
-            timing: seconds for which the save has held up the step loop.
-            seconds: time from the start of writing to the commit.
-        """
+        """Record a committed checkpoint, and remember the longest save."""
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
             spent_s = self._spent_at_save.pop(state.step)
             self.reporter.committed(state, timing, seconds, spent_s)
 
     def _stop(self) -> int:
-        """Wait until the save of this step is committed, then log that the run stops on request. Collective.
-
-        Returns:
-            75, the exit code of a run that was stopped on request and can go on.
-        """
+        """Wait until the save of this step is committed, then log that the run stops on request."""
         self.checkpointer.close()
         if self.reporter:
             self.stop.stopped()
@@ -464,14 +362,8 @@ class Trainer:
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """Put a step whose loss or gradient was bad on the skip list, and report it with the row that stands out.
-
-        Collective. The list is on the disk before the run goes on, so that a restart skips the step, too.
-
-        Args:
-            train_step: computes the loss of each row.
-            batch: this rank's rows of the stopped step.
-            fault: why the step has not updated the weights.
+        """Put a step whose loss or gradient was bad on the skip list, and report it with the row that stands out. The
+        list is on the disk before the run goes on, so that a restart skips the step, too.
         """
         suspect = find_suspect(self.inputs.corpus.manifest, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)

@@ -11,6 +11,6 @@ So the file is imported when its kernel is launched for the first time, and neve
 class BackendUnavailable(Exception):
     """Error for an implementation that the config asks for and that cannot run on this machine.
 
-    `kernels.backend: triton` on a machine without Triton is an example. The message is one line that states the reason
-    and the next step.
+    `kernels.backend: triton` on a machine without Triton is an example. The message is one line that states the
+    reason and the next step.
     """

@@ -22,12 +22,7 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 def resolve(backend: str, device: str) -> str:
     """Return the implementation that `backend` selects on `device`: "triton", "cuda" or "reference".
 
-    "auto" selects Triton on a CUDA device where Triton is installed, and otherwise the reference, plain PyTorch. For
-    "cuda", the CUDA library is loaded, so that a missing library is reported before the first operation runs.
-
-    Args:
-        backend: `config.kernels.backend`, one of `BACKENDS`.
-        device: A device type, "cuda" or "cpu". An index after a colon is ignored.
+    "auto" selects Triton on a CUDA device where Triton is installed, and otherwise the reference, plain PyTorch.
 
     Raises:
         BackendUnavailable: `backend` is "triton" or "cuda", and that implementation cannot run on this machine.
@@ -47,8 +42,7 @@ def resolve(backend: str, device: str) -> str:
 def resolve_without_cuda(backend: str, device: str) -> str:
     """Return "triton" or "reference" for an operation of which the CUDA library has no version.
 
-    For it, "cuda" means the same as "auto", so that one config value serves all operations. Arguments and errors are
-    those of `resolve`.
+    For it, "cuda" means the same as "auto", so that one config value serves all operations.
     """
     if backend == "cuda":
         backend = "auto"
@@ -56,9 +50,8 @@ def resolve_without_cuda(backend: str, device: str) -> str:
 
 
 def _require_triton(on_gpu: bool) -> None:
-    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is switched on.
-
-    TRITON_INTERPRET=1 in the environment switches the interpreter on, which runs kernels on a CPU.
+    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is switched
+    on.
     """
     if not _has_triton():
         raise BackendUnavailable(
@@ -86,5 +79,4 @@ def _require_cuda(on_gpu: bool) -> None:
 
 
 def _has_triton() -> bool:
-    """Return whether the package `triton` is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None

@@ -31,8 +31,7 @@ SITES = 2  # number of places in a layer that call `dropout_add_norm`
 def layer_dropout(key_3: torch.Tensor, site: int, probability: float) -> LayerDropout:
     """Return the dropout at one site, a place in a layer that applies dropout.
 
-    Every layer has `SITES` sites. In the key they are numbered through all layers of a tower (layer * SITES + site),
-    so that no two sites of a tower share random numbers.
+    Every layer has `SITES` sites.
 
     Args:
         key_3: int64 [3]: seed, step and number of the layer.
@@ -46,14 +45,10 @@ def layer_dropout(key_3: torch.Tensor, site: int, probability: float) -> LayerDr
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
     """Return the factors that dropout multiplies the attention probabilities of B rows by, fp32 [B, size].
 
-    The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others. Layer i uses the
-    random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share a random number. The function is a
-    custom operator for torch.compile.
+    The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others.
 
     Args:
         key_3: int64 [3]: seed, step and number of the layer. The function reads it on the host.
-        row_B: int64 row numbers within the global batch.
-        size: Number of attention probabilities of a row in this layer, a multiple of 4.
         probability: Chance of an attention probability to be dropped, in [0, 1).
     """
     seed, step, layer = key_3.tolist()
@@ -70,7 +65,6 @@ def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probabil
 
 @keep_attention.register_fake
 def _keep_attention_shape(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return an empty tensor with the shape and dtype of `keep_attention`'s result; torch.compile traces with it."""
     return row_B.new_empty(len(row_B), size, dtype=torch.float32)
 
 
@@ -89,20 +83,12 @@ def dropout_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass, as a custom operator.
 
-    The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`. B rows, S tokens, H hidden, T = B * S.
+    The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`.
 
     Args:
-        x_BSH: Output of a sub-layer.
-        residual_BSH: Input of the sub-layer, of the same shape and dtype.
-        weight_H: Scale of the LayerNorm.
-        bias_H: Shift of the LayerNorm.
-        row_B: int64 row numbers within the global batch.
         key_3: int64 [3]: seed, step and number of the layer; on the device under Triton, otherwise on the host.
         site: Place within the layer, in [0, SITES).
         probability: Chance of an element to be dropped, in [0, 1).
-        eps: Added to the variance.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
 
     Returns:
         The norm, contiguous, in `x_BSH`'s dtype; then mean and variance (with eps) of each token, fp32 [2, T]. Under
@@ -121,10 +107,6 @@ def dropout_add_norm(
 
 @dropout_add_norm.register_fake
 def _dropout_add_norm_shapes(x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors with the shapes and dtypes of `dropout_add_norm`'s results; torch.compile traces with them.
-
-    The arguments are those of the operator, whose last one is the backend.
-    """
     backend = rest[-1]
     out_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
     return out_BSH, _empty_statistics(x_BSH, backend)
@@ -145,12 +127,7 @@ def _backward(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`, as a custom operator.
-
-    `grad_BSH` is the gradient of the norm. `statistics_2T` is what the forward pass returned, and the further
-    arguments are those of the forward pass; the dropped elements are drawn again from the key. Each gradient
-    is contiguous, in the dtype of its input, and has storage of its own. B rows, S tokens, H hidden, T = B * S.
-    """
+    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`, as a custom operator."""
     dropout = layer_dropout(key_3, site, probability)
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import backward_pass
@@ -188,22 +165,11 @@ def _backward_shapes(
     bias_H: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return empty tensors with the shapes and dtypes of the gradients that `_backward` returns.
-
-    torch.compile traces with them. They are the gradients of x, the residual, the weight and the bias, contiguous.
-    """
     inputs = (x_BSH, residual_BSH, weight_H, bias_H)
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Save the tensors and options of the backward pass of `dropout_add_norm`; torch calls it after the forward pass.
-
-    Args:
-        ctx: Context that torch passes to `_autograd_backward`.
-        inputs: Arguments of `dropout_add_norm`.
-        output: Its results: the norm, and the statistics of each token.
-    """
     x_BSH, residual_BSH, weight_H, bias_H, row_B, key_3, site, probability, eps, backend = inputs
     _, statistics_2T = output
     # Both are in the order in which `_backward` takes them.
@@ -212,11 +178,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`.
-
-    `grad_BSH` is the gradient of the first result, the norm. torch also passes a gradient of the statistics, which is
-    ignored, because no loss depends on them.
-    """
+    """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`."""
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
     return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
@@ -226,17 +188,11 @@ dropout_add_norm.register_autograd(_autograd_backward, setup_context=_setup_cont
 
 
 def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
-    """Return whether `backend`, the config's choice such as "auto", selects the Triton kernel on `x_BSH`'s device."""
     return resolve_without_cuda(backend, x_BSH.device.type) == "triton"
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
-    """Return an uninitialised fp32 tensor for the statistics of the forward pass: mean and variance of each token.
-
-    The backward pass needs them under Triton. They are [2, B * S] where `backend` selects Triton. The plain-PyTorch
-    reference keeps none, so for it they are [2, 0]: a custom operator must return the same number of tensors in both
-    cases.
-    """
+    """Return an uninitialised fp32 tensor for the statistics of the forward pass: mean and variance of each token."""
     num_rows, seq_len, _ = x_BSH.shape
     num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
     return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)

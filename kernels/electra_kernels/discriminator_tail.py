@@ -32,15 +32,6 @@ class RtdOutput(NamedTuple):
 
     Every sum is a scalar weighted by the mask. Only `loss_sum` carries a gradient. A token counts as predicted
     "replaced" where its logit is above 0.
-
-    Attributes:
-        loss_sum: Sum of the losses. Divide by `mask_sum` for the mean.
-        mask_sum: Sum of the mask, the number of real tokens for a mask of 0 and 1.
-        logits_T: Logit of each token for "was replaced".
-        replaced_correct: Replaced tokens that are predicted replaced.
-        replaced_count: Replaced tokens.
-        original_correct: Original tokens that are predicted original.
-        original_count: Original tokens.
     """
 
     loss_sum: torch.Tensor
@@ -64,21 +55,6 @@ def rtd_loss(
 ) -> RtdOutput:
     """Compute the loss of replaced-token detection from the dense layer's output.
 
-    For each of T tokens, the loss is the sigmoid cross-entropy of out_weight . gelu(dense + bias) + out_bias (ELECTRA,
-    Clark et al. 2020, section 2); H hidden. It is differentiable in the first four arguments.
-
-    Args:
-        dense_TH: Matrix product of the dense layer WITHOUT its bias, any floating precision.
-        bias_H: Bias of the dense layer.
-        out_weight_H: Weights of the output unit.
-        out_bias: Bias of the output unit, one element.
-        label_T: bool or number: 1 where the token was replaced, 0 elsewhere.
-        mask_T: bool or number, the weight of each token in the loss; 0 on padding.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`.
-
-    Returns:
-        Sums and logits in fp32, or in fp64 for fp64 input; the counts are weighted by `mask_T`.
-
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `dense_TH`.
     """
@@ -98,16 +74,7 @@ def rtd_loss(
 def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
     """Compute the loss of replaced-token detection from the logits of T tokens.
 
-    It is for heads whose last layers `rtd_loss` does not compute. The loss is differentiable in the logits. Every
-    backend and device uses plain PyTorch.
-
-    Args:
-        logits_T: fp32 or fp64 logits of "was replaced".
-        label_T: bool or number: 1 where the token was replaced, 0 elsewhere.
-        mask_T: bool or number, the weight of each token in the loss; 0 on padding.
-
-    Returns:
-        Sums and logits in the dtype of `logits_T`; the counts are weighted by `mask_T`.
+    It is for heads whose last layers `rtd_loss` does not compute. The loss is differentiable in the logits.
     """
     label_T = label_T.to(logits_T.dtype)
     mask_T = mask_T.to(logits_T.dtype)
@@ -116,10 +83,8 @@ def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: to
 
 
 def _import_passes(implementation: str) -> Any:
-    """Import and return the module that implements the discriminator tail as "triton" or "cuda".
-
-    Both modules have the functions `forward_pass` and `backward_pass`. The import waits for the first use, because a
-    machine that runs plain PyTorch may lack Triton.
+    """Import and return the module that implements the discriminator tail as "triton" or "cuda". The import waits for
+    the first use, because a machine that runs plain PyTorch may lack Triton.
     """
     if implementation == "triton":
         from electra_kernels.triton import discriminator_tail as triton_passes
@@ -142,14 +107,6 @@ def rtd_losses_reference(
 
     The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
 
-    Args:
-        dense_TH: Matrix product of the dense layer without its bias, T tokens of H hidden, any floating precision.
-        bias_H: Bias of the dense layer.
-        out_weight_H: Weights of the output unit.
-        out_bias: Bias of the output unit, a scalar.
-        label_T: 1 where the token was replaced, 0 elsewhere. Its dtype, fp32 or fp64, is that of the computation.
-        mask_T: Weight of each token in the loss, in the dtype of `label_T`.
-
     Returns:
         Loss times mask, and logit, [T] each, in the dtype of `label_T`.
     """
@@ -161,10 +118,7 @@ def rtd_losses_reference(
 
 
 class _RtdLosses(torch.autograd.Function):
-    """Autograd function of the discriminator's tail: bias, GELU, output unit and loss, fused in Triton or CUDA.
-
-    For backward it keeps the dense layer's output, and no other tensor of that size.
-    """
+    """Autograd function of the discriminator's tail: bias, GELU, output unit and loss, fused in Triton or CUDA."""
 
     @staticmethod
     def forward(
@@ -177,11 +131,7 @@ class _RtdLosses(torch.autograd.Function):
         mask_T: torch.Tensor,
         passes: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return masked loss and logit of every token, fp32 [T] each.
-
-        The tensors are those of `rtd_losses_reference`. `passes` is the module that implements the operation by two
-        functions, `forward_pass` and `backward_pass`. T tokens, H hidden.
-        """
+        """Return masked loss and logit of every token, fp32 [T] each."""
         dense_TH = dense_TH.contiguous()
         bias_H = bias_H.contiguous()
         out_weight_H = out_weight_H.contiguous()
@@ -196,10 +146,7 @@ class _RtdLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient, or None, for each argument of `forward`.
-
-        `upstream_T` is the gradient of the masked losses of T tokens. The logits have no gradient.
-        """
+        """Return a gradient, or None, for each argument of `forward`."""
         grads = ctx.passes.backward_pass(*ctx.saved_tensors, upstream_T.float().contiguous())
         grad_dense_TH, grad_bias_H, grad_out_weight_H, grad_out_bias = grads
         # Label, mask and module have no gradient.
@@ -207,14 +154,7 @@ class _RtdLosses(torch.autograd.Function):
 
 
 def _sums(loss_T: torch.Tensor, logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
-    """Return the sums over T tokens: loss, mask, and the confusion counts weighted by the mask.
-
-    Args:
-        loss_T: Loss of each token, already multiplied by its mask.
-        logits_T: Logits for "was replaced"; above 0, a token counts as predicted replaced.
-        label_T: 1 where the token was replaced, 0 elsewhere.
-        mask_T: Weight of each token, in the dtype of `label_T`.
-    """
+    """Return the sums over T tokens: loss, mask, and the confusion counts weighted by the mask."""
     predicted_replaced_T = logits_T > 0
     replaced_T = label_T * mask_T
     original_T = (1 - label_T) * mask_T

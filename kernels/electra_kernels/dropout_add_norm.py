@@ -50,19 +50,7 @@ def dropout_add_norm(
 ) -> torch.Tensor:
     """Return LayerNorm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
 
-    The computation is in fp32 (fp64 for fp64 input), and only the result is rounded to the dtype. The first four
-    arguments have gradients, but no second derivatives. B rows, S tokens, H hidden.
-
-    Args:
-        x_BSH: Output of a sub-layer. H must be a multiple of 4 where elements are dropped.
-        residual_BSH: Input of the sub-layer, of the same shape and dtype.
-        weight_H: Scale of the LayerNorm.
-        bias_H: Shift of the LayerNorm.
-        eps: Added to the variance.
-        dropout: Probability, and the key that determines the dropped elements. Pass probability 0 in evaluation.
-        row_B: int64 row numbers within the global batch, not within the rank.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
+    The computation is in fp32 (fp64 for fp64 input), and only the result is rounded to the dtype.
 
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
@@ -97,14 +85,7 @@ def dropout_add_norm_reference(
 
 
 class KeptForBackward(NamedTuple):
-    """Tensors of the forward pass that `reference_backward` needs, in the precision of the computation.
-
-    Attributes:
-        summed: residual + dropout(x), [..., H].
-        mean: Mean of each token, [..., 1].
-        inverse_deviation: 1 / sqrt(variance + eps) of each token, [..., 1].
-        keep: Factors of dropout, [..., H]; None if nothing is dropped.
-    """
+    """Tensors of the forward pass that `reference_backward` needs, in the precision of the computation."""
 
     summed: torch.Tensor
     mean: torch.Tensor
@@ -123,8 +104,7 @@ def reference_forward(
 ) -> tuple[torch.Tensor, KeptForBackward]:
     """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `reference_backward` needs.
 
-    The arguments are those of `dropout_add_norm`; `x` and `residual` are [B, S, H] or [B * S, H]. The values are those
-    of `dropout_add_norm_reference`. Autograd does not record the computation.
+    The arguments are those of `dropout_add_norm`; `x` and `residual` are [B, S, H] or [B * S, H].
     """
     hidden = x.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -148,13 +128,9 @@ def reference_backward(
     """Return the gradients of x, the residual, the weight and the bias, in the precision of the computation.
 
     torch's own operator computes the gradient of the LayerNorm's input, which is also the gradient of the residual.
-    The gradient of x is this gradient times the factors of dropout; without dropout both are one tensor.
 
     Args:
         grad: Gradient of the norm, [..., H].
-        kept: Result of `reference_forward`.
-        weight_H: Scale of the LayerNorm.
-        bias_H: Shift of the LayerNorm.
     """
     compute_dtype = kept.summed.dtype
     wanted_grads = [True, True, True]  # input, weight, bias
@@ -175,14 +151,10 @@ def reference_backward(
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    A site is a place in the model that applies dropout; `dropout.site` is its number. Each row has a sequence of
-    random numbers, which seed, step and row number determine. Site i uses the S * H numbers of the sequence from index
-    i * S * H on, one for each element, so no two sites with the same seed and step share a random number.
+    A site is a place in the model that applies dropout; `dropout.site` is its number.
 
     Args:
         shape: [B, S, H] (rows, tokens, hidden), with S * H a multiple of 4.
-        row_B: int64 row numbers within the global batch.
-        dropout: Probability of dropping an element, and the seed, step and site that decide which ones are dropped.
 
     Returns:
         fp32 [B, S, H], on the device of `row_B`.
@@ -202,10 +174,7 @@ def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> t
 
 
 class _DropoutAddNorm(torch.autograd.Function):
-    """Autograd function of LayerNorm(residual + dropout(x)) in Triton.
-
-    For backward, it keeps the inputs, and the mean and variance of each token. No dropout mask is kept.
-    """
+    """Autograd function of LayerNorm(residual + dropout(x)) in Triton."""
 
     @staticmethod
     def forward(
@@ -218,10 +187,7 @@ class _DropoutAddNorm(torch.autograd.Function):
         eps: float,
         dropout: LayerDropout,
     ) -> torch.Tensor:
-        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`; save inputs and statistics.
-
-        B rows, S tokens in each, H hidden.
-        """
+        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`; save inputs and statistics."""
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
         x_BSH = x_BSH.contiguous()
@@ -235,10 +201,7 @@ class _DropoutAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient, or None, for each argument of `forward`; the dropped elements are drawn again.
-
-        `grad_BSH` is the gradient of the norm, for B rows of S tokens with H hidden.
-        """
+        """Return a gradient, or None, for each argument of `forward`; the dropped elements are drawn again."""
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
         x_BSH, residual_BSH, statistics_2T, weight_H, row_B = ctx.saved_tensors

@@ -31,15 +31,6 @@ def keyed_dropout(
 
     The result has the dtype of `x_BSH`; its gradient is the upstream gradient with the same factors.
 
-    Args:
-        x_BSH: Floating point, B rows of S tokens, H hidden.
-        key: int64, seed and step as its first two elements, on the host or on the device of `x_BSH`. A kernel reads it
-            from the device's memory.
-        row_B: int64 row numbers within the global batch, not within the rank.
-        probability: Chance of an element to be dropped, in (0, 1).
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
-
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
     """
@@ -80,7 +71,6 @@ class _KeyedDropout(torch.autograd.Function):
     def forward(
         ctx: Any, x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float
     ) -> torch.Tensor:
-        """Return `x_BSH` after dropout; the arguments are those of `keyed_dropout`, with the key on the device."""
         from electra_kernels.triton.keyed_dropout import scale_kept
 
         ctx.save_for_backward(key, row_B)

@@ -65,14 +65,11 @@ class Purpose(enum.IntEnum):
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
     """Return four random 32-bit words for each counter: the Philox4x32-10 function of Salmon et al. (SC 2011).
 
-    It works like a block cipher: the 64-bit key (two words) mixes the 128-bit counter (four words) in ten rounds. A
-    round multiplies two of the words by constants and distributes the halves of the 64-bit products; the key is
-    incremented by constants after each round.
+    It works like a block cipher: the 64-bit key (two words) mixes the 128-bit counter (four words) in ten rounds.
 
     Args:
         counter: Four words (tensor, array or int), each in [0, 2**32). At least one must be a tensor or an array.
             Tensors are int64 and arrays are uint64.
-        seed: 64-bit key.
 
     Returns:
         Four tensors (int64) or arrays (uint64) of the counters' broadcast shape, with values in [0, 2**32).
@@ -103,17 +100,10 @@ def bits_grid(
 ) -> torch.Tensor:
     """Return 32 random bits for each of R rows and each of `num_positions` positions of a row.
 
-    The bits of a row and position are a function of (seed, purpose, step, row, position) only, so any part of a batch
-    gets the same bits on any rank and device. The generator yields the bits of four neighbouring positions at a time.
-
     Args:
-        seed: 64-bit key: the seed of the run, or one that `derive_seed` returned.
-        purpose: Use of the bits.
         step: Global step, in [0, 2**32), as an integer or as an int64 tensor of one element. A tensor on a GPU keeps
             the number out of the arguments of all operators, so that a CUDA graph can be repeated for another step.
         rows: int64 [R], row numbers within the global batch (never within the rank), each in [0, 2**32).
-        num_positions: Number of positions in each row.
-        first_position: Position of the first column, a multiple of 4.
 
     Returns:
         [R, num_positions] int64 in [0, 2**32), on the device of `rows`.
@@ -148,16 +138,9 @@ def keep_grid(
 ) -> torch.Tensor:
     """Return the factors of dropout for each of R rows and each of `num_positions` positions of a row.
 
-    The factor is 0 where the 32 random bits of `bits_grid` are below drop * 2**32, which has probability `drop`, and 1
-    / (1 - drop) elsewhere.
-
     Args:
-        seed: 64-bit key: the seed of the run, or one that `derive_seed` returned.
-        purpose: Use of the bits.
         step: Global step, in [0, 2**32).
         rows: int64 [R], row numbers within the global batch, each in [0, 2**32).
-        num_positions: Number of positions in each row, a multiple of 4.
-        first_position: Position of the first column, a multiple of 4.
         drop: Probability to drop an element, in [0, 1).
 
     Returns:
@@ -180,12 +163,7 @@ def keep_grid(
 def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the key of random numbers on a device; the host does not wait for the copy to a GPU.
 
-    A kernel that reads seed and step from memory has no argument that changes from step to step. A CUDA graph of it
-    can be repeated for another step once the memory holds that step's number.
-
-    Args:
-        key: int64, seed and step as its first two elements, on any device.
-        device: the device of the kernel's tensors.
+    A kernel that reads seed and step from memory has no argument that changes from step to step.
     """
     if key.device == device:
         return key
@@ -209,19 +187,7 @@ def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
     """Fill `grid` with random numbers, one rectangle of it per call of `fill`, in as many threads as torch uses.
-
-    A counter is one input of the generator, which gives the numbers of four neighbouring positions, a block. A
-    rectangle holds at most `_CELLS_PER_SLICE` blocks. Threads run in parallel because `fill` releases the interpreter
-    lock while it computes. How the grid is divided has no effect on the values.
-
-    Args:
-        grid: Array [R, 4 * blocks] to fill, in place.
-        fill: Function that fills one rectangle; its arguments are rectangle, seed, purpose, step, rows, first block.
-        seed: 64-bit key.
-        purpose: Use of the bits.
-        step: Global step.
-        rows: int64 [R], contiguous row numbers within the global batch.
-        first_block: First position of the grid, divided by 4.
+    Threads run in parallel because `fill` releases the interpreter lock while it computes.
     """
     num_rows = len(rows)
     num_blocks = grid.shape[1] // 4
@@ -231,7 +197,6 @@ def _fill_in_slices(
     first_blocks = range(0, num_blocks, blocks_per_slice)
 
     def fill_slice(corner: tuple[int, int]) -> None:
-        """Fill the rectangle of `grid` whose first row and first block of four positions are `corner`."""
         row, block = corner
         row_slice = slice(row, row + rows_per_slice)
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))
@@ -241,19 +206,7 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with keyed random bits, 32 for each row and position, in NumPy.
-
-    The bits are those of the faster C function `cpu_library.fill_bits`; this function replaces it where it was not
-    built.
-
-    Args:
-        grid: int64 [R, 4 * blocks], filled in place.
-        seed: 64-bit key.
-        purpose: Value of a `Purpose`.
-        step: Global step.
-        rows: int64 [R], row numbers within the global batch.
-        first_block: First position of the grid, divided by 4.
-    """
+    """Fill `grid` with keyed random bits, 32 for each row and position, in NumPy."""
     num_blocks = grid.shape[1] // 4
     blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
     # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.
@@ -273,8 +226,6 @@ def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     The result is a function of the arguments only; different arguments give unrelated seeds.
 
     Args:
-        seed: 64-bit key, the seed of the run.
-        purpose: Use of the seed.
         *numbers: Up to two numbers in [0, 2**32) that distinguish seeds of one purpose; an omitted number counts as 0.
     """
     assert len(numbers) <= 2, f"{len(numbers)} numbers distinguish the seed: pass at most 2"

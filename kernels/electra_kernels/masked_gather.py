@@ -27,15 +27,11 @@ from electra_kernels.backend_choice import resolve_without_cuda
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Return the hidden states at `positions_BN`, [B * N, H]; slot n of row b is row b * N + n of the result.
 
-    A slot is a place for one masked position of a row; a row with fewer than N masked positions has empty slots. The
-    result has a gradient with respect to `hidden_BSH`, but no second derivative.
+    A slot is a place for one masked position of a row; a row with fewer than N masked positions has empty slots.
 
     Args:
-        hidden_BSH: Hidden states of B rows, S positions, H hidden; floating point, any precision.
         positions_BN: int64 in [0, S), the position of each of a row's N slots. Several slots may share a position.
             Empty slots need a valid position, too.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version. The choice concerns the backward pass only.
 
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `hidden_BSH`.
@@ -46,13 +42,11 @@ def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backe
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
     """Return the gradient of the hidden states that `gather_masked` reads, in plain PyTorch.
 
-    This function defines what kernels must compute. A slot is a place for one masked position of a row. The gradient
-    of a position is the sum over the slots at this position, and 0 if there is none.
+    This function defines what kernels must compute. A slot is a place for one masked position of a row.
 
     Args:
         grad_MH: Gradient of each slot, [B * N, H].
         positions_BN: int64 in [0, seq_len), the position of each of the N slots of each of B rows.
-        seq_len: S, the number of positions in a row.
 
     Returns:
         [B, S, H] in the dtype of `grad_MH`; the sums are in fp32, or in fp64 for fp64 gradients.
@@ -66,10 +60,6 @@ def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq
 
 
 def _flat_positions(positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the position of each slot, counted through all rows: position s of row b is number b * seq_len + s.
-
-    A slot is a place for one masked position of a row. The result is int64 [B * N] for N slots in each of B rows.
-    """
     first_position_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
     return (positions_BN + first_position_B1).reshape(-1)
 
@@ -79,10 +69,7 @@ class _GatherMasked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the hidden states at the positions, [B * N, H].
-
-        `backend` selects the implementation of the backward pass: "triton" or "reference".
-        """
+        """Return the hidden states at the positions, [B * N, H]."""
         seq_len = hidden_BSH.shape[1]
         ctx.save_for_backward(positions_BN)
         ctx.seq_len = seq_len
@@ -92,10 +79,7 @@ class _GatherMasked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the hidden states, [B, S, H]; None for positions and backend, which have none.
-
-        `grad_MH` is the gradient of each of the M = B * N slots (places for the masked positions of B rows).
-        """
+        """Return the gradient of the hidden states, [B, S, H]; None for positions and backend, which have none."""
         (positions_BN,) = ctx.saved_tensors
         if ctx.backend == "triton":
             from electra_kernels.triton.masked_gather import scatter_add

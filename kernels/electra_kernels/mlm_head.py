@@ -53,13 +53,6 @@ class MlmHeadOutput(NamedTuple):
 
     M masked tokens ("rows"). Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights. Only
     `loss_sum` carries a gradient.
-
-    Attributes:
-        loss_sum: Weighted sum of the cross-entropies. Divide by `weight_sum` for the mean.
-        weight_sum: Sum of the weights, the number of masked tokens for weights of 0 and 1.
-        sampled_M: Token drawn for each row, int64.
-        correct_sum: Weighted count of rows whose most likely token is the true one.
-        sampled_correct_sum: Weighted count of rows whose drawn token is the true one.
     """
 
     loss_sum: torch.Tensor
@@ -89,31 +82,11 @@ def mlm_head_loss_and_sample(
     """Compute the weighted loss sum of the masked-token head and draw a token for each row.
 
     The logits of the M masked tokens are x W^T + bias, and the loss is the cross-entropy of the true tokens.
-    The loss is differentiable in x, weight and bias, once. Its gradients are computed in this call and kept until
-    backward; under torch.no_grad, none is computed.
 
     Args:
-        x_MD: Features, D for each of M rows, converted to the dtype of `weight_VD`. Under autocast on a GPU, both are
-            converted to autocast's dtype.
-        weight_VD: Token table with padded rows at the end; a multiple of 8 rows keeps the GPU's loads wide.
-        bias_V: Bias with V or with `vocab_size` entries; -inf forbids a token.
         target_M: int64 true tokens in [0, vocab_size), also where the weight is 0.
-        weight_M: Weight of each row in the loss, at least 0.
-        seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, number of each masked token within the global batch, in [0, 2**32); it keys the noise of the row.
-        vocab_size: Number of tokens that exist, at most V.
-        key_2: int64 seed and step on the device of `x_MD`. A kernel reads it instead of the two integers, so that a
-            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
-        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
-            logits. The loss does not use it.
-        disallow_correct: Whether the true token is excluded from sampling.
-        chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
-
-    Returns:
-        Loss, counts and samples; see `MlmHeadOutput`.
 
     Raises:
         BackendUnavailable: `backend` cannot run on the device of `x_MD`.
@@ -156,17 +129,6 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
-    """Return a number of rows per chunk at which the last chunk is not much smaller than the others.
-
-    If the last chunk would have less than an eighth of the wanted size, its rows are divided among the other chunks.
-    ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 of these give 4,160 slots: one chunk
-    instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
-    and adds to its whole gradient.
-
-    Args:
-        num_rows: number of masked rows, at least 1.
-        chunk: rows per chunk that the caller wants.
-    """
     num_whole_chunks, rest = divmod(num_rows, chunk)
     if num_whole_chunks == 0 or rest == 0 or rest * 8 >= chunk:
         return chunk
@@ -174,12 +136,6 @@ def _without_small_rest(num_rows: int, chunk: int) -> int:
 
 
 def _product_dtype(device_type: str, weight_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the operands of the head's matrix products.
-
-    It is the dtype of the weights. For fp32 weights under autocast on a GPU it is autocast's, because a product of
-    fp32 matrices is many times slower there. The CPU computes the head in fp32 in any case. Tensors on the device
-    "meta" stand for those of a GPU.
-    """
     under_autocast = device_type != "cpu" and torch.is_autocast_enabled("cuda")
     if under_autocast and weight_dtype == torch.float32:
         return torch.get_autocast_dtype("cuda")
@@ -194,20 +150,7 @@ def row_pass_reference(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch.
-
-    The C library is used for fp32 logits on a CPU where the library was built; it agrees with torch to fp32 rounding.
-    Otherwise `_row_pass_torch` computes the results.
-
-    Args:
-        logits_MV: Logits without bias, padded columns at the end. With `options.with_gradient`, they are overwritten
-            by their gradient, (softmax - onehot) * weight, with 0 in the padded columns.
-        bias_V: Bias of the `options.vocab_size` tokens that exist.
-        target_M: int64 true tokens.
-        weight_M: Weight of each row, fp32 or fp64; its dtype is that of the computation.
-        row_M: int64, number of each row within the global batch.
-        options: Seed, step and switches.
-    """
+    """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch."""
     on_cpu = logits_MV.device.type == "cpu"
     is_fp32 = logits_MV.dtype == weight_M.dtype == torch.float32
     if cpu_library.row_pass is None or not on_cpu or not is_fp32:
@@ -234,12 +177,7 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch.
-
-    This function defines what the C library and the Triton kernel compute. It works on one block of rows at a time,
-    which limits the memory of its temporaries. Arguments and result are those of `row_pass_reference`. M rows, V
-    columns.
-    """
+    """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch."""
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(
         loss_M=torch.empty_like(weight_M), best_M=torch.empty_like(target_M), sampled_M=torch.empty_like(target_M)
@@ -255,7 +193,6 @@ def _row_pass_torch(
 
 
 def _copy_rows(stats: RowStats, rows: slice, block: RowStats) -> None:
-    """Copy `block`, the results of some rows, into `stats`, the results of all rows, at the row numbers `rows`."""
     stats.loss_M[rows] = block.loss_M
     stats.best_M[rows] = block.best_M
     stats.sampled_M[rows] = block.sampled_M
@@ -269,11 +206,7 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token and sample of each row of one block of logits, in torch.
-
-    With `options.with_gradient`, the gradient of the logits overwrites the logits. Arguments and result are those of
-    `row_pass_reference`. M rows, V columns of logits.
-    """
+    """Compute loss, most likely token and sample of each row of one block of logits, in torch."""
     compute_dtype = weight_M.dtype
     z_MV = logits_MV[:, : options.vocab_size].to(compute_dtype) + bias_V.to(compute_dtype)
     forbidden_M = target_M if options.disallow_correct else None
@@ -299,11 +232,7 @@ def _row_block(
 
 
 class _MlmHead(torch.autograd.Function):
-    """Autograd function of the masked-token head, which computes its gradients already in the forward pass.
-
-    They are computed there because the logits exist only during the forward pass. Backward multiplies them by the
-    upstream gradient.
-    """
+    """Autograd function of the masked-token head, which computes its gradients already in the forward pass."""
 
     @staticmethod
     def forward(
@@ -318,12 +247,7 @@ class _MlmHead(torch.autograd.Function):
         chunk: int,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each.
-
-        The arguments are those of `mlm_head_loss_and_sample`, but `bias_V` has `vocab_size` entries, and `backend` is
-        "triton" or "reference". M masked rows are processed in chunks of `chunk` rows; D features, V padded
-        vocabulary.
-        """
+        """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each."""
         on_cpu = x_MD.device.type == "cpu"
         compute_dtype = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
         sum_dtype = weight_M.dtype
@@ -362,22 +286,14 @@ class _MlmHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient, or None, for each argument of `forward`.
-
-        `grad_loss` is the gradient of the loss sum, a scalar. The gradients of x, weight and bias are those that
-        `forward` has computed and kept, times `grad_loss`. The most likely and the drawn tokens have no gradient.
-        """
+        """Return a gradient, or None, for each argument of `forward`."""
         # Autograd casts each gradient to the precision of its input.
         grads = [grad * grad_loss for grad in ctx.saved_tensors]
         return *grads, None, None, None, None, None, None  # targets to backend have no gradient
 
 
 def _choose_row_pass(backend: str) -> Any:
-    """Return the function that computes loss, sample and gradient of rows of logits, for "triton" or "reference".
-
-    For "triton" it launches the Triton kernel, whose file is imported only now, because Triton may not be installed
-    elsewhere. For "reference" it is `row_pass_reference`.
-    """
+    """Return the function that computes loss, sample and gradient of rows of logits, for "triton" or "reference"."""
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
 
@@ -386,17 +302,7 @@ def _choose_row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Compute the logits x W^T of M rows in the first rows of `buffer`, and return that part of it, [M, V].
-
-    On a CPU, x is padded with rows of zeros to at least 8 rows. The matrix product may round differently for fewer
-    rows, and with the padding, the bits of a row's logits do not depend on how many rows are computed with it.
-
-    Args:
-        x_MD: Features, D for each row.
-        table_VD: Token table W, in the dtype of `x_MD`.
-        buffer: Matrix of V columns and at least M rows (on a CPU at least 8), reused by every chunk of rows.
-        on_cpu: Whether the tensors are on a CPU.
-    """
+    """Compute the logits x W^T of M rows in the first rows of `buffer`, and return that part of it, [M, V]."""
     num_rows, num_features = x_MD.shape
     num_padding = _LEAST_ROWS_CPU - num_rows
     if on_cpu and num_padding > 0:
@@ -406,12 +312,7 @@ def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on
 
 
 def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -> None:
-    """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum.
-
-    The factors have the precision of the sum or, on a GPU, a lower one, such as bf16 factors and an fp32 sum. torch
-    2.8 cannot add a product of low-precision matrices in place. There, the product is computed into a temporary matrix
-    as large as the sum.
-    """
+    """Add the matrix product `a_VM @ b_MD` to `sum_VD` in place, accumulated in the precision of the sum."""
     if a_VM.dtype == sum_VD.dtype:
         sum_VD.addmm_(a_VM, b_MD)
     elif _can_add_low_precision_products(a_VM.device, a_VM.dtype):
@@ -422,10 +323,7 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
 
 @functools.cache
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch can add a product of `dtype` matrices to an fp32 matrix in place; 2.8 cannot.
-
-    The function tries a product of 8 x 8 zeros, once for each device and dtype; the answer is cached.
-    """
+    """Return whether this torch can add a product of `dtype` matrices to an fp32 matrix in place; 2.8 cannot."""
     factor = torch.zeros(8, 8, device=device, dtype=dtype)
     total = torch.zeros(8, 8, device=device)
     try:

@@ -26,19 +26,7 @@ class MaskIds(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits.
-
-    Attributes:
-        seed: Seed of the run, the key of the sampling noise.
-        step: Global step, in [0, 2**32).
-        vocab_size: Number of tokens that exist; columns of the logits from there on are padding.
-        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
-            logits. The loss does not use it.
-        disallow_correct: Whether the true token of a row is excluded from sampling.
-        with_gradient: Whether the gradient of the logits overwrites the logits.
-        key_2: int64 seed and step on the device of the logits, which a kernel reads instead of the two integers; None:
-            made from them.
-    """
+    """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits."""
 
     seed: int
     step: int
@@ -50,13 +38,7 @@ class RowOptions(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Results of the row pass of the masked-token head, one element for each of M rows.
-
-    Attributes:
-        loss_M: Cross-entropy of the true token, not multiplied by the row's weight.
-        best_M: Most likely token, int64.
-        sampled_M: Token drawn from the softmax, int64.
-    """
+    """Results of the row pass of the masked-token head, one element for each of M rows."""
 
     loss_M: torch.Tensor
     best_M: torch.Tensor
@@ -68,12 +50,6 @@ class DropoutKey(NamedTuple):
 
     An element's random number is a function of seed, step, site (the place in the model that applies dropout), the
     row's number within the global batch, and the element's place in the row.
-
-    Attributes:
-        probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
-        seed: Seed of the tower, which the model derives from the seed of the run.
-        step: Global step, in [0, 2**32).
-        site: Number of the place in the model that applies dropout, from 0. Two places of a tower must not share one.
     """
 
     probability: float
@@ -85,15 +61,8 @@ class DropoutKey(NamedTuple):
 class LayerDropout(NamedTuple):
     """Dropout at one place of a layer, with the key of its random numbers in a tensor.
 
-    It holds the same numbers as `DropoutKey`, but a kernel can read them from the device's memory. `DropoutKey.site`,
-    the number of the place within the tower, is layer * sites_per_layer + site.
-
-    Attributes:
-        probability: Chance of an element to be dropped, in [0, 1). At 0, no random number is drawn.
-        key_3: int64 [3], contiguous: seed, step and number of the layer. It is on the device where a kernel reads it,
-            and on the host for the plain-PyTorch reference.
-        site: Number of the place within the layer, from 0.
-        sites_per_layer: Number of places of a layer.
+    It holds the same numbers as `DropoutKey`, but a kernel can read them from the device's memory.
+    `DropoutKey.site`, the number of the place within the tower, is layer * sites_per_layer + site.
     """
 
     probability: float

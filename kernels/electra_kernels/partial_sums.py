@@ -8,14 +8,10 @@ import torch
 def sum_of_strips(partials: torch.Tensor, programs_axis: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the sum over the P programs of a kernel, added in fp64 and converted to `dtype`; two GPU launches.
 
-    Each program (thread block) handles some of the tokens, its strip. Entry p of the axis of programs holds the
-    parameter's gradient summed over the strip of program p. There are no atomic additions, so the order of additions,
-    and with it the result, is the same in every run. The sums for two parameters with P = H = 1024 read 8 MB.
+    Each program (thread block) handles some of the tokens, its strip.
 
     Args:
         partials: fp32 with an axis of length P, for example [P, H], or [2, P, H] for two parameters at once.
-        programs_axis: number of that axis.
-        dtype: dtype of the result.
 
     Returns:
         The sums without that axis, for example [H] or [2, H].

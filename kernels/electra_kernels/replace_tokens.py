@@ -30,16 +30,10 @@ def replace_and_label(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows with the sampled tokens in place, and the labels for the discriminator.
 
-    A slot is a place for one masked position of a row and its sample. Where several slots share a position, the
-    position gets the floor of the mean of their samples.
+    A slot is a place for one masked position of a row and its sample.
 
     Args:
-        ids_BS: int64, the original token ids of B rows, S positions in each.
         positions_BN: int64 in [0, S), the position of each of a row's N slots.
-        weight_BN: Floating point; slots of weight 0 write nothing.
-        sampled_BN: int64 token ids, B * N elements in any shape.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
 
     Returns:
         The corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id differs from the original.
@@ -60,8 +54,7 @@ def replace_and_label_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
 
-    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N]. B rows, S positions,
-    N slots (places for masked positions) per row.
+    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N].
     """
     is_written_BN = (weight_BN > 0).to(ids_BS.dtype)
     # The number of written slots, and the sum of their samples, at each position.

@@ -41,17 +41,9 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature), without gradient.
 
-    The draw is a Gumbel-max: the token with the largest logit / temperature + noise, where the noise is a function of
-    (seed, step, row number, token id). M rows, V tokens.
-
     Args:
-        logits_MV: Floating point, any precision. The computation is in fp32, in the reference in fp64 for fp64 logits.
-        seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, the number of each row within the global batch (not within the rank), in [0, 2**32).
-        temperature: Divisor of the logits, above 0: a number or a float64 scalar tensor on the same device.
-        backend: "auto", "triton", "cuda" or "reference"; see `backend_choice.resolve`. "cuda" means "auto", because
-            this operation has no CUDA version.
 
     Returns:
         Token ids, int64 [M]. The same arguments always give the same tokens.
@@ -82,15 +74,11 @@ def sample_reference(
 ) -> torch.Tensor:
     """Draw one token for each row from softmax(logits / temperature) in plain PyTorch; this defines `sample`.
 
-    The token with the largest logit / temperature + Gumbel noise is drawn. M rows, V tokens. Temporaries are as large
-    as the logits, so callers pass one block of `block_rows` rows at a time.
+    The token with the largest logit / temperature + Gumbel noise is drawn. M rows, V tokens.
 
     Args:
-        logits_MV: Floating point, any precision.
-        seed: Seed of the run.
         step: Global step, in [0, 2**32).
         row_M: int64, the number of each row within the global batch, in [0, 2**32).
-        temperature: Divisor of the logits, above 0: a number or a float64 scalar tensor on the same device.
         forbidden_M: int64, one token per row that must not be drawn; None forbids nothing.
 
     Returns:
@@ -107,11 +95,7 @@ def sample_reference(
 
 
 def block_rows(logits_MV: torch.Tensor) -> int:
-    """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small.
-
-    On a CPU, the rows have up to 2**16 logits together: malloc reuses temporaries of that size, while larger ones
-    cause page faults every time. On a GPU they have up to 2**24 logits, whose temporaries take 1 GB.
-    """
+    """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small."""
     logits_per_block = 2**16 if logits_MV.device.type == "cpu" else 2**24
     logits_per_row = max(1, logits_MV.shape[1])
     return max(1, logits_per_block // logits_per_row)

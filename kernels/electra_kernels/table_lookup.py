@@ -26,10 +26,7 @@ from torch.autograd.function import once_differentiable
 def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the table's entries at some indices, of the indices' shape with E as a last dimension.
 
-    The gradient of the table is torch's on a CPU and `table_gradient` elsewhere; there is no second derivative there.
-
     Args:
-        table_RE: floating point, a table of few rows: the one-hot matrix of the gradient has T x R elements.
         index: int64 in [0, R), any shape with T elements.
     """
     if index.device.type == "cpu":
@@ -40,10 +37,7 @@ def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the rows of a table that `index` selects, [*index.shape, E] in the dtype of the table, on any device.
 
-    The backward pass computes the table's gradient as a matrix product (`table_gradient`) and not by atomic additions.
-
     Args:
-        table_RE: the table, R rows of width E.
         index: int64 row numbers of any shape, in [0, R).
     """
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
@@ -54,9 +48,7 @@ def table_gradient(grad_TE: torch.Tensor, index_T: torch.Tensor, num_rows: int) 
     """Return the gradient of a table whose entries were looked up, [R, E] in the dtype of `grad_TE`.
 
     Args:
-        grad_TE: gradients of the looked-up entries.
         index_T: int64 row of the table for each of them, in [0, num_rows).
-        num_rows: R.
     """
     row_R = torch.arange(num_rows, device=index_T.device)
     one_hot_TR = (index_T[:, None] == row_R).to(grad_TE.dtype)
@@ -68,7 +60,6 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the entries of the table at the indices, of the indices' shape with E as a last dimension."""
         ctx.save_for_backward(index)
         ctx.num_rows = len(table_RE)
         return F.embedding(index, table_RE)
@@ -76,6 +67,5 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient of the table; the indices have none."""
         (index,) = ctx.saved_tensors
         return table_gradient(grad.flatten(0, -2), index.flatten(), ctx.num_rows), None

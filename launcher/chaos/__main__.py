@@ -48,14 +48,6 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
     """Compare losses, gradient norms and receipts of two runs, step by step and bit for bit.
 
     A receipt is a checksum of all rows that the run has trained on so far.
-
-    Args:
-        found: folder of the run to judge.
-        expected: folder of the reference run.
-
-    Returns:
-        The number of steps of the reference run, and the first difference as one line, which is empty if the runs are
-        equal. A different number of steps is a difference, too.
     """
     found_lines = compared_lines(found)
     expected_lines = compared_lines(expected)
@@ -71,11 +63,7 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 def compared_lines(run_dir: Path) -> list[str]:
     """Return one line of JSON for each training step of a run, with the fields that two runs are compared by.
 
-    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows). A float is written with
-    all its digits, so two lines are equal only if all values are equal bit for bit.
-
-    Args:
-        run_dir: folder of the run, whose metrics are read.
+    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows).
     """
     lines = []
     for record in _training_records(run_dir):
@@ -85,20 +73,11 @@ def compared_lines(run_dir: Path) -> list[str]:
 
 
 def _training_records(run_dir: Path) -> list[Record]:
-    """Return the records of training steps in a run's metrics; those of evaluations have no gradient norm."""
     return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-    """Return the command that runs a config under the supervisor, with every step logged, and local checkpoints.
-
-    Args:
-        config: YAML file of the run.
-        run_dir: run folder, in place of that of the config.
-        ranks: number of ranks on this machine.
-        overrides: config overrides of the user, KEY=VALUE. Those of the drill come after them and therefore take
-            precedence.
-    """
+    """Return the command that runs a config under the supervisor, with every step logged, and local checkpoints."""
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
     for override in [*overrides, *drill_overrides]:
@@ -107,14 +86,7 @@ def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
-    """Print one line for each fault, then one for each kind with means and worst values.
-
-    The values are seconds until the supervisor noticed the fault, seconds until the next new step, and steps that had
-    to be repeated.
-
-    Args:
-        hits: the results of the faults, in the order in which they came.
-    """
+    """Print one line for each fault, then one for each kind with means and worst values."""
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
         code = "-" if hit.code is None else str(hit.code)
@@ -148,16 +120,7 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Print the goodput of the drill (useful part of the time), and the mean cost of a fault.
-
-    Useful time is the time that the steps took in the run without faults. A fault costs the time until the next new
-    step, plus the time of the steps that had to be repeated.
-
-    Args:
-        hits: the results of the faults.
-        reference: folder of the uninterrupted run.
-        seconds: wall-clock time of the run with faults.
-    """
+    """Print the goodput of the drill (useful part of the time), and the mean cost of a fault."""
     step_times = [record["step_s"] for record in _training_records(reference)]
     useful_s = sum(step_times)
     num_hits = max(1, len(hits))
@@ -174,19 +137,7 @@ def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None
 
 
 def drill(config: Config, args: argparse.Namespace) -> int:
-    """Make the reference run and the run with faults, print the tables and the verdict, and return the exit code.
-
-    Args:
-        config: the resolved config.
-        args: the parsed command line, see `--help`.
-
-    Returns:
-        0 if the drill passed, otherwise 1.
-
-    Raises:
-        UserError: the folder RUN-chaos exists already, the config does not fit a drill (`checkpoint.every_steps` is
-            "auto", or there are too few steps), or the reference run failed.
-    """
+    """Make the reference run and the run with faults, print the tables and the verdict, and return the exit code."""
     base = Path(config.run_dir)
     reference = base.with_name(f"{base.name}-reference")
     run_dir = base.with_name(f"{base.name}-chaos")
@@ -221,15 +172,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
 
 
 def _make_reference(reference: Path, args: argparse.Namespace) -> None:
-    """Make the run without faults; its output is appended to the file NAME.log beside its folder.
-
-    Args:
-        reference: folder of the run; a run that is in it already is continued or, if it has finished, used as it is.
-        args: the parsed command line: config, overrides and number of ranks.
-
-    Raises:
-        UserError: the run ended with another exit code than 0.
-    """
+    """Make the run without faults; its output is appended to the file NAME.log beside its folder."""
     output = reference.with_name(f"{reference.name}.log")
     command = _supervise(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:
@@ -244,20 +187,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Start the run with faults, inflict all planned faults, and wait for the end of the run.
-
-    One line is printed after each fault. At the end all processes of the run are killed, also after an exception.
-
-    Args:
-        run_dir: folder of the run.
-        reference: folder of the reference run, whose checkpoints give the size of the small disk for the fault `disk`.
-        planned: the faults, in order.
-        args: the parsed command line.
-
-    Returns:
-        hits: the results of the faults; fewer than planned if the run got stuck.
-        problems: one line if the run got stuck or ended with another exit code than 0; otherwise [].
-    """
+    """Start the run with faults, inflict all planned faults, and wait for the end of the run."""
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
@@ -282,11 +212,7 @@ def _hit_run(
 
 
 def _small_disk_bytes(checkpoints: Path) -> int:
-    """Return the size of the disk for the fault `disk`, in bytes: 4 times a finished run's checkpoints, and 8 MiB.
-
-    Args:
-        checkpoints: checkpoint folder of the finished run.
-    """
+    """Return the size of the disk for the fault `disk`, in bytes: 4 times a finished run's checkpoints, and 8 MiB."""
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     return _DISK_FACTOR * size + _SPARE_BYTES
 
@@ -319,10 +245,7 @@ def _check_kinds(kinds: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; print the usage and exit with code 2 on an unknown option.
-
-    By default all kinds of faults are used except `disk`, which needs root.
-    """
+    """Parse the command line; print the usage and exit with code 2 on an unknown option."""
     parser = argparse.ArgumentParser(
         prog="python -m launcher.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Planned:
     """Planned fault of a drill: its kind, and the moment at which it is inflicted.
 
-    Without `in_save`, that is `delay` step times after the run has reached `step`. With `in_save`, it is `delay` step
-    times after the run, having reached `step`, has begun to write its next checkpoint.
+    Without `in_save`, that is `delay` step times after the run has reached `step`. With `in_save`, it is `delay`
+    step times after the run, having reached `step`, has begun to write its next checkpoint.
     """
 
     kind: str  # a key of FAULTS
@@ -73,19 +73,7 @@ class Hit:
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
     """Plan the faults of a drill: every kind about equally often, in random order. Pure.
 
-    The run is divided into `count` + 1 windows of equal length. Each fault comes at a random step of its window, early
-    enough that the run saves a new checkpoint between any two faults.
-
-    Args:
-        kinds: keys of FAULTS to choose from.
-        count: number of faults.
-        num_steps: steps of the run.
-        every_steps: steps between two checkpoints.
-        seed: determines order, steps and delays.
-
-    Raises:
-        UserError: the run is too short for so many faults, or `kinds` has too few kinds after which the ranks are
-            started again.
+    The run is divided into `count` + 1 windows of equal length.
     """
     draw = random.Random(seed)
     window = num_steps // (count + 1)
@@ -110,18 +98,7 @@ def ordered_kinds(
 ) -> list[str]:
     """Return the names of `count` faults in random order, every kind about equally often.
 
-    Some kinds kill DeepSpeed's launcher process (`Fault.hits_launcher`). There is one such process for each time that
-    the ranks are started, so after one such fault, a second one would find nothing to kill until the ranks are started
-    again. Therefore there is always a fault that makes the ranks start again between any two of them.
-
-    Args:
-        kinds: names of the kinds to choose from, keys of `faults`.
-        count: number of faults.
-        draw: source of the random order.
-        faults: name -> kind of fault.
-
-    Raises:
-        UserError: there are too few faults that make the ranks start again to separate all that kill the launcher.
+    Some kinds kill DeepSpeed's launcher process (`Fault.hits_launcher`).
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -165,12 +142,6 @@ class Drill:
         """Start the run's supervisor.
 
         Args:
-            run_dir: the run folder; the output of the supervisor goes to RUN_DIR.log beside it.
-            command: the command that starts the supervisor.
-            seed: determines which ranks and files the faults hit, and nothing about the run.
-            faults: name -> kind of fault.
-            first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
-                until there are two committed checkpoints of this step or later steps.
             disk: the folder whose disk the fault `disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir
@@ -225,13 +196,7 @@ class Drill:
         return hit
 
     def _wait_for_moment(self, planned: Planned) -> Beat:
-        """Wait until the run has reached the moment of a planned fault; return rank 0's newest heartbeat.
-
-        With `planned.in_save` the fault comes while a checkpoint is written, if one is written within 10 s.
-
-        Raises:
-            Stuck: the run does not reach the planned step.
-        """
+        """Wait until the run has reached the moment of a planned fault; return rank 0's newest heartbeat."""
         beat = self._wait_for(lambda: self._ready(planned))
         if planned.in_save:
             self._wait_for_save()
@@ -263,16 +228,12 @@ class Drill:
         return Victim(run_dir=self._run_dir, supervisor=supervisor_pid, disk=self._disk)
 
     def _num_checkpoints(self) -> int:
-        """Return the number of committed checkpoints of step `first_step` of this drill and of later steps."""
         checkpoints = committed(LocalStore(self._victim().checkpoints))
         return len([step for step, _attempt, _folder in checkpoints if step >= self._first_step])
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the supervisor of the run, append its output to RUN_DIR.log, and return its process.
-
-        The supervisor gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill. A
-        child process inherits ignored signals: SIGHUP is set to its default action meanwhile, so that the fault `hup`
-        works in a drill under `nohup`, too.
+        """Start the supervisor of the run, append its output to RUN_DIR.log, and return its process. The supervisor
+        gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill.
         """
         own_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
@@ -282,11 +243,7 @@ class Drill:
             signal.signal(signal.SIGHUP, own_handler)
 
     def _ledger(self) -> list[Record]:
-        """Return the events of the run's ledger, oldest first; [] if there is no ledger yet.
-
-        The file is read again only if its size or modification time has changed since the last call, because the
-        drill polls it and it grows with each restart.
-        """
+        """Return the events of the run's ledger, oldest first; [] if there is no ledger yet."""
         file = self._run_dir / LEDGER_FILE
         if file.exists():
             status = file.stat()
@@ -304,12 +261,8 @@ class Drill:
         return None
 
     def _ready(self, planned: Planned) -> Beat | None:
-        """Return rank 0's heartbeat if the planned fault may come now, otherwise None.
-
-        Three conditions must hold: the planned step is reached, a checkpoint has been saved since the last fault, and
-        the heartbeats of all ranks contain a step time. The limit of silence of a rank without a step time is much
-        longer, so that a hang would be noticed late. Heartbeats of an earlier start of the ranks, which may have had
-        more ranks, are ignored in the third condition.
+        """Return rank 0's heartbeat if the planned fault may come now, otherwise None. The limit of silence of a rank
+        without a step time is much longer, so that a hang would be noticed late.
         """
         beats = read_heartbeats(self._run_dir)
         if not beats:
@@ -323,17 +276,7 @@ class Drill:
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
-        """Return rank 0's heartbeat if the run has completed a step since a fault, otherwise None.
-
-        Without `restarts`, the step must be later than that of the heartbeat `before`. With `restarts`, the ranks must
-        have been started again, and the step must be later than the checkpoint from which they resumed. It may then be
-        a step that had been done before the fault and is repeated.
-
-        Args:
-            before: rank 0's heartbeat at the fault.
-            begin: Unix time of the fault.
-            restarts: whether the ranks must be started again after this kind of fault.
-        """
+        """Return rank 0's heartbeat if the run has completed a step since a fault, otherwise None."""
         beat = self._beat()
         if beat is None or beat.time < begin:
             return None
@@ -346,11 +289,7 @@ class Drill:
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """Call `condition` every 20 ms until it returns something other than None, and return that.
-
-        Raises:
-            Stuck: the supervisor has ended, or PATIENCE_S have passed.
-        """
+        """Call `condition` every 20 ms until it returns something other than None, and return that."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             has_ended = self._supervisor.poll() is not None
@@ -365,10 +304,7 @@ class Drill:
             time.sleep(_POLL_S)
 
     def _wait_for_save(self) -> None:
-        """Wait until a checkpoint is being written; give up after 10 s.
-
-        The folder of a checkpoint gets its manifest last, so a folder without a manifest is being written.
-        """
+        """Wait until a checkpoint is being written; give up after 10 s."""
         deadline = time.monotonic() + _SAVE_PATIENCE_S
         checkpoints = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline:
@@ -379,13 +315,8 @@ class Drill:
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        """Complete the result of a fault: exit code, time to notice, repeated steps, and whether the run reacted well.
-
-        Args:
-            hit: the result, which is changed in place.
-            fault: how the run must react.
-            begin: Unix time of the fault.
-            events: the events in ledger.jsonl since the fault.
+        """Complete the result of a fault: exit code, time to notice, repeated steps, and whether the run reacted
+        well.
         """
         lines = self._log_since(begin)
         if fault.then == "restarts":
@@ -404,10 +335,7 @@ class Drill:
         hit.fault = _reaction_fault(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
-        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`.
-
-        A line of its log is an ISO 8601 time, a space and the text.
-        """
+        """Return (Unix time, text) of the lines that the supervisor logged after Unix time `begin`."""
         entries = []
         for line in supervise_log(self._run_dir, 0).read_text("utf-8").splitlines():
             time_text, _, text = line.partition(" ")
@@ -418,15 +346,7 @@ class Drill:
 
 
 def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
-    """Return how the run's reaction to a fault differs from the required one; "" if it does not.
-
-    Args:
-        hit: the result so far, with the exit code.
-        fault: how the run must react.
-        num_starts: how often the ranks were started since the fault.
-        was_set_aside: whether the restarted ranks have found a damaged checkpoint and set it aside: they renamed its
-            manifest, so that no later start tries it again.
-    """
+    """Return how the run's reaction to a fault differs from the required one; "" if it does not."""
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:
         return f"the exit code is {hit.code}, but after {hit.kind} it must be {fault.code}"
@@ -444,9 +364,6 @@ class Stuck(Exception):
 
 
 def _resumed_step(ledger: Sequence[Record]) -> int:
-    """Return the step from which the ranks continued when they were started last; 0 if they had no checkpoint.
-
-    The ledger is the list of events in ledger.jsonl. It must contain an event "start" or "resume".
-    """
+    """Return the step from which the ranks continued when they were started last; 0 if they had no checkpoint."""
     steps_of_starts = [event["step"] for event in ledger if event["event"] in ("start", "resume")]
     return int(steps_of_starts[-1])

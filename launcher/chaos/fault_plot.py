@@ -19,13 +19,8 @@ _INTERRUPTED_COLOR = "#2563eb"
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
-    """Write a PNG of three diagrams over the steps: losses of both runs, their difference, and seconds lost by faults.
-
-    Args:
-        reference: folder of the uninterrupted run.
-        interrupted: folder of the run that was hit by the faults.
-        hits: the results of the faults, in the order in which they came.
-        out: the PNG file; it is replaced if it exists.
+    """Write a PNG of three diagrams over the steps: losses of both runs, their difference, and seconds lost by
+    faults.
     """
     with matplotlib.rc_context(print_style()):
         figure = Figure(figsize=(7.6, 5.0), layout="constrained")
@@ -77,6 +72,5 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
 
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
-    """Return the steps that a run logged, and the loss of each, in nats."""
     records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     return [record["step"] for record in records], [record["loss"] for record in records]

@@ -34,8 +34,8 @@ _KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process t
 class Fault:
     """One kind of fault: what is done to the run, and how the run must react.
 
-    `FAULTS` lists all kinds by their names on the command line. A fault with `undo` lasts until `undo` is called: if
-    the run must end (`then` is "ends"), that is after its end, otherwise `lasts_s` seconds after `act`.
+    `FAULTS` lists all kinds by their names on the command line. A fault with `undo` lasts until `undo` is called:
+    if the run must end (`then` is "ends"), that is after its end, otherwise `lasts_s` seconds after `act`.
     """
 
     act: Act  # inflicts the fault and returns what was hit, for the table
@@ -62,14 +62,9 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a function that sends signal `number` to the supervisor of a run, for `Fault.act`.
-
-    The ranks must save a checkpoint and end with exit code 75 after each of these signals: SIGTERM (sent by Slurm at
-    the end of a job), SIGHUP (a terminal was closed), SIGINT (Ctrl-C), and SIGKILL.
-    """
+    """Return a function that sends signal `number` to the supervisor of a run, for `Fault.act`."""
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Send the signal to the supervisor of the run, and return "supervisor"; `draw` is not used."""
         send_signal([victim.supervisor], number)
         return "supervisor"
 
@@ -77,42 +72,29 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
-    """Send SIGCONT to all ranks of the run, to continue the one that SIGSTOP has stopped; the others ignore it."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
-    """Kill the DeepSpeed process that has started the ranks, and return its module; the ranks must go on without it.
-
-    `draw` is not used, because there is only one such process (deepspeed.launcher.launch) on a node.
-    """
     pids = victim.pids("deepspeed.launcher.launch")
     send_signal(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"
 
 
 def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
-    """Send SIGUSR2 to the supervisor and all other processes of the run.
-
-    Returns their number as text for the drill's table, such as "5 processes". `scancel --signal=USR2` does the same to
-    all processes of a job step. The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
-    """
+    """Send SIGUSR2 to the supervisor and all other processes of the run."""
     pids = [victim.supervisor, *victim.pids()]
     send_signal(pids, signal.SIGUSR2)
     return f"{len(pids)} processes"
 
 
 def _request_stop(victim: Victim, draw: random.Random) -> str:
-    """Create the file `stop` in the run folder, by which a user stops a run, and return "file stop".
-
-    The ranks must then save a checkpoint and end with exit code 75. `draw` is not used.
-    """
     (victim.run_dir / STOP_FILE).touch()
     return f"file {STOP_FILE}"
 
 
 def _power(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, as a power loss does; return for example "5 processes". `draw` is not used."""
+    """Kill all processes of the run, as a power loss does; return for example "5 processes"."""
     return f"{kill_everything(victim)} processes"
 
 

@@ -28,8 +28,7 @@ FILLER = "chaos-filler"  # the file with which `fill_disk` fills a disk
 def cut_file(victim: Victim, draw: random.Random) -> str:
     """Kill all processes of the run, and cut a random file of the newest checkpoint to a random shorter size.
 
-    A power loss may leave a cut file, if its last bytes never reached the disk. The next start must notice that the
-    checkpoint is damaged.
+    A power loss may leave a cut file, if its last bytes never reached the disk.
 
     Returns:
         Which file was cut to how many bytes.
@@ -45,9 +44,6 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
     """Kill all processes of the run, and change one random byte of a random file of the newest checkpoint.
 
     The next start must notice that the checkpoint is damaged.
-
-    Returns:
-        The file, and the offset of the changed byte.
     """
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw)
@@ -61,11 +57,7 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
 def delete_part(victim: Victim, draw: random.Random) -> str:
     """Kill all processes of the run, and delete a random file of the newest checkpoint, but not its manifest.
 
-    This is what a file system leaves that has lost a directory entry. The next start must notice that the checkpoint
-    is damaged.
-
-    Returns:
-        The deleted file.
+    This is what a file system leaves that has lost a directory entry.
     """
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw, with_manifest=False)
@@ -76,11 +68,7 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 def tear_tail(name: str) -> Act:
     """Return a function that kills all processes of a run and adds an unfinished line to a file, for `Fault.act`.
 
-    A power loss in the middle of an append leaves an unfinished line. The next start must drop this line and nothing
-    else.
-
-    Args:
-        name: name of a file of JSON lines in the run folder, METRICS_FILE or LEDGER_FILE. It must have a line.
+    A power loss in the middle of an append leaves an unfinished line.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
@@ -101,18 +89,7 @@ tear_ledger = tear_tail(LEDGER_FILE)
 
 
 def steal_lease(victim: Victim, draw: random.Random) -> str:
-    """Take the lease of the run folder for this process, as another start of the run would.
-
-    The lease allows one start of the run to write to the run folder, so the run that has lost it must end without
-    another save. The fault lasts until `return_lease` is called. `draw` is not used.
-
-    Returns:
-        The number of the lease, for example "lease 12".
-
-    Raises:
-        OSError: the lease folder cannot be read.
-        StoreError: the lease folder cannot be written.
-    """
+    """Take the lease of the run folder for this process, as another start of the run would."""
     folder = victim.run_dir / LEASE_DIR
     created = None
     while created is None:  # `create` returns None if another process has taken this number first.
@@ -136,12 +113,6 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
 
     Other files, which the ranks submit for the manifest, are not chosen: if a kill has left one, nothing reads it.
 
-    Args:
-        victim: the run.
-        draw: source of the choice.
-        with_manifest: whether the manifest may be chosen. Without its manifest a folder is no checkpoint, so a start
-            ignores a folder whose manifest is deleted, instead of finding it damaged.
-
     Raises:
         IndexError: the run has no checkpoint with a manifest.
     """
@@ -157,14 +128,10 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
 def fill_disk(victim: Victim, draw: random.Random) -> str:
     """Fill the disk of `victim.filled_folder` to the last byte with one file, which `free_disk` deletes.
 
-    Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled. The run
-    must repeat a save that the full disk refuses until it succeeds, and go on. `draw` is not used.
+    Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled.
 
     Returns:
         The size of the file, for example "8,388,608 bytes".
-
-    Raises:
-        OSError: the file cannot be created.
     """
     num_written = 0
     with (victim.filled_folder / FILLER).open("wb", buffering=0) as file:
@@ -188,15 +155,7 @@ class SmallDisk:
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        """Create the folder and mount a tmpfs of `size_bytes` there.
-
-        Args:
-            folder: the checkpoint folder, which must not exist.
-            size_bytes: size of the file system; it must be enough for all checkpoints that the run keeps at a time.
-
-        Raises:
-            UserError: this user may not mount file systems.
-        """
+        """Create the folder and mount a tmpfs of `size_bytes` there."""
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "chaos", str(folder)]

@@ -41,12 +41,7 @@ class Victim:
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
-        """Return the pids of the processes that the run's supervisor has started and that still run.
-
-        Args:
-            words: string that the command line of a process must contain, for example "--state" or "python -m x": its
-                arguments are joined by spaces before the comparison. An empty string selects all processes.
-        """
+        """Return the pids of the processes that the run's supervisor has started and that still run."""
         matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
             with contextlib.suppress(OSError):  # The process may have ended.
@@ -59,8 +54,7 @@ class Victim:
     def ranks(self) -> dict[int, int]:
         """Return a dict from rank number to pid of the ranks that run on this machine.
 
-        A process is a rank if its command line contains the option --state. The variable RANK in its environment is
-        its number.
+        A process is a rank if its command line contains the option --state.
         """
         pids = {}
         for pid in self.pids("--state"):
@@ -89,9 +83,6 @@ def kill_everything(victim: Victim) -> int:
     """Send SIGKILL to the supervisor, and then to all other processes of the run until none is left.
 
     The processes are listed and killed repeatedly, because a process may start another one before it is killed.
-
-    Returns:
-        The largest number of processes in one listing, plus one for the supervisor, whether or not that still ran.
     """
     send_signal([victim.supervisor], signal.SIGKILL)
     most_pids = 0

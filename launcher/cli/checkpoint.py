@@ -87,11 +87,7 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
 
 
 def _table_row(checkpoint: Found) -> list[str | Text]:
-    """Return the row of a checkpoint in the table of `electra-dist checkpoint list`, eight cells.
-
-    They are step, attempt (number of the start of the run that saved the checkpoint), time, ranks, ZeRO stage, size,
-    rows seen and state. Time to rows seen are read from the manifest; they are empty for a checkpoint without one.
-    """
+    """Return the row of a checkpoint in the table of `electra-dist checkpoint list`, eight cells."""
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
@@ -144,18 +140,7 @@ def verify(
 
 
 def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None) -> list[Found]:
-    """Return the checkpoints below `path` that have a manifest, good or damaged.
-
-    Leftovers of unfinished saves and checkpoints that were set aside are not among them.
-
-    Args:
-        path: a run folder, a folder of checkpoints, or an s3:// prefix.
-        step: only checkpoints of this step; None for those of all steps.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
-
-    Raises:
-        UserError: there is no such checkpoint, or one is of another run than the run folder `path`.
-    """
+    """Return the checkpoints below `path` that have a manifest, good or damaged."""
     from electra_dist.checkpoint.repair import survey
 
     owner = find_owner(path)
@@ -188,12 +173,7 @@ class Verified:
 
 
 def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
-    """Read every byte of a checkpoint and return what is wrong with it.
-
-    Args:
-        checkpoint: the checkpoint to verify, which has a manifest.
-        advance: called after each piece with the number of bytes in it, to move a progress bar.
-    """
+    """Read every byte of a checkpoint and return what is wrong with it."""
     from electra_dist.checkpoint.file_reader import verify as verify_files
 
     begin = time.perf_counter()
@@ -209,7 +189,6 @@ def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
 
 
 def _print_verified(verified: Verified, out: Console) -> None:
-    """Print "good" or "BAD" for a checkpoint, its size and the time of reading it, and a line for each fault."""
     verdict = ("BAD ", "red") if verified.faults else ("good", "green")
     out.print(styled(verdict, f" {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s"))
     for fault in verified.faults:
@@ -245,14 +224,7 @@ def diff(
 
 
 def _print_diff(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
-    """Print the differences of two checkpoints as tables, and a last line with the verdict.
-
-    Args:
-        left: checkpoint A.
-        right: checkpoint B.
-        different: the parameters that differ.
-        num_compared: number of parameters that both have in the same shape.
-    """
+    """Print the differences of two checkpoints as tables, and a last line with the verdict."""
     out = open_console(soft_wrap=False)
     state_table = _state_table(left, right)
     if state_table.row_count:
@@ -268,9 +240,8 @@ def _print_diff(left: Side, right: Side, different: list[Difference], num_compar
 
 
 def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
-    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and the state's fields.
-
-    The arguments are those of `_print_diff`.
+    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and the state's
+    fields.
     """
     from electra_dist.checkpoint.state_diff import state_differences
 
@@ -290,13 +261,7 @@ def _print_diff_json(left: Side, right: Side, different: list[Difference], num_c
 
 
 def _compare_parameters(left: Side, right: Side) -> list[Difference]:
-    """Compare every parameter that both checkpoints have in the same shape, and show a progress bar meanwhile.
-
-    Returns one Difference per compared parameter, also for equal ones.
-
-    Raises:
-        UserError: a parameter of either checkpoint is damaged.
-    """
+    """Compare every parameter that both checkpoints have in the same shape, and show a progress bar meanwhile."""
     from electra_dist.checkpoint.state_diff import parameter_differences
 
     num_parameters = len(left.manifest.state.shapes)
@@ -309,10 +274,7 @@ def _compare_parameters(left: Side, right: Side) -> list[Difference]:
 
 
 def _state_table(left: Side, right: Side) -> Table:
-    """Return a table of the fields in which the run states of two checkpoints differ, such as step and ranks.
-
-    Each value is cut off after `_MAX_VALUE_CHARS` characters.
-    """
+    """Return a table of the fields in which the run states of two checkpoints differ, such as step and ranks."""
     from electra_dist.checkpoint.state_diff import state_differences
 
     table = Table("field", f"A {left.folder}", f"B {right.folder}", title="state")
@@ -322,14 +284,7 @@ def _state_table(left: Side, right: Side) -> Table:
 
 
 def _parameter_table(different: list[Difference]) -> Table:
-    """Return a table of the parameters that differ most, with the largest absolute differences of their elements.
-
-    It has a column each for the master weights and the two Adam moments.
-
-    Args:
-        different: the parameters that differ, in any order; the `_MAX_PARAMETERS_SHOWN` with the largest differences
-            are shown.
-    """
+    """Return a table of the parameters that differ most, with the largest absolute differences of their elements."""
     table = Table("parameter", *(f"max |difference| of {kind}" for kind in KINDS), title="parameters that differ")
     largest_first = sorted(different, key=lambda parameter: -max(parameter.largest.values()))
     for parameter in largest_first[:_MAX_PARAMETERS_SHOWN]:
@@ -367,16 +322,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> Side:
-    """Find one of the two checkpoints that `electra-dist checkpoint diff` compares, and read its manifest.
-
-    Args:
-        path: folder of a checkpoint; or a run folder, a folder of checkpoints or an s3:// prefix, whose newest
-            checkpoint is taken.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
-
-    Raises:
-        UserError: there is no such checkpoint, its manifest is damaged, or it is of another run than its run folder.
-    """
+    """Find one of the two checkpoints that `electra-dist checkpoint diff` compares, and read its manifest."""
     from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
@@ -394,23 +340,13 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
 def _progress_of_bytes(
     total: int | None, *, to_stderr: bool = False
 ) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar of the bytes verified while a `with` block runs.
-
-    Args:
-        total: bytes of a full bar; None if unknown.
-        to_stderr: whether the bar is on stderr, because stdout is for a JSON object.
-
-    Yields:
-        A console, which prints above the bar, and a function that moves the bar. The caller passes to it the number of
-        bytes verified since its last call.
-    """
+    """Show a progress bar of the bytes verified while a `with` block runs."""
     out = Console(stderr=True) if to_stderr else open_console()
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:
         bar = progress.add_task("verified", total=total)
 
         def advance(num_bytes: int) -> None:
-            """Move the bar forward by `num_bytes` bytes."""
             progress.advance(bar, num_bytes)
 
         yield out, advance

@@ -68,11 +68,7 @@ def compare(
 
 
 def _plan_table(plan: Plan) -> Table:
-    """Return a table of the pretraining runs of a comparison: steps, training FLOPs, and FLOPs / budget in percent.
-
-    The budget is the number of training FLOPs that every run should have. A run has a whole number of steps, so its
-    FLOPs differ slightly from the budget.
-    """
+    """Return a table of the pretraining runs of a comparison: steps, training FLOPs, and FLOPs / budget in percent."""
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
     for run in plan.cells:
         num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.

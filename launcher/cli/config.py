@@ -41,10 +41,7 @@ def resolve(file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _value(resolved: object, key: str) -> object:
-    """Return the value of a dotted key such as `train.micro_batch` in a config.
-
-    `resolved` is the config as nested dicts, with all defaults filled in.
-    """
+    """Return the value of a dotted key such as `train.micro_batch` in a config."""
     value = resolved
     for part in key.split("."):
         if isinstance(value, dict):

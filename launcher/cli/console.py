@@ -15,10 +15,6 @@ def open_console(*, soft_wrap: bool = True) -> Console:
 
     On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
     if the environment asks for colours (FORCE_COLOR), so that other programs can read the lines.
-
-    Args:
-        soft_wrap: True leaves the breaking of long lines to the terminal, for text. False lets rich break the lines
-            within the cells of a table.
     """
     console = Console(soft_wrap=soft_wrap)
     if console.file.isatty():

@@ -178,12 +178,7 @@ def _outcome(result: JoinedCorpus) -> str:
 
 
 def _print_report(report: BuildReport | None, console: Console) -> None:
-    """Print what a build has read and left out, each source, and what a user may want to change.
-
-    Args:
-        report: the report of the build; None if an earlier version built the corpus, for which one line is printed.
-        console: where to print.
-    """
+    """Print what a build has read and left out, each source, and what a user may want to change."""
     if report is None:
         console.print("no report of the inputs: the corpus was indexed, or built before builds wrote build.json")
         return
@@ -257,16 +252,8 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Raise an error if the output folder is inside an input folder.
-
-    A second build would then read the vocab.txt and the shards of the first one as input text.
-
-    Args:
-        inputs: files and folders with text, local paths or s3:// URLs.
-        output: local path or s3:// URL of the corpus.
-
-    Raises:
-        UserError: the output is an input, or below one.
+    """Raise an error if the output folder is inside an input folder. A second build would then read the vocab.txt and
+    the shards of the first one as input text.
     """
     for path in inputs:
         if "://" in output:

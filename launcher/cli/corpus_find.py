@@ -99,17 +99,6 @@ def find(
 
 
 def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
-    """Search for the query's text, source or document.
-
-    Args:
-        search: the search, prepared for the query.
-        query: the text, source or document.
-        corpora: the corpora that are searched; their vocabulary tokenizes the text.
-        least: consecutive tokens of the text that a row must contain; None: all of them, at most `_DEFAULT_LEAST`.
-
-    Returns:
-        The found rows, and the number of tokens of the text; None in its place for a source or a document.
-    """
     if query.text is None:
         return search.rows_with_documents(), None
     forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
@@ -122,18 +111,7 @@ def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
-    """Open the given corpus or, if none is given, all corpora of the run.
-
-    The shards of several corpora are numbered as if they were one corpus.
-
-    Args:
-        corpus: folder or s3:// prefix; None: the corpora of the run.
-        config: config of the run; None without a run.
-        endpoint_url: URL of the S3 endpoint; None: that of the run or, without a run, AWS.
-
-    Raises:
-        UserError: neither a corpus nor a run is given, or a corpus is given for a run that reads several corpora.
-    """
+    """Open the given corpus or, if none is given, all corpora of the run."""
     if config is not None and corpus is None:
         return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:
@@ -149,24 +127,12 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
 
 
 def _progress(shards: Iterable[int]) -> Iterable[int]:
-    """Yield the indices of shards, with a progress bar on stderr."""
     return track(list(shards), "searching", console=Console(stderr=True), transient=True)
 
 
 def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
-    """Interpret the positional arguments and options of the command.
-
-    Without --source and --document, the last word is the text. The words before the text are the corpus and the run,
-    in this order. A run folder may be given alone, because its config names the corpora.
-
-    Args:
-        words: positional arguments of the command.
-        query: values of the options --source and --document.
-        corpus: value of the option --corpus.
-        run: value of the option --run.
-
-    Raises:
-        UserError: there are too few or too many words, or both a source and a document are given.
+    """Interpret the positional arguments and options of the command. A run folder may be given alone, because its
+    config names the corpora.
     """
     if query.source is not None and query.document is not None:
         raise UserError("--source and --document: both are given; give one of them")

@@ -108,9 +108,6 @@ def plan(
 def read_rates(path: Path) -> CorpusRates:
     """Return the rates (CPU times of the steps of a build) from a JSON file.
 
-    Args:
-        path: a file that this command has kept, or a record of benchmarks/corpus_builder.py.
-
     Raises:
         UserError: the file is missing or damaged, or has no rates.
     """
@@ -125,10 +122,7 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """Measurement of the rates (CPU times of the steps of a build) for one command line.
-
-    The result is kept in a file of the user's cache folder for later calls with the same text, settings and machine.
-    """
+    """Measurement of the rates (CPU times of the steps of a build) for one command line."""
 
     def __init__(
         self,
@@ -138,16 +132,6 @@ class _Measurement:
         text_field: str,
         preparation: PrepareConfig | None,
     ) -> None:
-        """Keep the settings of the measurement; nothing is measured yet.
-
-        Args:
-            config: the configuration of the corpus.
-            files: the input files; if there are none, an artificial text is measured (`sample_text.py`).
-            vocab: path of vocab.txt; None trains a vocabulary on the sample.
-            text_field: JSON field or table column that holds the text.
-            preparation: configuration of `corpus prepare`, whose stages are measured, too; None measures the build
-                only.
-        """
         self._config = config
         self._files = files
         self._vocab = vocab
@@ -155,14 +139,7 @@ class _Measurement:
         self._preparation = preparation
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call has kept for the same text, settings and machine, or measure them.
-
-        New rates are kept for later calls. A kept file that is damaged is replaced.
-
-        Args:
-            console: receives a line of text before a measurement.
-            again: whether to measure even if rates were kept.
-        """
+        """Return the rates that an earlier call has kept for the same text, settings and machine, or measure them."""
         path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
             try:
@@ -191,10 +168,7 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return 16 hexadecimal digits that are equal only for the same input files, settings and kind of machine.
-
-        Input files count as the same if their locations and sizes are equal; their content is not read.
-        """
+        """Return 16 hexadecimal digits that are equal only for the same input files, settings and kind of machine."""
         config = self._config
         values = {
             "machine": cpu(),
@@ -226,10 +200,8 @@ class _Measurement:
             return measure_rates(request, sample, f"{cpu()['model']}", stages)
 
     def _measure_preparation(self, files: list[InputFile]) -> list[PrepareRate]:
-        """Measure the stages of `corpus prepare` on the files of the sample; return [] if no preparation is planned.
-
-        Raises:
-            UserError: datatrove or another package of the extra `corpus` is not installed.
+        """Measure the stages of `corpus prepare` on the files of the sample; return [] if no preparation is
+        planned.
         """
         if self._preparation is None:
             return []
@@ -240,11 +212,7 @@ class _Measurement:
         return measure_preparation(self._preparation, files, self._text_field)
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
-        """Return the user's vocabulary, or train one on the sample, filled with unused entries to model.vocab_size.
-
-        Raises:
-            UserError: no document of the sample has text.
-        """
+        """Return the user's vocabulary, or train one on the sample, filled with unused entries to model.vocab_size."""
         if self._vocab is not None:
             return Vocabulary.read(self._vocab)
         corpus = self._config.corpus
@@ -265,7 +233,6 @@ class _Measurement:
 
 
 def _placeholder(config: Config) -> Vocabulary:
-    """Return a vocabulary of model.vocab_size entries, which a plan needs only for its number of entries."""
     from electra_dist.tokenizer import SPECIAL_TOKENS
 
     return _filled(Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"), config.model.vocab_size)
@@ -286,17 +253,7 @@ def _workload(
     machines: int,
     cores: int,
 ) -> Workload:
-    """Return the sizes of the text to plan for: the text of the inputs, or enough text for the wanted tokens.
-
-    Args:
-        rates: the measured rates.
-        files: the input files; empty without --input.
-        tokens: wanted tokens of the corpus; None: those of the inputs or, without inputs, `DEFAULT_TOKENS`.
-        kept: share of the text that `corpus prepare` keeps.
-        input_file_mb: size of an input file in MB; not used if the plan is for the text of the inputs.
-        machines: number of machines.
-        cores: cores of a machine.
-    """
+    """Return the sizes of the text to plan for: the text of the inputs, or enough text for the wanted tokens."""
     from electra_dist.planning.corpus.corpus_plan import Workload, workload_of_tokens
 
     if not files or tokens is not None:
@@ -350,15 +307,7 @@ def _table(plan: CorpusPlan, prices: Prices) -> Table:
 def _remarks(
     plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
 ) -> list[str]:
-    """Return the lines below the table: sizes of the corpus, duration, and the rates and assumptions behind them.
-
-    Args:
-        plan: the plan.
-        rates: the rates on which it is based.
-        work: sizes of the text.
-        hours: duration that the user wants; None: no wanted duration.
-        num_machines_needed: machines that finish in `hours`; None if no number of machines does.
-    """
+    """Return the lines below the table: sizes of the corpus, duration, and the rates and assumptions behind them."""
     most_busy_cores = min(plan.num_groups, plan.num_buckets)
     lines = [
         f"{format_count(plan.tokens)} tokens from {work.text_bytes / 1e9:,.1f} GB of text in {work.num_files:,} "

@@ -82,7 +82,6 @@ def _run(preparation: Preparation, out: Console) -> None:
 
 
 def _submit(preparation: Preparation, out: Console) -> None:
-    """Submit the stages to Slurm and print the jobs."""
     from electra_dist.corpus.prepare.preparation import submit_to_slurm
 
     for stage, job in submit_to_slurm(preparation).items():

@@ -30,7 +30,6 @@ def stats(
     from electra_dist.report.corpus_stats.stats_page import write_stats_page
 
     def progress(shards: Iterable[int]) -> Iterable[int]:
-        """Yield the indices of shards, with a progress bar on stderr."""
         return track(list(shards), "reading", console=Console(stderr=True), transient=True)
 
     name = corpus.rstrip("/").rpartition("/")[2]

@@ -67,11 +67,8 @@ def find_vocabulary(
 
     Args:
         path: vocab.txt that the user gave with --vocab; None if there is none.
-        files: text on which a new vocabulary is trained.
         settings: config with the size of the vocabulary and the S3 endpoint.
         output: local path or s3:// URL of the corpus.
-        text_field: field of a JSON line, or parquet column, that holds the text.
-        console: where to announce that a vocabulary is trained, which takes a while.
 
     Raises:
         UserError: the vocabulary cannot be read or trained, or is not of the kind that `corpus.tokenizer` sets.
@@ -98,16 +95,7 @@ def find_vocabulary(
 
 
 def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
-    """Check that a vocabulary is of the kind that the config sets: WordPiece or byte-level BPE.
-
-    Args:
-        vocabulary: the vocabulary.
-        wanted_kind: the value of `corpus.tokenizer`.
-        name: path or URL of the vocabulary's file, for the message.
-
-    Raises:
-        UserError: the vocabulary is of the other kind.
-    """
+    """Check that a vocabulary is of the kind that the config sets: WordPiece or byte-level BPE."""
     if vocabulary.kind == wanted_kind:
         return
     description = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
@@ -121,15 +109,6 @@ class _Training:
     """Training of a vocabulary on input files, or on a sample of them, with a progress bar."""
 
     def __init__(self, text_field: str, undecodable: Undecodable, sample_gb: float, console: Console) -> None:
-        """Prepare a training.
-
-        Args:
-            text_field: field of a JSON line, or parquet column, that holds the text.
-            undecodable: what to do with a document that has bytes that are not UTF-8. "skip": leave it out. "replace":
-                put U+FFFD in their place, which the tokenizer drops.
-            sample_gb: most text to train on, in units of 1e9 bytes.
-            console: where to show the progress.
-        """
         self._text_field = text_field
         self._undecodable = undecodable
         self._limit_bytes = int(sample_gb * 1e9)
@@ -138,19 +117,7 @@ class _Training:
     def train(
         self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
     ) -> Vocabulary:
-        """Train a vocabulary; the same text and the same arguments give the same one.
-
-        Args:
-            files: text files; documents that a build would skip, such as empty ones, are left out.
-            size: number of entries wanted; a small text may give fewer.
-            lowercase: convert the text to lower case and remove accents first.
-            folder: where a sample of large inputs is kept until the training is over. A finished sample that an
-                interrupted call has left there is used again.
-            kind: "wordpiece", or "bpe" for byte-level BPE, for which `lowercase` has no effect.
-
-        Raises:
-            UserError: the inputs have no text, or `size` is too small for their characters.
-        """
+        """Train a vocabulary; the same text and the same arguments give the same one."""
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
             return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)

@@ -90,11 +90,7 @@ def export(
 
 
 def _parse_checkpoint(text: str) -> Choice:
-    """Return the checkpoint that `--checkpoint` names: a step, "best" or "newest".
-
-    Raises:
-        UserError: the text is none of these.
-    """
+    """Return the checkpoint that `--checkpoint` names: a step, "best" or "newest"."""
     if text == "newest":
         return "newest"
     if text == "best":
@@ -106,11 +102,7 @@ def _parse_checkpoint(text: str) -> Choice:
 
 
 def _parse_average(text: str | None) -> int:
-    """Return the number N of checkpoints to average from `--average last:N`; 1, which means no average, without it.
-
-    Raises:
-        UserError: the text is not of the form last:N with N of at least 1.
-    """
+    """Return the number N of checkpoints to average from `--average last:N`; 1, which means no average, without it."""
     if text is None:
         return 1
     match = _AVERAGE.fullmatch(text)

@@ -239,11 +239,6 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
 
 
 def _default_output(model: str) -> Path:
-    """Return the folder for the results if --output is not given: MODEL/finetune.
-
-    A model with random weights, which is given as random:CONFIG.yaml, has no folder. Its results go to
-    runs/finetune_random_CONFIG in the working directory.
-    """
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem
         return Path("runs") / f"finetune_random_{config_name}"
@@ -252,12 +247,7 @@ def _default_output(model: str) -> Path:
 
 @contextmanager
 def progress_bar(out: Console) -> Iterator[Report]:
-    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
-
-    Yields:
-        A function to call with the name of the current activity, its parts done, and its parts in total. The bar
-        restarts when the name changes.
-    """
+    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -272,7 +262,6 @@ def progress_bar(out: Console) -> Iterator[Report]:
         bar_id = bar.add_task("", total=None)
 
         def report(activity: str, done: int, total: int) -> None:
-            """Show how many parts of an activity are done; restart the bar when the activity changes."""
             description = printable(activity)
             if bar.tasks[0].description != description:
                 bar.reset(bar_id, description=description)
@@ -284,14 +273,7 @@ def progress_bar(out: Console) -> Iterator[Report]:
 def _write_summary(
     path: Path, encoder: Pretrained, settings: dict[str, FinetuneConfig], summaries: list[SeedSummary]
 ) -> None:
-    """Write the scores and the settings of a fine-tuning command as JSON, to be read by other programs.
-
-    Args:
-        path: file to write, OUTPUT/results.json; an existing file is replaced.
-        encoder: the pretrained model; its name and its digest, a hash of its weights and vocabulary, are recorded.
-        settings: settings of each task, by the task's name.
-        summaries: scores over all seeds, one summary for each task.
-    """
+    """Write the scores and the settings of a fine-tuning command as JSON, to be read by other programs."""
     from electra_dist.finetune.seed_results import glue_average
 
     _write_json(
@@ -307,6 +289,5 @@ def _write_summary(
 
 
 def _write_json(path: Path, tree: dict[str, object]) -> None:
-    """Write `tree` as indented JSON to the file `path`; missing folders are created, an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")

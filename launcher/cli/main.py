@@ -42,30 +42,18 @@ COMMANDS = {  # command -> (module, function or Typer application), in the order
 
 
 class _CommandsOnUse(TyperGroup):
-    """Command group that imports the module of a subcommand only when that subcommand is used.
-
-    `COMMANDS` lists the subcommands and their modules. `--help` reads the descriptions of the subcommands from the
-    source texts of these modules.
-    """
+    """Command group that imports the module of a subcommand only when that subcommand is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all subcommands, in the order in which `--help` shows them; import no module."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder for a subcommand with its name and its description; None for an unknown name.
-
-        `--help` lists these placeholders. They cannot be run; `resolve_command` returns the command to run.
-        """
+        """Return a placeholder for a subcommand with its name and its description; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return (name, command, remaining arguments) for the arguments of the command line; import the command.
-
-        For an unknown name, the base class ends the process with a message that suggests similar names.
-        """
         name, command, remaining = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, remaining
@@ -81,11 +69,6 @@ class _CommandsOnUse(TyperGroup):
 
 
 def _import_command(name: str) -> Any:
-    """Import and return a subcommand.
-
-    An entry of `COMMANDS` names either a Typer application with subcommands of its own, such as `corpus`, or a
-    function, such as `status`. For a function, a command is made from its signature.
-    """
     module, attribute = COMMANDS[name]
     function_or_app = getattr(import_module(module), attribute)
     if isinstance(function_or_app, typer.Typer):
@@ -99,12 +82,7 @@ def _import_command(name: str) -> Any:
 
 
 def _description(module: str, attribute: str) -> str:
-    """Return the description of a subcommand from the source of its module, without importing the module.
-
-    Args:
-        module: the module, such as "launcher.cli.status".
-        attribute: name of the function, whose docstring is returned, or of the Typer application, whose `help` is.
-    """
+    """Return the description of a subcommand from the source of its module, without importing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as file:
@@ -121,7 +99,6 @@ def _description(module: str, attribute: str) -> str:
 
 
 def _print_version(is_asked: bool) -> None:
-    """Print the version of this package and end the process, if `--version` is on the command line."""
     if is_asked:
         print(f"electra-dist {VERSION}")
         raise typer.Exit

@@ -61,11 +61,7 @@ def score(
 
 
 def _read_lines(texts: str) -> list[TextLine]:
-    """Return the texts of a file or, for "-", of standard input.
-
-    Raises:
-        UserError: there is no such file, it cannot be read or is not UTF-8, or it has no text.
-    """
+    """Return the texts of a file or, for "-", of standard input."""
     if texts == _STDIN:
         return read_text_lines(sys.stdin.buffer.read(), "standard input")
     file = Path(texts)
@@ -90,16 +86,7 @@ def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bo
 
 
 def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: bool, rank: int | None = None) -> None:
-    """Print the score of one text as a line, or as a JSON object.
-
-    Args:
-        line: the text with the number of its line.
-        text_score: its scores.
-        tokens: whether to print a second line with a value for each token: the probability that it was replaced or, if
-            the model gives none, the log-probability of the token.
-        as_json: whether to print JSON, which always has the values of the tokens.
-        rank: rank of the text in its group; None if texts are not ranked.
-    """
+    """Print the score of one text as a line, or as a JSON object."""
     is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
     if as_json:
         record = {"line": line.line, "text": line.text, "score": text_score.score}

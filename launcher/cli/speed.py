@@ -67,9 +67,6 @@ def advice(profile: StepProfile) -> list[str]:
     """Return what to change to make steps faster, one line for each change, always in the same order.
 
     If there is no change to advise, a single line names the part of the step that takes the most time.
-
-    Args:
-        profile: where the time of a step goes.
     """
     lines = []
     if profile.wait_share > _MUCH_WAITING:

@@ -144,13 +144,7 @@ def submit(
 
 
 def _print_jobs(request: SubmitRequest, job_ids: Sequence[str], excluded_nodes: Sequence[str]) -> None:
-    """Print the jobs that were submitted, the path of their log, and the commands that show and stop the run.
-
-    Args:
-        request: the request from which the batch script was written.
-        job_ids: Slurm's job ids, in the order in which the jobs run; without a chain the last one is the standby job.
-        excluded_nodes: nodes that the jobs do not use, because they have strikes.
-    """
+    """Print the jobs that were submitted, the path of their log, and the commands that show and stop the run."""
     out = open_console()
     run = shlex.quote(request.run_dir)
     noun = "jobs" if len(job_ids) > 1 else "job"

@@ -82,7 +82,6 @@ def verify_command(
         bar = progress.add_task("receipts", total=None)
 
         def show_progress(done: int, total: int) -> None:
-            """Show in the progress bar that `done` of `total` receipts are checked."""
             progress.update(bar, completed=done, total=total)
 
         result = verify(marks, expected, corpora.manifest, show_progress)
@@ -97,15 +96,8 @@ def verify_command(
 def _json_tree(
     run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: RunCorpora
 ) -> dict[str, Any]:
-    """Return the result of an audit of the rows that a run used as a JSON object; `deviation` is null if it is good.
-
-    Args:
-        run: the run folder.
-        result: result of the audit; at least one receipt was checked.
-        expected: the run's row order, global batch and skipped steps.
-        damaged: one line for each checkpoint whose manifest is damaged.
-        corpora: the corpora of the run's phases. `phases` of the result has the rows used of each corpus; it is empty
-            for a run with one corpus.
+    """Return the result of an audit of the rows that a run used as a JSON object; `deviation` is null if it is
+    good.
     """
     last = result.last
     assert last is not None
@@ -133,25 +125,11 @@ def _json_tree(
 
 
 def _num_starts(run: Path) -> int:
-    """Return how often the ranks of a run were started."""
     return sum(event["event"] in ("start", "resume") for event in read_ledger(run))
 
 
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
-    """Read the run states of all complete checkpoints of a run.
-
-    The run state is a part of the checkpoint's manifest, with the step and the rows used.
-
-    Args:
-        config: the run's config, which names the stores of its checkpoints.
-
-    Returns:
-        checkpoints: URL and run state of each checkpoint with an undamaged manifest.
-        damaged: one line for each other checkpoint, with the fault and the command that repairs the checkpoint.
-
-    Raises:
-        OtherRun: another run has written a checkpoint.
-    """
+    """Read the run states of all complete checkpoints of a run."""
     owner = owner_of(config, read_identity(Path(config.run_dir)))
     checkpoints = []
     damaged = []
@@ -170,11 +148,8 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
 
 
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
-    """Return the steps, from 0, that made no update because their gradients overflowed fp16; their rows do not count.
-
-    Args:
-        run_dir: the run folder; the record of such a step in its metrics.jsonl has `overflow` set.
-        checkpoints: (name, state) of each checkpoint; each state lists these steps.
+    """Return the steps, from 0, that made no update because their gradients overflowed fp16; their rows do not
+    count.
     """
     # A record has the number of steps done, which is one more than the number of its step.
     records = iter_records(run_dir / METRICS_FILE, whole_metrics_fault, containing=b"true")
@@ -185,18 +160,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
-    """Print the result of an audit of the rows that a run used.
-
-    Printed are the number of receipts checked, the skipped steps, and then either how often each row was used or the
-    first range of steps in which the run used other rows than its row order prescribes.
-
-    Args:
-        run: the run folder.
-        result: result of the audit; at least one receipt was checked.
-        expected: the run's row order, global batch and skipped steps.
-        corpora: the corpora of the run's phases.
-        out: where to print.
-    """
+    """Print the result of an audit of the rows that a run used."""
     last = result.last
     assert last is not None
     out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
@@ -235,12 +199,7 @@ def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> 
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
-    """Return in words how often each row of the corpus was used: "80 of the 640 rows ... 4 times, ...".
-
-    Args:
-        num_positions: steps times rows per step; a row that was used in several epochs counts each time.
-        rows_per_epoch: number of rows of the corpus, each of which is used once per epoch.
-    """
+    """Return in words how often each row of the corpus was used: "80 of the 640 rows ..."""
     num_epochs, num_further_rows = divmod(num_positions, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
@@ -263,10 +222,6 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
 
     A receipt is the number of rows that were used up to that step and a digest of their ids. A mark is a receipt
     together with its step and its source, which is metrics.jsonl or a checkpoint.
-
-    Args:
-        run_dir: the run folder; each training record in its metrics.jsonl holds one receipt.
-        checkpoints: (name, state) of each checkpoint; each state holds one receipt.
     """
     marks = []
     for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):

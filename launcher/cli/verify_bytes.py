@@ -77,7 +77,6 @@ def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
     Args:
         path: a run folder, or the folder or s3:// prefix of a corpus.
         endpoint_url: S3 endpoint of an s3:// path; not used for a run, whose config has the endpoint.
-        as_json: whether to print one JSON object.
 
     Raises:
         UserError: `path` is neither a run nor a corpus, or something below it is bad.
@@ -122,16 +121,7 @@ def _read_all(parts: list[Part]) -> list[BadPart]:
 
 
 def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield what there is to read below `path`: the parts of a run, or those of a corpus.
-
-    Args:
-        path: a run folder, or the folder or s3:// prefix of a corpus.
-        endpoint_url: S3 endpoint of an s3:// path.
-        temporary: folder for shards that must be fetched.
-
-    Raises:
-        UserError: `path` is neither a run nor a corpus.
-    """
+    """Yield what there is to read below `path`: the parts of a run, or those of a corpus."""
     if "://" not in path and is_run_folder(Path(path)):
         yield from _run_parts(Path(path), temporary)
         return
@@ -147,12 +137,7 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
 
 
 def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a run: its vocabulary, its corpora (held-out rows included) and its committed checkpoints.
-
-    Args:
-        run_dir: folder of the run.
-        temporary: folder for shards that must be fetched.
-    """
+    """Yield the parts of a run: its vocabulary, its corpora (held-out rows included) and its committed checkpoints."""
     config = open_run(run_dir)
     yield Part(
         url=str(run_dir / RUN_VOCAB_FILE),
@@ -192,12 +177,8 @@ def _token_counts_part(file: Path, vocab_size: int) -> Part:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a corpus: corpus.json, vocabulary, shards and side files; corpus.json alone if it is damaged.
-
-    Args:
-        store: store of the corpus.
-        fingerprint: digest that corpus.json must have; None if nothing names one.
-        temporary: folder for shards that must be fetched.
+    """Yield the parts of a corpus: corpus.json, vocabulary, shards and side files; corpus.json alone if it is
+    damaged.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
@@ -222,10 +203,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield one part for each side file of a corpus; nothing if the corpus has no side files.
-
-    Side files name the documents of each row. If origins.json itself is damaged, a single part reports that.
-    """
+    """Yield one part for each side file of a corpus; nothing if the corpus has no side files."""
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -249,18 +227,10 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
-    """Return an empty list, for use in lambdas: the reader that gives `checked` raises a UserError for a bad file."""
     return []
 
 
 def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
-    """Return the part for a shard of a corpus.
-
-    Args:
-        store: store of the corpus.
-        entry: the shard's entry in corpus.json.
-        temporary: folder into which a shard on S3 is fetched.
-    """
     return Part(
         url=f"{store.url}/{entry.name}",
         kind="shard",
@@ -270,18 +240,8 @@ def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
 
 
 def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Advance) -> list[str]:
-    """Return what is wrong with a shard: its size or its SHA-256; empty if it is the one that corpus.json lists.
-
-    A shard on S3 that is wrong is fetched once more, because bits may have flipped on the way.
-
-    Args:
-        store: store of the corpus.
-        entry: the shard's entry in corpus.json.
-        temporary: folder into which a shard on S3 is fetched, over the one before it.
-        advance: called with the number of bytes read since its last call.
-
-    Raises:
-        StoreError: the shard is missing or cannot be read.
+    """Return what is wrong with a shard: its size or its SHA-256; empty if it is the one that corpus.json lists. A
+    shard on S3 that is wrong is fetched once more, because bits may have flipped on the way.
     """
     local_path = store.local_path(entry.name)
     path = local_path or temporary / "shard.tar"
@@ -300,15 +260,7 @@ def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Adv
 
 
 def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
-    """Read a local file and return its size in bytes and its SHA-256 in hexadecimal.
-
-    Args:
-        path: the file.
-        advance: called with the number of bytes read since its last call.
-
-    Raises:
-        StoreError: the file is missing or cannot be read.
-    """
+    """Read a local file and return its size in bytes and its SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
     size_bytes = 0
     with readable(path), open_regular(path) as stream:
@@ -320,13 +272,6 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
 
 
 def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
-    """Return the part for a committed checkpoint.
-
-    Args:
-        target: store of the checkpoint.
-        folder: its folder in the store.
-        owner: the run that must have written it; None if it is not known.
-    """
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read

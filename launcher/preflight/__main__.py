@@ -38,16 +38,10 @@ from launcher.utf8_mode import start_in_utf8_mode
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this node, print the findings, add a strike if it is unhealthy, and return the process's exit code.
 
-    A strike is the record of a fault in strikes.jsonl. A launcher's environment variables RANK, LOCAL_RANK and
-    WORLD_SIZE decide what is checked; with a world size above 1 the call is collective. Local rank 0 of each node
-    checks the node. Rank 0 prints for all; if the ranks cannot work together, local rank 0 of each node prints.
+    A strike is the record of a fault in strikes.jsonl.
 
     Args:
         argv: command-line arguments; None means those of this process.
-
-    Returns:
-        The exit code 0, 1, 69, 75 or 78, see the module's docstring. If the checks raise a `UserError`, rank 0 prints
-        it as one line; the code is then 75 if the error is that storage is full or away, otherwise 78.
     """
     args = _parse(argv)
     node = node_name()
@@ -81,21 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: bool, world_size: int) -> list[Finding]:
-    """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load.
-
-    Collective with a world size above 1. With one rank, the GPUs are put under load only if there are some and the
-    checks before found no fault.
-
-    Args:
-        config: the resolved config of the run.
-        node: name of this node.
-        patience: limit of the wait for storage that is full or away. Only a run that has not begun waits.
-        is_first_of_node: whether this is local rank 0, which alone checks the node.
-        world_size: number of ranks that run this check.
-
-    Returns:
-        The findings: those of all ranks with a world size above 1, otherwise those of this node.
-    """
+    """Check the node, and then either all ranks together or, with one rank, the node's GPUs under load."""
     findings = check_node(config, node, patience) if is_first_of_node else []
     if world_size > 1:
         # Imported late, because it imports torch, which a node without ranks and GPUs need not have.
@@ -112,17 +92,10 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
 
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Record waits for storage as heartbeats, so that `electra-dist status` shows them.
-
-    Args:
-        patience: limit of the waits.
-        run_dir: the run folder.
-        rank: the rank whose heartbeat file is written. The supervisor deletes the file after preflight.
-    """
+    """Record waits for storage as heartbeats, so that `electra-dist status` shows them."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:
-        """Write a heartbeat about a wait and its reason; an empty reason means that the wait is over."""
         if reason and not heartbeats:
             heartbeats.append(Heartbeat(run_dir, rank))
         if heartbeats:
@@ -132,10 +105,7 @@ def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line and return the options by name.
-
-    On a missing or unknown option, argparse prints the usage and exits with code 2.
-    """
+    """Parse the command line and return the options by name."""
     parser = argparse.ArgumentParser(
         prog="launcher.preflight",
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "

@@ -51,16 +51,7 @@ class Need:
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
     """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
 
-    The needs of all folders on a disk are added up. What already lies in these folders is subtracted from the need, so
-    that a resumed run is not refused because of its own checkpoints.
-
-    Args:
-        config: the resolved config of the run.
-        corpora: URL -> manifest of each corpus of the run; those on S3 need space in the cache.
-        node: name of this node, for the findings.
-
-    Raises:
-        StoreError: this node has no temporary directory that can be used for the cache.
+    The needs of all folders on a disk are added up.
     """
     needs_by_disk: dict[int, list[Need]] = {}
     cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
@@ -71,15 +62,6 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def _cache_folder(config: Config) -> Path:
-    """Return the folder in which this node will cache shards.
-
-    The choice depends on whether the run has several nodes. This is read from WORLD_SIZE, which a launcher of ranks
-    sets, or from SLURM_NNODES, which Slurm sets; without both variables, one node is assumed.
-
-    Raises:
-        StoreError: this node has no temporary directory that can be used.
-        UserError: one of these variables cannot be used.
-    """
     has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
     folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
     return folder / SHARDS_DIR
@@ -88,11 +70,7 @@ def _cache_folder(config: Config) -> Path:
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
     """Return how much a run will write to each local folder if all are empty: logs, checkpoints, cached shards. Pure.
 
-    A checkpoint target on S3 needs local space for only one checkpoint, which lies in RUN/staging during its upload.
-
     Args:
-        config: the resolved config of the run.
-        corpora: URL -> manifest of each corpus of the run.
         cache_folder: folder in which this node caches shards; None: `config.cache_folder`.
     """
     log_need = Need(
@@ -108,17 +86,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints of one target need, at 12 bytes per parameter each.
-
-    A local target soon holds these checkpoints at once: the newest (`keep_last`), the best (`keep_best`), one that is
-    old enough for a rollback, and the one being written. By the end of the run, those that `keep_steps` and
-    `keep_every_steps` keep for good are added. A target on S3 takes local space only for the checkpoint that is being
-    uploaded.
-
-    Args:
-        config: the resolved config of the run.
-        url: the checkpoint target: s3://..., file://... or a path.
-    """
+    """Return how much local space the checkpoints of one target need, at 12 bytes per parameter each."""
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
     next_step = (
         "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
@@ -154,13 +122,7 @@ def _checkpoint_need(config: Config, url: str) -> Need:
 
 
 def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: Path) -> list[Need]:
-    """Return how much space the local cache of shards needs, as a list of one; empty if no corpus is on S3.
-
-    A shard is one file of a corpus; a shuffle window is the group of shards whose rows are shuffled together. The run
-    fails soon without room for two windows, one that is trained on and one that is fetched meanwhile; they are assumed
-    to consist of the largest shards. By the end, the cache holds all shards or `data.cache_limit_gb`, whichever is
-    less.
-    """
+    """Return how much space the local cache of shards needs, as a list of one; empty if no corpus is on S3."""
     remote_corpora = [corpus for url, corpus in corpora.items() if url.startswith("s3://")]
     shard_bytes = [shard.bytes for corpus in remote_corpora for shard in corpus.shards]
     if not shard_bytes:
@@ -188,10 +150,8 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
     """Compare the free space of one disk with all that a run still has to write to it. Pure.
 
     Args:
-        disk_needs: what is still to be written, one entry for each folder on this disk; at least one.
         free_bytes: bytes that an ordinary user may still write.
         free_files: free inodes; None if the file system does not count them.
-        node: name of this node, for the finding.
 
     Returns:
         "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail before its end,
@@ -219,11 +179,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return a copy of `need` with the bytes that are still to be written.
-
-    The bytes that already lie in its folder are subtracted from both byte counts, but not below 0. The number of files
-    stays as it is.
-    """
+    """Return a copy of `need` with the bytes that are still to be written."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -233,12 +189,6 @@ def _remaining(need: Need) -> Need:
 
 
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
-    """Read the free space of one disk and return the finding about it.
-
-    Args:
-        disk_needs: what is still to be written, one entry for each folder on this disk; at least one.
-        node: name of this node, for the finding.
-    """
     disk = os.statvfs(_existing(disk_needs[0].folder))
     # "avail" is what an ordinary user may use; a file system that does not count inodes reports 0 of them in total.
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -257,10 +207,6 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest parent that exists.
-
-    A missing folder will be created on the disk of that parent, so the free space of that disk counts.
-    """
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

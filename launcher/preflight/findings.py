@@ -33,8 +33,8 @@ _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy"
 class Finding:
     """Result of one check: its severity, the node and device that it is about, what was found, and what to do.
 
-    The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error" (the
-    user must fix something before any start).
+    The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error"
+    (the user must fix something before any start).
     """
 
     severity: Severity
@@ -48,22 +48,13 @@ def from_error(error: UserError, node: str) -> Finding:
     """Convert a user error to a finding of severity "user error".
 
     The text of its message before the first "; " becomes what was found, the text after it becomes the next step.
-
-    Args:
-        error: its message should have the form "WHAT IS WRONG; WHAT TO DO". Without "; " the next step is empty.
-        node: name of the node on which it occurred.
     """
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
 
 def exit_code(findings: Iterable[Finding], node: str) -> int:
-    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole.
-
-    A user error of the node has precedence over an unhealthy node, because requeuing the job on other nodes would not
-    help. A fault that concerns no single node gives EXIT_CRASH: after EXIT_UNHEALTHY this node would be left out,
-    although it is not at fault. Findings about other nodes are ignored.
-    """
+    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole."""
     findings = list(findings)
     severities_of_node = {finding.severity for finding in findings if finding.node == node}
     severities_of_job = {finding.severity for finding in findings if finding.node == JOB}
@@ -79,11 +70,7 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
     """Return one strike (the record of a fault) that combines all unhealthy findings about `node`; None without any.
 
-    Preflight adds one strike per call and not one per device, so that a limit on the number of strikes counts calls.
-
     Args:
-        findings: findings about any nodes.
-        node: the node to judge.
         now: Unix time in seconds, recorded in the strike.
     """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
@@ -123,10 +110,6 @@ def as_json(findings: Iterable[Finding], node: str) -> str:
 
 
 def _plain(finding: Finding) -> str:
-    """Return a finding as one line: severity, node and device, what was found, next step.
-
-    For example "unhealthy   n1 GPU 3         power brake; check the node's power supply".
-    """
     node = finding.node or "all nodes"
     where = f"{node} {finding.device}" if finding.device else node
     next_step = f"; {finding.next_step}" if finding.next_step else ""

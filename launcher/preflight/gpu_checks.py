@@ -35,12 +35,7 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """Return the faults of each GPU while it is idle, or one "ok" finding for a GPU without faults.
 
-    Faults of memory, driver, temperature and NVLinks are looked for. A GPU that does not answer gets only the fault
-    that it does not answer, because its other values are not known.
-
-    Args:
-        gpus: all GPUs of one node, whose numbers of NVLinks are compared.
-        node: name of the node, for the findings.
+    Faults of memory, driver, temperature and NVLinks are looked for.
     """
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
@@ -58,10 +53,6 @@ def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
     """Return the faults that show only while the GPUs compute, or one "ok" finding for a GPU without faults.
 
     The faults are slowdowns, heat, and a clock of less than half of the highest one, which is a warning.
-
-    Args:
-        gpus: all GPUs of one node, sampled during a matrix product.
-        node: name of the node, for the findings.
     """
     findings = []
     for gpu in gpus:
@@ -88,12 +79,7 @@ class Speed:
 def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
     """Return an "unhealthy" finding for each slow device, and an "ok" finding for each node without a slow device.
 
-    A device is slow if the median speed of all devices is more than `factor` times its own. A single device is its own
-    median, so it is never slow.
-
-    Args:
-        speeds: devices of one kind, of one or several nodes; an empty list gives no findings.
-        factor: how many times slower than the median a device may be, for example 1.3.
+    A device is slow if the median speed of all devices is more than `factor` times its own.
     """
     if not speeds:
         return []
@@ -118,11 +104,7 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
 
 
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced.
-
-    Each fault is a tuple of the severity, what was found, and the next step. Uncorrected errors since the driver was
-    loaded make the GPU unhealthy; earlier ones are a warning only.
-    """
+    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced."""
     new_errors = gpu.now.ecc_uncorrected
     if new_errors:
         yield "unhealthy", f"{new_errors} uncorrected memory errors since the driver was loaded", _RESET
@@ -139,21 +121,12 @@ def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault if the driver asks for a recovery of this GPU, such as a reset.
-
-    The fault is a tuple of the severity, what was found, and the next step.
-    """
     if gpu.recovery_action:
         yield "unhealthy", f"the driver asks to {gpu.recovery_action}", "do this, then run preflight again"
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault for each slowdown that is in force, and one for a temperature near the slowdown temperature.
-
-    Each fault is a tuple of the severity, what was found, and the next step. A slowdown by the hardware is unhealthy;
-    one by the driver's software is a warning. A GPU at the temperature at which the hardware slows it down is
-    unhealthy; at most 5 C below that temperature, it gets a warning.
-    """
+    """Yield a fault for each slowdown that is in force, and one for a temperature near the slowdown temperature."""
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
             yield "unhealthy", f"slowed down: {reason}", "check the node's cooling and power supply"
@@ -167,14 +140,8 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault (severity, what was found, next step) if some NVLinks of a GPU are inactive.
-
-    A GPU with fewer active links than another GPU of the node is unhealthy. A GPU with inactive links but as many
-    active ones as any other gets a warning only, because the node may be wired that way.
-
-    Args:
-        gpu: the GPU to judge.
-        most_links: largest number of active links of any GPU of the node.
+    """Yield a fault (severity, what was found, next step) if some NVLinks of a GPU are inactive. A GPU with inactive
+    links but as many active ones as any other gets a warning only, because the node may be wired that way.
     """
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
@@ -186,14 +153,7 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Convert the faults of a GPU to one finding each, or to one "ok" finding if there is no fault.
-
-    Args:
-        gpu: the GPU, whose number the findings name.
-        node: name of its node.
-        faults: tuples of the severity, what was found, and the next step.
-        sound: what the "ok" finding states, for example the name and temperature of the GPU.
-    """
+    """Convert the faults of a GPU to one finding each, or to one "ok" finding if there is no fault."""
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]
@@ -204,10 +164,7 @@ def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -
 
 
 def _state(gpu: GpuHealth) -> str:
-    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out.
-
-    For example "61 C, 652 W, 1755 MHz".
-    """
+    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out."""
     now = gpu.now
     parts = []
     if now.temperature_c is not None:

@@ -30,16 +30,10 @@ _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
 
-    A fault is reported as a finding with severity "unhealthy" or "user error". Objects that are written to the storage
-    as a test are deleted again.
+    A fault is reported as a finding with severity "unhealthy" or "user error".
 
     Args:
-        config: the resolved config of the run.
-        node: name of this node, for the findings.
         patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
-
-    Raises:
-        StoreError: this node has no folder in which it could cache shards; only in a run on several nodes.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
@@ -64,18 +58,11 @@ def preflight(
 ) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
-    On timeout, send it SIGKILL, add a strike (the record of a fault) against this node and return EXIT_UNHEALTHY. The
-    end of the process is then not waited for, because a process that hangs in a driver may survive SIGKILL.
+    On timeout, send it SIGKILL, add a strike (the record of a fault) against this node and return EXIT_UNHEALTHY.
 
     Args:
-        run_dir: the run folder, to which the strike is added.
         arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
         limit_s: seconds after which the process is killed.
-        give_up: called without arguments about twice per second; once it returns True, the process is killed, and the
-            result is EXIT_STOPPED.
-
-    Raises:
-        StoreError: the strike cannot be written.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     deadline = time.monotonic() + limit_s

@@ -63,8 +63,7 @@ _REPORT = TypeAdapter(RankReport)
 def check_load(node: str) -> list[Finding]:
     """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
 
-    Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a user error,
-    or a warning where the user has asked for the CPU.
+    Not collective: call it from one process per node.
     """
     import torch
 
@@ -83,13 +82,7 @@ def check_load(node: str) -> list[Finding]:
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     """Measure all ranks together and return the findings of all of them. Collective.
 
-    Makes the default process group from the launcher's environment variables, and destroys it. If the ranks cannot
-    meet or a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as
-    a whole, because it is not known which node is at fault.
-
-    Args:
-        node: name of this rank's node.
-        own: findings that this rank has already, usually those of `check_node`.
+    Makes the default process group from the launcher's environment variables, and destroys it.
     """
     import torch.distributed as dist
 
@@ -111,15 +104,7 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """Return the findings of all ranks, and those that follow from comparing the ranks. Pure.
-
-    The comparison is of the clocks of the nodes, the speeds of the GPUs, and the seconds that a rank needs to exchange
-    data with its neighbours.
-
-    Args:
-        reports: the reports of all ranks, ordered by rank.
-        on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
-    """
+    """Return the findings of all ranks, and those that follow from comparing the ranks. Pure."""
     findings = [finding for report in reports for finding in report.findings]
     # All ranks of a node share its clock, so the first rank of each node stands for it.
     skew_by_node: dict[str, float] = {}
@@ -138,15 +123,7 @@ def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Findi
 
 
 def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
-    """Return a finding for each rank whose exchange of data took more than twice the median of all ranks.
-
-    Each rank exchanges data with two neighbours, and its report holds the faster of the two exchanges. A rank is thus
-    slow only if both were slow, and is not blamed for one slow neighbour.
-
-    Args:
-        reports: one for each rank; those without a measured exchange are ignored.
-        on_gpu: whether data was exchanged between GPUs; otherwise a slow rank is a warning only.
-    """
+    """Return a finding for each rank whose exchange of data took more than twice the median of all ranks."""
     seconds_by_rank = {report.rank: report.exchange_s for report in reports if report.exchange_s is not None}
     if not seconds_by_rank:
         return []
@@ -170,21 +147,14 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
 
 
 def _backend() -> str:
-    """Return the backend for `init_process_group`: gloo for CPU tensors and, with a GPU, NCCL for GPU tensors."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
-    """Measure this rank and return the reports of all ranks, ordered by rank. Collective.
-
-    Works in the default process group. If the matrix product of any GPU failed, no rank exchanges data, because the
-    faulty GPU would hang the exchange.
-
-    Args:
-        node: name of this rank's node.
-        own: findings that this rank has already; they become part of its report.
+    """Measure this rank and return the reports of all ranks, ordered by rank. If the matrix product of any GPU failed,
+    no rank exchanges data, because the faulty GPU would hang the exchange.
     """
     import torch
     import torch.distributed as dist
@@ -229,17 +199,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
 
 
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
-    """Run matrix products on the devices at once for 3 s; return their speeds and the faults that show.
-
-    Args:
-        devices: the GPUs to load, each by a thread of its own.
-        node: name of this node.
-        sample_gpus: whether to also read NVML's values of all GPUs of this node while they work; one rank per node
-            should.
-
-    Returns:
-        The speeds, without devices that failed, and the findings: failed products and faults under load.
-    """
+    """Run matrix products on the devices at once for 3 s; return their speeds and the faults that show."""
     from launcher.preflight.rank_measurements import matmul_tflops
 
     speeds: list[Speed] = []

@@ -25,13 +25,7 @@ _FLOAT_BYTES = 4  # of an element of the exchanged buffers, which are fp32
 
 
 def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
-    """Return the median speed of bf16 matrix products, in 1e12 FLOP/s. Not collective.
-
-    Args:
-        device: where to multiply; the CPU is allowed.
-        size: rows and columns of the square matrices.
-        seconds: how long to multiply, at least one chunk of 8 products.
-    """
+    """Return the median speed of bf16 matrix products, in 1e12 FLOP/s. Not collective."""
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(matrix)
     flops_of_chunk = _CHUNK * 2 * size**3  # a product of n x n matrices takes n^3 multiplications and additions
@@ -50,8 +44,7 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 def skew(rank: int) -> float:
     """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
 
-    Negative if it is behind. The ranks read their clocks after a barrier. They leave it at slightly different moments,
-    which distorts the difference, so three tries are made, and the difference nearest to 0 is returned.
+    Negative if it is behind. The ranks read their clocks after a barrier.
     """
     differences = []
     for _ in range(_SKEW_TRIES):
@@ -64,15 +57,7 @@ def skew(rank: int) -> float:
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
-    The faster one counts, so that a rank with one slow neighbour is not blamed for it. The exchanges are made in two
-    or three turns (three with an odd number of ranks), so that a rank exchanges data with only one neighbour at a
-    time; see `partner`.
-
-    Args:
-        ring: the ranks of the ring in order, `rank` among them, from `peers`. All ranks must be in a ring of the same
-            size.
-        rank: this rank.
-        device: where the exchanged buffers lie.
+    The faster one counts, so that a rank with one slow neighbour is not blamed for it.
 
     Returns:
         Seconds, or None for a ring of fewer than three ranks, in which a slow rank and its neighbour look alike.
@@ -97,33 +82,22 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
 
 
 def _connect(device: torch.device) -> None:
-    """Let all ranks take part in one all-reduce on `device`. Collective.
-
-    It must come before the first exchange between two ranks: NCCL opens a group's connections in the group's first
-    operation, in which all ranks must take part. In a ring with an odd number of ranks one of them pauses in each
-    turn, and the others would wait for it until the timeout.
-    """
     dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
-    """Send one buffer to the rank `peer` and receive one of the same size from it, both at once."""
     sending = dist.P2POp(dist.isend, sent, peer)
     receiving = dist.P2POp(dist.irecv, received, peer)
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
 
 
-def _do_nothing() -> None:
-    """Return at once: the work that is timed on a rank without a neighbour to exchange data with in a turn."""
+def _do_nothing() -> None: ...
 
 
 def all_reduce(device: torch.device) -> float:
-    """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective.
-
-    Bus bandwidth is the all-reduced bytes times 2 (n - 1) / n over the seconds, for n ranks, as nccl-tests defines it.
-    """
+    """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective."""
     world_size = dist.get_world_size()
     num_bytes = _bytes(device)
     data = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
@@ -132,13 +106,8 @@ def all_reduce(device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of five runs of `work`. Collective; all ranks begin each run together.
-
-    One run before these five is not counted, because it opens the connections.
-
-    Args:
-        work: what to time; it may differ between the ranks.
-        device: where the work runs; if it is a GPU, each run ends when the GPU has finished.
+    """Return the seconds of the fastest of five runs of `work`. One run before these five is not counted, because it
+    opens the connections.
     """
     times = []
     for _ in range(1 + _REPEATS):
@@ -158,7 +127,6 @@ def _bytes(device: torch.device) -> int:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -171,15 +139,7 @@ def meet() -> None:
 def partner(position: int, count: int, turn: int) -> int | None:
     """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
 
-    Over all turns each position meets both of its neighbours once. In turn 0 the pairs are (0, 1), (2, 3), ...; in
-    turn 1 they are (1, 2), (3, 4), .... The ring is closed by the last and the first position: with an even count they
-    are one more pair of turn 1. With an odd count, the last one pauses in turn 0, the first one in turn 1, and they
-    meet in turn 2, in which all others pause.
-
-    Args:
-        position: from 0 to `count` - 1.
-        count: number of positions in the ring, at least 3.
-        turn: 0 or 1, and 2 with an odd count.
+    Over all turns each position meets both of its neighbours once.
     """
     is_odd = count % 2 == 1
     last = count - 1
@@ -197,16 +157,7 @@ def partner(position: int, count: int, turn: int) -> int | None:
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
     """Return the ring of ranks that `rank` exchanges data with, itself included.
 
-    With one node these are all ranks. With several nodes these are the ranks with the same local index on each node,
-    so that all exchanges go over the network. For example, with the nodes a, a, b, b, c, c the ring of rank 1 is
-    [1, 3, 5].
-
-    Args:
-        nodes: name of the node of each rank.
-        rank: the rank whose ring is wanted.
-
-    Returns:
-        The ranks in order; empty if the nodes have different numbers of ranks, because then no comparison is fair.
+    With one node these are all ranks.
     """
     ranks_by_node: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):

@@ -47,18 +47,10 @@ _RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_tim
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    A corpus, target or disk that cannot be used is reported as a finding with severity "user error". If the run has
-    begun, storage that is full or away is a "warning" only, because the run waits for it
-    (`cluster.storage_patience_s`) and a chain of jobs must not end for it. If the run has not begun, these checks wait
-    until the storage is back or `patience` is over.
+    A corpus, target or disk that cannot be used is reported as a finding with severity "user error".
 
     Args:
-        config: the resolved config of the run.
-        node: name of this node, for the findings.
         patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
-
-    Raises:
-        StoreError: this node has no folder in which it could cache shards; only in a run on several nodes.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
@@ -89,16 +81,6 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
 
 def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
-    """Call an operation on storage, repeat it while the storage is full or away, and return its value.
-
-    Args:
-        patience: limit of the wait.
-        operation: called without arguments.
-
-    Raises:
-        StoreAway: the storage was full or away until the limit was over; a UserError.
-        UserError: the operation failed for a reason that does not go away with time.
-    """
     try:
         return patience.call(operation)
     except StorageLost as lost:
@@ -106,13 +88,6 @@ def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
-    """Convert an error of storage to a finding: a warning if the run has begun and waits for this, else a user error.
-
-    Args:
-        error: of a store or a file.
-        node: name of this node.
-        has_begun: whether an earlier start of the run has written its folder.
-    """
     finding = from_error(error, node)
     return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
 
@@ -128,11 +103,6 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
     Args:
         skew_s: seconds by which this node's clock is ahead; negative if it is behind.
-        against: name of the other clock, for the message.
-        node: name of this node.
-
-    Returns:
-        "ok" below 2 s, "warning" below 60 s, otherwise "unhealthy".
     """
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
@@ -148,17 +118,8 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it.
-
-    The name of the object is random, so that several nodes can test the same target at once.
-
-    Args:
-        url: the target: s3://BUCKET/PREFIX, file://... or a path.
-        endpoint_url: URL of an S3-compatible service; None: AWS.
-
-    Raises:
-        UserError: one of these fails, other bytes are read than were written, or the target replaces an object that
-            should only be created if there is none.
+    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it. The name of the
+    object is random, so that several nodes can test the same target at once.
     """
     store = open_store(url, endpoint_url, retry=_RETRIES)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
@@ -174,16 +135,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 
 
 def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
-    """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service.
-
-    Yields one finding per clock. A service that does not answer yields none, because `check_storage` has already
-    reported that it cannot be reached.
-
-    Args:
-        config: the resolved config of the run.
-        node: name of this node, for the findings.
-        patience: limit of the wait for a run folder that is full or away.
-    """
+    """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service."""
     run_dir = Path(config.run_dir)
     try:
         skew_of_folder_s = _call_until_back(patience, lambda: _file_skew_s(run_dir))
@@ -202,14 +154,7 @@ def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Fin
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system.
-
-    A temporary file is written: on a shared file system its modification time comes from the file server. It is
-    compared with this node's time, and the file is deleted again.
-
-    Raises:
-        UserError: the run folder cannot be written or read.
-    """
+    """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system."""
     store = open_store(str(run_dir))
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
@@ -224,11 +169,7 @@ def _file_skew_s(run_dir: Path) -> float:
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Return by how many seconds this node's clock is ahead of an HTTP service's, read from its Date header.
-
-    The header has whole seconds, rounded down, so half a second, the mean error, is added to it. Returns None if the
-    service does not answer within 5 s or sends no header.
-    """
+    """Return by how many seconds this node's clock is ahead of an HTTP service's, read from its Date header."""
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
     try:

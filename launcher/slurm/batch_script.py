@@ -92,12 +92,7 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
     """Return the text of the batch script. Pure.
 
     Args:
-        request: what to run, where and how.
         excluded_nodes: nodes that Slurm must not use, because a fault of them was recorded recently (a strike).
-
-    Raises:
-        UserError: a value has a backslash or a control character, which an #SBATCH line cannot hold,
-            `sbatch_options` names an option that the script sets itself, or a container cannot mount a folder.
     """
     options = _options(request, excluded_nodes)
     directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
@@ -111,15 +106,7 @@ def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -
 
 
 def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tuple[str, object]]:
-    """Return the sbatch options of the job as pairs of name and value; a flag has the value "".
-
-    Args:
-        request: what to run, where and how.
-        excluded_nodes: names of nodes that Slurm must not use.
-
-    Raises:
-        UserError: the user set an option that the script sets itself.
-    """
+    """Return the sbatch options of the job as pairs of name and value; a flag has the value ""."""
     further_options = user_options(request.sbatch_options, _RESERVED_OPTIONS)
     sets_memory = any(name in ("mem", "mem-per-cpu", "mem-per-gpu") for name, _ in further_options)
     options: list[tuple[str, object]] = [  # None leaves an option out.
@@ -144,7 +131,6 @@ def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tu
 
 
 def _option_text(name: str, value: object) -> str:
-    """Return an option of sbatch as `--name=value`, or `--name` for a flag, quoted for an #SBATCH line."""
     option = f"--{directive(name)}"
     return option if value == "" else f"{option}={directive(value)}"
 
@@ -167,12 +153,7 @@ export PATH # Without an environment, bash has a default PATH that its programs 
 
 @dataclass(frozen=True, kw_only=True)
 class _ContainerText:
-    """Pieces of shell text that make the script's Python programs run in the container; empty without a container.
-
-    The batch script itself runs outside the container, on the first node. It starts two kinds of programs in it:
-    `launcher.supervise` on every node, which starts the ranks, and `launcher.slurm.job` on the first node, which
-    records the job and decides what follows its end.
-    """
+    """Pieces of shell text that make the script's Python programs run in the container; empty without a container."""
 
     srun_options: str = ""  # for the `srun` that starts a task on every node; begins with a blank
     ranks_prefix: str = ""  # in front of `python -m launcher.supervise`, on every node; ends with a blank
@@ -180,19 +161,7 @@ class _ContainerText:
 
 
 def _container_text(request: SubmitRequest) -> _ContainerText:
-    """Return the pieces of shell text that run the script's Python programs in the container, quoted for the shell.
-
-    Two programs run in the container: `launcher.supervise` (starts and watches the ranks) on every node, and
-    `launcher.slurm.job` (records the begin and the end of the job) on the first node. With apptainer, `apptainer exec`
-    in front of each command starts the container.
-
-    With pyxis, options of srun start it. `launcher.supervise` is started by srun in any case, so the options are added
-    to that srun. The script runs `launcher.slurm.job` directly, so a separate srun for one task on the first node is
-    put in front of it. The run folder and the working folder are always mounted.
-
-    Raises:
-        UserError: the path of one of these two folders cannot stand in a list of mounts.
-    """
+    """Return the pieces of shell text that run the script's Python programs in the container, quoted for the shell."""
     container = request.container
     if container is None:
         return _ContainerText()
@@ -219,19 +188,7 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """Return the part of the script that every node runs, followed by the definitions of two shell functions.
-
-    Slurm runs the script on the first node, without an argument. There, the function `start_step` calls srun, which
-    runs the script once more on every node, with the argument `node`. With this argument, the script only starts the
-    node's supervisor, which starts the ranks, passes signals on to it, and writes its exit code into a file of the
-    folder `$state`.
-
-    `$state` is RUN/slurm/job-ID-RESTART, where RESTART is the number of requeues, so a job that Slurm requeues has a
-    new folder each time. After N replacements of nodes, -N is appended for the same reason.
-
-    The function `ours` runs `python -m launcher.slurm.job` with its arguments on the first node, in the container if
-    there is one. The part of the script that runs once per job calls both functions.
-    """
+    """Return the part of the script that every node runs, followed by the definitions of two shell functions."""
     container = _container_text(request)
     staging = staging_lines(request.environment_archive) if request.environment_archive else ""
     srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
@@ -282,5 +239,4 @@ def _supervise_command(request: SubmitRequest) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a text as one line: each sequence of white space, line breaks included, is replaced by one space."""
     return " ".join(text.split())

@@ -47,11 +47,7 @@ class CorpusScript(NamedTuple):
 
 
 def corpus_scripts(jobs: CorpusJobs) -> list[CorpusScript]:
-    """Return the batch scripts of a corpus build in the order in which they run.
-
-    Raises:
-        UserError: a value cannot be written into a script.
-    """
+    """Return the batch scripts of a corpus build in the order in which they run."""
     scripts = []
     if jobs.vocabulary:
         scripts.append(_script(jobs, "vocabulary", _command("vocab", *jobs.vocabulary)))
@@ -63,12 +59,7 @@ def corpus_scripts(jobs: CorpusJobs) -> list[CorpusScript]:
 
 
 def submit_corpus(jobs: CorpusJobs) -> list[str]:
-    """Write the batch scripts, submit them, and return Slurm's job ids in the order of the scripts.
-
-    Raises:
-        UserError: sbatch is missing or refuses a script, or a value cannot be written into one.
-        StoreError: the folder of the scripts cannot be written.
-    """
+    """Write the batch scripts, submit them, and return Slurm's job ids in the order of the scripts."""
     scripts = corpus_scripts(jobs)
     for script in scripts:
         with replacing(jobs.folder / f"{script.name}.sh", permissions=PRIVATE_PROGRAM) as file:
@@ -81,18 +72,11 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
 
 
 def _command(*arguments: str) -> str:
-    """Return the shell command of a subcommand of `electra-dist corpus`, quoted."""
     return shlex.join([sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus", *arguments])
 
 
 def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
-    """Return a batch script that runs one command.
-
-    Args:
-        jobs: the description of all jobs.
-        name: name of the script, and part of the job's name.
-        command: the command, quoted for the shell.
-    """
+    """Return a batch script that runs one command."""
     log_folder = str(jobs.folder).replace("%", "%%")  # Slurm replaces %x, %j and the like in the name of a log.
     own = {
         "job-name": f"corpus-{name}",

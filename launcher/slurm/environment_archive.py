@@ -43,9 +43,6 @@ def environment_files(
 
     Args:
         folders: folders that hold packages; None means the folders into which pip installs.
-        packages: names of packages that may be in other folders, as after `pip install --editable`. They are found as
-            by `import`. A file of them replaces one from `folders` with the same path in the archive. A package that
-            is not installed is left out.
     """
     if folders is None:
         folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
@@ -74,15 +71,7 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 
 
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
-    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists.
-
-    Args:
-        file: path of the archive; its name is that of `archive_name`, so an existing file has the same content.
-        files: what the archive contains.
-
-    Raises:
-        StoreError: the disk is full or refuses the write.
-    """
+    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists."""
     if file.exists():
         return
     with replacing(file) as out, tarfile.open(fileobj=out, mode="w") as archive:
@@ -93,12 +82,8 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 def staging_lines(archive: str) -> str:
     """Return shell commands for a node that unpack an archive on the node's own disk and put it first in PYTHONPATH.
 
-    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier job
-    has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed. Neither is
-    it if the folder is a link, of another user, or open to others: they could have put their own code there.
-
-    Args:
-        archive: path of the archive, on a file system that all nodes can read.
+    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier
+    job has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed.
     """
     name = Path(archive).stem
     return f"""
@@ -128,7 +113,6 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def _files_below(folder: Path, root: Path) -> Iterator[PackedFile]:
-    """Yield the regular files below `folder`; their paths in the archive are relative to `root`."""
     for path in folder.rglob("*"):
         if path.is_file():
             yield PackedFile(path, path.relative_to(root).as_posix())

@@ -35,13 +35,7 @@ _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the tim
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a line to RUN/slurm/jobs.jsonl, the record of the run's Slurm jobs, with the time in UTC.
-
-    Args:
-        run_dir: the run folder.
-        event: "submit", "begin" or "end".
-        **details: further fields, of types that JSON knows.
-    """
+    """Append a line to RUN/slurm/jobs.jsonl, the record of the run's Slurm jobs, with the time in UTC."""
     file = JsonlFile(run_dir / JOBS_FILE)
     file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
     file.close()
@@ -51,9 +45,6 @@ def exit_codes(state: Path) -> dict[str, int]:
     """Return a dict from node to the exit code of its supervisor, which each node writes to a file `exit-NODE`.
 
     A node that died wrote no file, or one without a number; it is missing from the dict.
-
-    Args:
-        state: the folder of one start of the ranks, RUN/slurm/job-ID-RESTART or RUN/slurm/job-ID-RESTART-REPLACEMENTS.
     """
     codes = {}
     for file in state.glob("exit-*"):
@@ -69,15 +60,8 @@ def exit_codes(state: Path) -> dict[str, int]:
 def begin(args: argparse.Namespace) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
-    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint. With
-    the last two, `decide` later selects the events of this job, and sees whether it has saved a checkpoint.
-
-    Args:
-        args: options of the command line, see `main`.
-
-    Raises:
-        UserError: the config has another run folder, or an earlier job has saved checkpoints and the run is no longer
-            in the run folder.
+    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint.
+    With the last two, `decide` later selects the events of this job, and sees whether it has saved a checkpoint.
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
@@ -97,20 +81,7 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
-    """Check that a job continues the run of the earlier jobs of its run folder.
-
-    Without this check, a job would begin a new run if its config had another run folder, or if the files of the run
-    had been deleted after an earlier job had saved checkpoints.
-
-    Args:
-        run_dir: the run folder, which contains jobs.jsonl.
-        config_file: the resolved config of the job; None if the batch script is of an older version.
-        ledger: events of the run in the run folder; [] if there are none.
-
-    Raises:
-        UserError: the config has another run folder, or an earlier job has saved checkpoints and the run folder has
-            neither a ledger nor a config.
-    """
+    """Check that a job continues the run of the earlier jobs of its run folder."""
     if config_file is not None:
         config_run_dir = Path(load_config(config_file).run_dir).absolute()
         if config_run_dir != run_dir.absolute():
@@ -131,9 +102,6 @@ def end(args: argparse.Namespace) -> None:
 
     The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
     strike (the record of a fault) that has not expired, and those that ended as unhealthy in this job.
-
-    Args:
-        args: options of the command line, see `main`.
     """
     identity = (args.job, args.restart, args.replacements)
     now = _current_time(read_jobs(args.run), identity)  # first, because it depends on the current time
@@ -168,15 +136,8 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the current Unix time in seconds, unaffected by changes of the system clock since a start of the ranks.
-
-    The result is the time in the record "begin" of that start plus the seconds since then by the kernel's boot clock.
-    A job begins and ends on the same node, so both readings are of one boot clock. If there is no such record, or an
-    older version wrote it without `uptime_s`, the result is the time of the system clock.
-
-    Args:
-        jobs: all lines of jobs.jsonl, oldest first.
-        identity: job id, number of requeues and number of replacements of the start, as `start_identity` returns them.
+    """Return the current Unix time in seconds, unaffected by changes of the system clock since a start of the
+    ranks.
     """
     for record in reversed(jobs):
         if record["event"] != "begin" or start_identity(record) != identity:
@@ -188,16 +149,6 @@ def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> flo
 
 
 def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
-    """Return whether the job was cancelled from outside, for example by scancel or by preemption.
-
-    Slurm then sends TERM. It sends TERM at the time limit, too, so a TERM counts as a cancellation only if it is now
-    more than 30 s before the time limit, or if there is no limit. A job that received USR1 was not cancelled.
-
-    Args:
-        received_signal: name of the signal that the batch script received, "USR1" or "TERM"; empty if there was none.
-        end_time: when the time limit ends the job, Unix seconds; another text means that there is no limit.
-        now: the present time, Unix seconds.
-    """
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
     return received_signal == "TERM" and now < limit - _CANCELLED_BEFORE_S
@@ -245,17 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _patience_s(config_file: str | None) -> float:
-    """Return `cluster.storage_patience_s` of a config: for how many seconds a job waits for storage that is away.
-
-    If the config's own disk is away, the read is repeated for the default value of that key.
-
-    Args:
-        config_file: the resolved config; None gives the default value.
-
-    Raises:
-        StorageLost: the config's disk stayed away for longer.
-        UserError: the file is missing or no valid config.
-    """
     patience_s = ClusterConfig().storage_patience_s
     if config_file is None:
         return patience_s

@@ -42,10 +42,8 @@ class Link:
     why: str  # reason of the verdict; "" without one
 
     def described(self, is_running: bool) -> str:
-        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step 700".
-
-        Args:
-            is_running: whether the job is running now, according to Slurm's queue. It matters without a verdict only.
+        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step
+        700".
         """
         name = self.job
         if self.restart:
@@ -60,11 +58,7 @@ class Link:
 
 
 def links_of(jobs: Sequence[Record]) -> list[Link]:
-    """Return the starts of the ranks by Slurm jobs since the newest submission, oldest first. Pure.
-
-    Args:
-        jobs: all lines of jobs.jsonl, oldest first.
-    """
+    """Return the starts of the ranks by Slurm jobs since the newest submission, oldest first. Pure."""
     submissions = [number for number, record in enumerate(jobs) if record["event"] == "submit"]
     records = jobs[submissions[-1] :] if submissions else jobs  # since the newest submission
     ends = {start_identity(record): record for record in records if record["event"] == "end"}
@@ -91,10 +85,6 @@ def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
     """Return why the next job of a run has not started: Slurm's reason, its meaning, and the last verdict. Pure.
 
     For example "Priority: other jobs come first; the last job: stopped on purpose at step 700".
-
-    Args:
-        queue: the run's jobs in Slurm's queue, of which at least one is not running.
-        jobs: all lines of jobs.jsonl, oldest first.
     """
     waiting = [job for job in queue.jobs if job.state != "RUNNING"]
     # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
@@ -111,12 +101,10 @@ def why_not_begun(queue: QueueView | None, jobs: Sequence[Record]) -> str:
     """Return why the ranks of a run have recorded nothing yet, as far as it can be known. Pure.
 
     The reason is one of: the run was never submitted, its job began and ended without a record of the ranks, Slurm
-    does not answer, or the submitted jobs have left the queue. Call it only for a run without events, heartbeats and
-    jobs in the queue.
+    does not answer, or the submitted jobs have left the queue.
 
     Args:
         queue: the run's jobs in Slurm's queue; None if there is no Slurm, or it does not answer.
-        jobs: all lines of jobs.jsonl, oldest first.
     """
     submitted = [job for record in jobs if record["event"] == "submit" for job in record.get("jobs", [])]
     if not submitted:

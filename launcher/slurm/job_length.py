@@ -15,11 +15,7 @@ _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """Check that a time limit has a format that sbatch's --time accepts; None means the partition's limit.
-
-    Raises:
-        UserError: the time limit has another format.
-    """
+    """Check that a time limit has a format that sbatch's --time accepts; None means the partition's limit."""
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
         return
     raise UserError(
@@ -37,9 +33,6 @@ def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequen
         signal_ahead_s: how many seconds before the time limit the ranks are asked to save and stop.
         ledger: events of the run; may be empty. They hold the seconds of earlier starts and saves. Without a start in
             them, `ASSUMED_START_S` is assumed.
-
-    Raises:
-        UserError: the time limit is not longer than `signal_ahead_s` and the seconds of a start and a save together.
     """
     limit_s = seconds_of(time_limit)
     measured_s = measured_start_s(ledger)
@@ -57,9 +50,6 @@ def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequen
 
 def measured_start_s(ledger: Sequence[Record]) -> float | None:
     """Return the median seconds of a run's starts plus the median seconds of its saves. Pure.
-
-    Args:
-        ledger: events of the run.
 
     Returns:
         The sum of both medians, or the first one alone if no save is recorded; None if no start has recorded its

@@ -59,20 +59,9 @@ class JobEnd:
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
-    The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
-    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that
-    stayed away, an unhealthy node, a crash.
-
     Args:
         ledger: all events of the run (starts, checkpoints, stops and so on, written by rank 0), oldest first.
         jobs: all lines of jobs.jsonl, oldest first; the begin of this job must be among them.
-        end: how this job ended.
-
-    Returns:
-        The action of the batch script, its exit code and the reason.
-
-    Raises:
-        UserError: the begin of this job is missing.
     """
     begins = [record for record in jobs if record["event"] == "begin"]
     identity = (end.job, end.restart, end.replacements)
@@ -113,11 +102,7 @@ def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> Job
 
 
 def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
-    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint.
-
-    The larger of two counts decides, of Slurm jobs and of starts of the ranks without a new checkpoint: a job can die
-    before it starts its ranks, and can start them several times. The arguments are those of `decide`.
-    """
+    """Return the verdict after a crash: `again`, or `stop` if too many starts in a row saved no new checkpoint."""
     codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
     if not codes:
         codes = "no node reported an exit code"
@@ -135,13 +120,8 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Return how many of the newest Slurm jobs in a row crashed and saved no new checkpoint. Pure.
 
-    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as a
-    job of its own. A job that ended in another way, for example on purpose, is skipped and does not end the row; a
-    submission by a person ends it.
-
-    Args:
-        ledger: all events of the run; the newest checkpoint is read from it.
-        jobs: all lines of jobs.jsonl, oldest first; a begin records the newest checkpoint of that moment.
+    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as
+    a job of its own.
     """
     reached_step = newest_checkpoint(ledger)
     ends = [record for record in jobs if record["event"] == "end"]
@@ -162,13 +142,8 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
 
-    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the first
-    save of the newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended
-    with a stop or a rollback (a return to an older checkpoint) are not counted.
-
-    Args:
-        ledger: all events of the run, oldest first.
-        jobs: all lines of jobs.jsonl, oldest first.
+    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the
+    first save of the newest checkpoint, and the begin of the first job after a person's last submission.
     """
     num_events_at_submit = _num_events_at_submit(jobs)
     num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
@@ -183,14 +158,8 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
 
 def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the first job after the last submission began.
-
-    The line of a job's begin in jobs.jsonl records that number (`ledger_events`), so it is read from there. Events are
-    selected by count and not by time, because the clocks of nodes differ. 0 if no job has begun since the last
-    submission.
-
-    Args:
-        jobs: all lines of jobs.jsonl ("submit", "begin" and "end"), oldest first.
+    """Return how many ledger events there were when the first job after the last submission began. Events are selected
+    by count and not by time, because the clocks of nodes differ.
     """
     num_events: int | None = None
     for record in jobs:
@@ -202,9 +171,8 @@ def _num_events_at_submit(jobs: Sequence[Record]) -> int:
 
 
 def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return the number of ledger events up to the one that first recorded the newest checkpoint, that one included.
-
-    A step may be saved again after a restart; the first time counts. 0 if there is no checkpoint.
+    """Return the number of ledger events up to the one that first recorded the newest checkpoint, that one
+    included.
     """
     reached_step = newest_checkpoint(ledger)
     for num_events, event in enumerate(ledger, start=1):

@@ -15,15 +15,7 @@ from electra_dist.store.regular_files import read_regular
 
 
 def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> list[tuple[str, str]]:
-    """Return the user's further sbatch options as pairs of name and value; a flag has the value "".
-
-    Args:
-        sbatch_options: each is `name=value` or `name`, with or without dashes in front, for example account=vision.
-        reserved: names of the options that the script sets itself.
-
-    Raises:
-        UserError: an option has no name, or the script sets it itself.
-    """
+    """Return the user's further sbatch options as pairs of name and value; a flag has the value ""."""
     options = []
     for option in sbatch_options:
         name, _, value = option.lstrip("-").partition("=")
@@ -39,15 +31,7 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
 
 
 def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
-    """Submit a batch script to Slurm and return the job id.
-
-    Args:
-        script: the script.
-        options: options of sbatch, besides those in the script.
-
-    Raises:
-        UserError: sbatch is missing or refuses the script.
-    """
+    """Submit a batch script to Slurm and return the job id."""
     script_options = re.findall(r"^#SBATCH --([a-z-]+)", read_regular(script).decode("utf-8", "replace"), re.MULTILINE)
     try:
         done = subprocess.run(

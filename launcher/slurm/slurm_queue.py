@@ -49,9 +49,6 @@ def queue_view(job_name: str) -> QueueView | None:
 
     Calls squeue and sinfo, which may take up to 20 s each.
 
-    Args:
-        job_name: the name of the run's jobs, see `launcher.slurm.submission.job_name`.
-
     Returns:
         The jobs and nodes; None if squeue is not installed, fails or does not answer. If only sinfo fails, there are
         no nodes.

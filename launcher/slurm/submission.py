@@ -50,17 +50,7 @@ class Submission(JobOptions):
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
     """Check a submission without writing anything, and return what `submit` needs.
 
-    Args:
-        submission: what the user asked for.
-        command: the command line as the user typed it, for the script's first comment.
-
-    Returns:
-        The resolved config, the request for the batch script, and the names of the nodes with a strike, to exclude.
-
     Raises:
-        UserError: the config or the time limit is wrong, a job would be too short for a step, the ranks cannot share
-            the global batch, the setup file cannot be read, `stage_environment` is combined with a container, or the
-            run is finished already.
         OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
     """
     check_time_limit(submission.time_limit)
@@ -111,22 +101,11 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    If Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded. Without a
-    chain, two jobs are submitted. The second one is the standby job: it waits until the first job has ended, and
-    continues the run if the first job could not be requeued. The first job cancels the standby job when the run is
-    finished.
+    If Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded. Without
+    a chain, two jobs are submitted.
 
     Args:
-        config: the resolved config of the run, written beside the script.
-        request: what the text of the batch script depends on, from `prepare`.
         excluded: names of nodes that Slurm must not use.
-
-    Returns:
-        Slurm's job ids, the first one first: several for a chain of jobs, otherwise the job and its standby job.
-
-    Raises:
-        UserError: sbatch is missing or refuses the script, or an option cannot be written into it.
-        StoreError: the run folder cannot be written.
     """
     script = Path(request.script_file)
     script_text = batch_script(request, excluded)
@@ -152,9 +131,6 @@ def job_name(run_dir: Path) -> str:
 
     The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
     and the batch script cancels the waiting jobs of a run by their name.
-
-    Args:
-        run_dir: the run folder, as an absolute path.
     """
     # Only characters that need no quoting in a shell or in an option of Slurm are kept.
     readable_name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name).strip("-") or "run"
@@ -165,9 +141,8 @@ def job_name(run_dir: Path) -> str:
 def with_absolute_paths(config: Config) -> Config:
     """Return a config in which the paths of the run folder, corpora, cache and checkpoint targets are absolute.
 
-    Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that has
-    no such folder. With a relative path, the job would begin a new run there. URLs are not changed. Neither are
-    `train.init_from` and `train.init_generator_from`, because they are part of the identity of a run.
+    Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that
+    has no such folder. With a relative path, the job would begin a new run there. URLs are not changed.
     """
     phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
     data = config.data.model_copy(
@@ -191,11 +166,6 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _readable_file(name: str) -> Path:
-    """Return the absolute path of the file that the user passed with --setup.
-
-    Raises:
-        UserError: there is no such file, or this user may not read it.
-    """
     path = without_tilde(name).absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")
@@ -203,16 +173,7 @@ def _readable_file(name: str) -> Path:
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
-    """Check, before a job waits in the queue, that the ranks can share the global batch evenly.
-
-    Args:
-        config: the resolved config, with train.global_batch.
-        num_nodes: nodes of the job.
-        ranks_per_node: ranks on each node.
-
-    Raises:
-        UserError: the ranks cannot share it; the message names the numbers of nodes that can.
-    """
+    """Check, before a job waits in the queue, that the ranks can share the global batch evenly."""
     train = config.train
     if train.fitting_micro_batch(num_nodes * ranks_per_node):
         return
@@ -227,10 +188,7 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the next submission of a run: one more than the highest in RUN/slurm/, 1 for the first.
-
-    The number is read from the names of the config files, for example 7 from submission-0007.yaml.
-    """
+    """Return the number of the next submission of a run: one more than the highest in RUN/slurm/, 1 for the first."""
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
     names = [re.fullmatch(r"submission-(\d+)\.yaml", file.name) for file in config_files]
     return max((int(name[1]) for name in names if name is not None), default=0) + 1

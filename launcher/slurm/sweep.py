@@ -15,16 +15,9 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
     Each run has a folder of its own: `run_dir` with the last word of each key and its value appended, for example
     runs/a-seed-1 for the option `seed=1,2,3`.
 
-    Args:
-        run_dir: the run folder in the config.
-        each: the values of the options --each, `KEY=VALUE,VALUE,...`; a value cannot contain a comma.
-
     Returns:
         For each run a tuple of its overrides `KEY=VALUE`, of which the last one sets `run_dir`. If `each` is empty,
         there is one run without overrides: [()].
-
-    Raises:
-        UserError: an option has another format, its key is `run_dir`, or two runs would have the same folder.
     """
     if not each:
         return [()]
@@ -47,10 +40,6 @@ def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str
     """Return the arguments of `electra-dist submit` that submit one run of a sweep alone.
 
     All options `--each` are left out, and the overrides of the run are appended as options `--set`.
-
-    Args:
-        arguments: command-line arguments with which the sweep was submitted.
-        changes: overrides `KEY=VALUE` of the run, one tuple in the result of `sweep`.
     """
     kept = []
     is_value_of_each = False
@@ -67,11 +56,7 @@ def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str
 
 
 def _parse_option(option: str) -> list[tuple[str, str]]:
-    """Return a pair (key, value) for each value in an option KEY=VALUE,VALUE,...
-
-    Raises:
-        UserError: the option has another format, or its key is `run_dir`.
-    """
+    """Return a pair (key, value) for each value in an option KEY=VALUE,VALUE,..."""
     key, _, values = option.partition("=")
     words = [value.strip() for value in values.split(",")]
     if not key or key == "run_dir" or not all(words):
@@ -83,8 +68,4 @@ def _parse_option(option: str) -> list[tuple[str, str]]:
 
 
 def _as_folder_name(value: str) -> str:
-    """Return a value with each sequence of characters except letters, digits, ".", "_" and "-" replaced by a dash.
-
-    The result needs no quoting in a shell and can be part of a folder's name on every file system.
-    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value)

@@ -32,15 +32,8 @@ from launcher.utf8_mode import start_in_utf8_mode
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise this node's ranks until the run ends on this node, and return the process's exit code.
 
-    Blocks for as long as the run takes. A `UserError` (wrong option or config, a run folder that cannot be written or
-    in which another start trains) is printed to stderr as one line and returned as exit code 78.
-
     Args:
         argv: command-line arguments without the program name; None means those of this process.
-
-    Returns:
-        An exit code of `electra_dist/errors.py`: 0 done, 1 crash, 69 this node is unhealthy, 75 stopped on purpose or
-        for lack of storage, 78 user error.
     """
     args = _parse(argv)
     # Each rank, and preflight, loads the same config file with the same overrides.
@@ -83,10 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line and return the options by name.
-
-    On a missing or unknown option, argparse prints the usage and exits with code 2.
-    """
+    """Parse the command line and return the options by name."""
     parser = argparse.ArgumentParser(
         prog="launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",

@@ -41,11 +41,7 @@ class HeartbeatTimes:
         self._looked: dict[int, float] = {}  # rank -> time of the last look at it
 
     def translate(self, beats: Iterable[Beat]) -> list[Beat]:
-        """Return the heartbeats with `time` and `phase_since` in seconds of this object's clock.
-
-        Args:
-            beats: the newest heartbeat of each rank, just read.
-        """
+        """Return the heartbeats with `time` and `phase_since` in seconds of this object's clock."""
         return [self._translate(beat) for beat in beats]
 
     def _translate(self, beat: Beat) -> Beat:
@@ -70,11 +66,9 @@ class HeartbeatTimes:
         return translated
 
     def _when(self, unix_time: float, earliest: float, latest: float) -> float:
-        """Convert a Unix time to a time of this object's clock, limited to the range from `earliest` to `latest`."""
         age_s = self._wall_clock() - unix_time
         return min(latest, max(earliest, self._clock() - age_s))
 
 
 def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
-    """Return whether a rank sent two heartbeats from the same process without leaving its phase in between."""
     return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)

@@ -23,13 +23,7 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event that `cluster.notify` reports when a supervisor ends; None if the command is not run.
-
-    Args:
-        code: exit code of the supervisor, from `electra_dist/errors.py`.
-        node: number of the supervisor's node, from 0. Node 0 reports all events of `EVENTS`; any other node
-            reports only that it is unhealthy.
-    """
+    """Return the event that `cluster.notify` reports when a supervisor ends; None if the command is not run."""
     if node != 0 and code != EXIT_UNHEALTHY:
         return None
     return EVENTS.get(code)
@@ -46,15 +40,7 @@ def notify(
 ) -> None:
     """Run a shell command with the event in its environment variables, and log one line if it fails or hangs.
 
-    Blocks until the command ends, at most `timeout_s` seconds; then the command and its children are killed.
-
     Args:
-        command: text for /bin/sh.
-        run_dir: folder of the run, for ELECTRA_DIST_RUN_DIR.
-        event: what happened, for ELECTRA_DIST_EVENT.
-        reason: one line of text, for ELECTRA_DIST_REASON.
-        code: exit code of the supervisor, for ELECTRA_DIST_EXIT_CODE.
-        log: writes one line to the supervisor's log.
         timeout_s: time limit in seconds.
     """
     variables = {

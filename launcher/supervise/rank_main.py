@@ -11,8 +11,6 @@ The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
 If the supervisor ends, the rank saves and stops (supervisor_watch.py). The file `supervisor` in the `--state` folder
 names the supervisor's process.
 
-Cost: none until STACK_SIGNAL is received.
-
 Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
 """
 
@@ -42,19 +40,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank, record its pid and its exit code in the `--state` folder, and return the exit code.
 
-    The supervisor of the node reads these files to judge how the rank ended. The rank's number comes from the
-    environment variable RANK, which DeepSpeed's launcher sets. All arguments except `--state` and `--visible-devices`
-    are passed on to `pretrain.main`.
-
     Args:
         argv: command-line arguments; None means those of this process.
-
-    Returns:
-        An exit code of `electra_dist/errors.py`.
-
-    Raises:
-        SystemExit: `pretrain.main` raised it, for example after a wrong option; its exit code is recorded.
-        Exception: any other exception of `pretrain.main`; EXIT_CRASH is recorded for it.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
@@ -82,10 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code that Python gives a process that raised `system_exit`.
-
-    An integer argument of SystemExit is the code itself. None becomes 0. A message, which Python prints, becomes 1.
-    """
     if isinstance(system_exit.code, int):
         return system_exit.code
     has_message = bool(system_exit.code)
@@ -93,13 +76,7 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number.
-
-    If the disk of the file is full or does not respond, wait for it.
-
-    Raises:
-        StorageLost: the file could not be written for 900 s.
-    """
+    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number."""
 
     def write() -> None:
         with replacing(file) as out:

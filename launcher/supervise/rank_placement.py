@@ -50,17 +50,12 @@ class Placement:
 
         Args:
             nodes: number of nodes; None means the lines of `hostfile`, or 1 without one.
-            node: number of this node, from 0.
             ranks_per_node: ranks on each node, ignored with `hostfile`; None means the number of visible GPUs, or 1
                 without a GPU.
-            address: address of node 0; required with several nodes.
             port: first of the 64 ports on node 0 that successive starts of the ranks use in turn; None means 29500
                 with several nodes and any free port with one.
             hostfile: DeepSpeed host file, which may give each node a different number of ranks; None means the same
                 number of ranks on each node.
-
-        Raises:
-            UserError: the options contradict each other, or with several nodes the address is missing.
         """
         if hostfile is None:
             slots = _equal_slots(nodes, ranks_per_node)
@@ -98,20 +93,13 @@ class Placement:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks on this node: a range, because ranks are numbered node by node.
-
-        For example, node 1 of 2 nodes with 8 ranks each has the ranks 8 to 15.
-        """
+        """Return the ranks on this node: a range, because ranks are numbered node by node."""
         first_rank = sum(self.slots[: self.node])  # the number of ranks on the nodes before this one
         num_ranks = self.slots[self.node]
         return range(first_rank, first_rank + num_ranks)
 
     def missing(self, *found: Iterable[int]) -> set[int]:
-        """Return the ranks of this node that are in none of the collections in `found`.
-
-        For example, with the ranks 0 to 3 on this node, `missing({0: pid}, {1: code})` returns {2, 3}. Passed the
-        running ranks and the ranks that wrote an exit code, it returns those that were killed or never started.
-        """
+        """Return the ranks of this node that are in none of the collections in `found`."""
         return set(self.ranks).difference(*found)
 
     @property
@@ -120,18 +108,7 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {sum(self.slots)}"
 
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
-        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file.
-
-        The host file lies in `state` and gives DeepSpeed the number of ranks on each node. It is needed with several
-        nodes, and where CUDA_VISIBLE_DEVICES is set: without one, DeepSpeed takes the variable for a list of numbers.
-        DeepSpeed sets the variable to 0, 1, ... for the ranks, so they get its value as an argument.
-
-        Args:
-            state: folder of this start, which must exist; the ranks write their pids and exit codes into it.
-            port: port on node 0 where the ranks of all nodes meet (the MASTER_PORT of torch.distributed); a new one
-                for each start.
-            arguments: command-line arguments of launcher/pretrain.py.
-        """
+        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file."""
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
         shown = os.environ.get(VISIBLE_DEVICES)
         if self.num_nodes > 1 or shown is not None:
@@ -150,36 +127,18 @@ class Placement:
 
 
 def local_devices(root: Path = Path("/")) -> int:
-    """Return the number of GPUs that this process may use, or 1 without a GPU (one CPU rank).
-
-    The driver is not asked, because a query of a faulty one can hang. The counted GPUs need not work.
-
-    Args:
-        root: folder that contains proc/ and dev/; tests pass another one than /.
-    """
+    """Return the number of GPUs that this process may use, or 1 without a GPU (one CPU rank)."""
     return max(1, len(visible_devices(os.environ, root)))
 
 
 def _equal_slots(nodes: int | None, ranks_per_node: int | None) -> tuple[int, ...]:
-    """Return the number of ranks on each node if all nodes have the same number of ranks.
-
-    Args:
-        nodes: number of nodes; None or 0 means 1.
-        ranks_per_node: ranks on each node; None or 0 means the number of GPUs of this node, see `local_devices`.
-    """
     num_nodes = nodes or 1
     num_ranks = ranks_per_node or local_devices()
     return (num_ranks,) * num_nodes
 
 
 def _slots(hostfile: Path) -> tuple[int, ...]:
-    """Return the number of ranks on each node, in the order of the lines of a DeepSpeed host file.
-
-    A line is `HOST slots=N`, for example `gpu17 slots=8`. Comments, which begin with #, and empty lines do not count.
-
-    Raises:
-        UserError: the file cannot be read, names no host, or has a line that is not `HOST slots=N` with N >= 1.
-    """
+    """Return the number of ranks on each node, in the order of the lines of a DeepSpeed host file."""
     try:
         text = read_regular(hostfile).decode(errors="replace")
     except OSError as error:

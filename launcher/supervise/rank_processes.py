@@ -11,8 +11,6 @@ Guarantees:
   lost, because the pids of its ranks are known.
 - `kill` ends all processes of this start and those that earlier starts left running: all have the environment
   variable MARK with the same value.
-
-Cost: a poll reads a few files of /proc. Only `kill` and `dismiss_launcher` read all of /proc.
 """
 
 from __future__ import annotations
@@ -42,16 +40,13 @@ _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays
 class RankProcesses:
     """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block.
 
-    A supervisor may start the ranks several times; it makes a new object for each start. Between `start` and `close`
-    the other methods read the state of the ranks or send signals. Not thread-safe.
+    A supervisor may start the ranks several times; it makes a new object for each start. Between `start` and
+    `close` the other methods read the state of the ranks or send signals. Not thread-safe.
     """
 
     def __init__(self, mark: str) -> None:
-        """Make the state folder, into which the ranks write their pids, exit codes and stacks. No process is started.
-
-        Args:
-            mark: value of the environment variable MARK, which all processes of this run on this node have; `kill`
-                finds the processes by it. Pass the result of `electra_dist.run.marked_processes.mark_of`.
+        """Make the state folder, into which the ranks write their pids, exit codes and stacks. No process is
+        started.
         """
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
@@ -62,12 +57,7 @@ class RankProcesses:
         self.started = time.monotonic()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the command that starts the ranks, in a session of its own; do not wait for it.
-
-        Args:
-            command: the result of `Placement.command`.
-            environment: variables for the ranks, besides those of this process.
-        """
+        """Run the command that starts the ranks, in a session of its own; do not wait for it."""
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
@@ -77,18 +67,11 @@ class RankProcesses:
         )
 
     def launcher_runs(self) -> bool:
-        """Return whether the `deepspeed` command, which started the ranks, still runs.
-
-        Its exit code is never used, because it can be 0 although ranks were killed.
-        """
+        """Return whether the `deepspeed` command, which started the ranks, still runs."""
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
-        """Kill DeepSpeed's two launcher processes, `runner` and `launch`; the ranks keep running.
-
-        Call it once the ranks begin to end. When a rank ends with a code other than 0, `launch` waits 30 s and then
-        kills the other ranks, even those that still save a checkpoint.
-        """
+        """Kill DeepSpeed's two launcher processes, `runner` and `launch`; the ranks keep running."""
         rank_pids = set(self._numbers("pid").values())
         for pid in marked_pids(self._mark):
             # A known rank is never killed, whatever its command line contains.
@@ -97,42 +80,23 @@ class RankProcesses:
                     os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
-        """Return a dict from rank to pid of the ranks whose process exists and is no zombie.
-
-        A rank is missing from the dict until DeepSpeed has started it and it has written its pid to the state folder.
-        """
+        """Return a dict from rank to pid of the ranks whose process exists and is no zombie."""
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return a dict from rank to exit code of the ranks that wrote their exit code to the state folder.
-
-        A rank writes its code as its last action, so its process may still exist. A killed rank writes none.
-        """
+        """Return a dict from rank to exit code of the ranks that wrote their exit code to the state folder."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
-        """Return the ranks whose process is gone and that wrote no exit code.
-
-        They were killed, or a library aborted them. A rank that never wrote its pid is not among them.
-        """
+        """Return the ranks whose process is gone and that wrote no exit code."""
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
     def stopped(self) -> list[int]:
-        """Return the ranks whose process exists but cannot execute at the moment, by its state in /proc/PID/status.
-
-        They are stopped by a signal (state T) or by a debugger (t), or they are blocked in the kernel (D).
-        """
+        """Return the ranks whose process exists but cannot execute at the moment, by its state in /proc/PID/status."""
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
-        """Send signal `number` once to every rank that has a handler for it, and return the ranks that received it.
-
-        Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
-        Ranks that received this signal from an earlier call, or that wrote an exit code, are skipped, too.
-
-        Returns:
-            The ranks to which this call sent the signal; empty if there were none.
-        """
+        """Send signal `number` once to every rank that has a handler for it, and return the ranks that received it."""
         codes = self.codes()
         signalled = []
         for rank, pid in self.alive().items():
@@ -147,12 +111,7 @@ class RankProcesses:
         return signalled
 
     def stacks(self) -> list[str]:
-        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
-
-        A rank appends its stacks to a file of the state folder when it receives STACK_SIGNAL. A stopped rank is
-        continued (SIGCONT), because it could not write them otherwise. Blocks for up to 3.1 s; for a rank that has not
-        answered by then, the lines state that.
-        """
+        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks."""
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
         stack_files = {rank: self.state / f"stack-{rank}" for rank in pids}
@@ -175,15 +134,7 @@ class RankProcesses:
         return lines
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s.
-
-        This includes processes that earlier starts of the ranks left running; all have the same value of the
-        environment variable MARK.
-
-        Returns:
-            The pids that still exist after 30 s: they are blocked in the kernel on a device, and only a reboot ends
-            them.
-        """
+        """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s."""
         deadline = time.monotonic() + _KILL_WAIT_S
         if self._launcher is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -203,20 +154,13 @@ class RankProcesses:
         return left
 
     def close(self) -> list[int]:
-        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed.
-
-        Call `alive`, `codes`, `lost` and `stopped` before `close`: without the state folder they return nothing.
-        """
+        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed."""
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files.
-
-        Args:
-            name: "pid" or "exit"; the rank's process has written the file, for example `pid-3` (see rank_main.py).
-        """
+        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files."""
         numbers = {}
         for file in self.state.glob(f"{name}-*"):
             rank = int(file.name.rpartition("-")[2])
@@ -225,13 +169,7 @@ class RankProcesses:
 
 
 def delete_old_state_folders(mark: str) -> None:
-    """Delete the state folders that killed supervisors of this run left on this node.
-
-    Call it while no other supervisor of this run and node is active, and after its processes were killed.
-
-    Args:
-        mark: as for `RankProcesses`.
-    """
+    """Delete the state folders that killed supervisors of this run left on this node."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if is_state_folder_of(folder, mark):
             shutil.rmtree(folder, ignore_errors=True)
@@ -256,7 +194,6 @@ def condensed(stacks: str) -> list[str]:
 
 
 def _short_call(line: str) -> str:
-    """Return faulthandler's line of a call, `File "FILE", line N in NAME`, as `FILE:N NAME`; another line as it is."""
     match = re.fullmatch(r'\s*File "(?P<file>.*)", line (?P<number>\d+) in (?P<name>.*)', line)
     if match is None:
         return line.strip()
@@ -264,12 +201,7 @@ def _short_call(line: str) -> str:
 
 
 def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait until every rank has appended to its file, for up to 3 s, and then 0.1 s for the writes to finish.
-
-    Args:
-        files: rank -> file to which the rank appends.
-        old_sizes: rank -> size in bytes that the file had before.
-    """
+    """Wait until every rank has appended to its file, for up to 3 s, and then 0.1 s for the writes to finish."""
     deadline = time.monotonic() + _STACK_WAIT_S
     while time.monotonic() < deadline:
         unchanged = [rank for rank, file in files.items() if file.stat().st_size == old_sizes[rank]]
@@ -280,9 +212,8 @@ def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for signal `number`; False for a process that is gone.
-
-    A process without a handler must not be sent the signal: it would end, or ignore the signal and so miss it.
+    """Return whether a process has a handler for signal `number`; False for a process that is gone. A process without
+    a handler must not be sent the signal: it would end, or ignore the signal and so miss it.
     """
     caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
     if not caught_mask:
@@ -292,18 +223,13 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _command_line(pid: int) -> bytes:
-    """Return the command line of a process, its words separated by NUL bytes; empty for a process that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
 def _kernel_view(pid: int) -> str:
-    """Return the state of a process and where it waits in the kernel, as far as this user may read it.
-
-    For example "S (sleeping), wchan futex_wait_queue". The file `wchan` names the kernel function in which the process
-    waits, and the file `stack`, which only root may read, names all callers of it, one per line.
-    """
+    """Return the state of a process and where it waits in the kernel, as far as this user may read it."""
     parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
         with contextlib.suppress(OSError):

@@ -14,9 +14,6 @@ node that was cut off from the network never joins the job that replaced its own
 join a start of an earlier job, until it sees the new start of node 0. Starts use 64 ports in turn, so that no rank of
 an earlier start can connect to the current one.
 
-Cost: per second, node 0 lists a small folder, and every other node opens two files: `sessions` and the summary. A run
-on one node writes the same files and waits for nothing.
-
 Limits: on NFS, a file and the report in it may become visible to another node a minute late. A cut network is not
 reported through these files: each side then finds its own ranks hung. If the supervisor of node 0 is killed, the other
 nodes wait ten seconds before they read each other's reports directly.
@@ -62,21 +59,15 @@ class Rendezvous:
     """One node's part in the agreement of all nodes on when the ranks of a run are started.
 
     The agreement is made by files in the run folder. The ranks may be started several times, always on all nodes at
-    once; the starts are numbered. The attribute `number` is the number of the start in which this node takes part, 0
-    before the first. A supervisor calls `start` before it starts its ranks, polls `news` while they run, and calls
-    `end` after they have ended.
+    once; the starts are numbered.
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
         """Prepare this node to agree with the other nodes on starts of the ranks. Nothing is read or written.
 
         Args:
-            run_dir: the run folder, on a file system that all nodes share.
-            node: number of this node, from 0; node 0 announces the starts.
             port: the first of the 64 ports that successive starts use in turn; None means any free port and is allowed
                 with one node only.
-            session: a name that is equal on all nodes of a job and different for every job, so that a node never joins
-                a start of another job; empty means that there is none.
         """
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
@@ -96,7 +87,6 @@ class Rendezvous:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
         Args:
-            give_up: polled by the nodes that wait; the wait ends when it returns True.
             timeout_s: how long to wait for node 0, in seconds.
 
         Returns:
@@ -123,13 +113,7 @@ class Rendezvous:
         return None
 
     def begin_session(self) -> None:
-        """Append the session name of this job to RUN/meeting/sessions; supervisors of older jobs read it and end.
-
-        Only node 0 calls it. Repeated calls write nothing, and neither does a call without a session name.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Append the session name of this job to RUN/meeting/sessions; supervisors of older jobs read it and end."""
         if not self._session or self._has_begun_session:
             return
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
@@ -138,22 +122,14 @@ class Rendezvous:
         self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
-        """Report to the other nodes that this node's ranks have ended in the current start, and with which exit code.
-
-        Args:
-            code: the exit code for this node as a whole, from `electra_dist/errors.py`.
-            final: whether this node's supervisor ends, too, and joins no further start.
+        """Report to the other nodes that this node's ranks have ended in the current start, and with which exit
+        code.
         """
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
         self._look(oldest_start=self.number - 1)  # puts the report of node 0 into the summary
 
     def news(self) -> str:
-        """Return why this node's ranks should end, as one line; empty if there is no reason.
-
-        The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
-        have crashed or failed in this start, or the supervisor of another node has ended in the previous start. Reads
-        the files at most once per second; calls in between return "".
-        """
+        """Return why this node's ranks should end, as one line; empty if there is no reason."""
         if time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + _POLL_S
@@ -175,9 +151,6 @@ class Rendezvous:
     def left_by(self) -> tuple[int, int] | None:
         """Return which node's supervisor has ended, and the exit code with which this node must end therefore.
 
-        Reports on this start and on the one before are considered. If the other node ended with a crash or a user
-        error, its exit code is returned. Otherwise the code is EXIT_STOPPED, because this node is not at fault.
-
         Returns:
             (node, exit code for this node); None if no supervisor of another node has ended.
         """
@@ -189,11 +162,8 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the name of the newer job that now runs this run instead of this node's job; empty if there is none.
-
-        This happens if the node was cut off from the network and Slurm started another job meanwhile; the caller must
-        not start ranks again. The last line of RUN/meeting/sessions is the name of the newest job. Without a session
-        name the result is always empty.
+        """Return the name of the newer job that now runs this run instead of this node's job; empty if there is
+        none.
         """
         if not self._session:
             return ""
@@ -207,33 +177,19 @@ class Rendezvous:
         return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start than the one in which this node takes part.
-
-        If so, the ranks of this node must end and join the newer start; how they end no longer matters. Always False
-        on node 0, which itself begins the starts.
-        """
+        """Return whether node 0 has begun a newer start than the one in which this node takes part."""
         if self._node == 0:
             return False
         return self._look(oldest_start=self.number).start > self.number
 
     def hang_folder(self) -> Path:
-        """Return the folder in which all nodes record what their ranks were doing in a hang; it need not exist.
-
-        The folder has another name for each start of the ranks: for example RUN/hangs/job-4711-0-start-000007 in start
-        7 of session job-4711-0, or RUN/hangs/start-000007 without a session name.
-        """
+        """Return the folder in which all nodes record what their ranks were doing in a hang; it need not exist."""
         prefix = f"{self._session}-" if self._session else ""
         return self._hangs / f"{prefix}start-{self.number:06d}"
 
     def _announce(self) -> int:
-        """Announce the next start of the ranks as node 0: write its file, delete old files, and return its port.
-
-        The first call of a job also records the session name. If a file cannot be written, this node's number does not
-        change, so that the call can be repeated.
-
-        Raises:
-            OSError: the file of the sessions cannot be written.
-            StoreError: the announcement cannot be written.
+        """Announce the next start of the ranks as node 0: write its file, delete old files, and return its port. If a
+        file cannot be written, this node's number does not change, so that the call can be repeated.
         """
         is_first = self.number == 0
         self.begin_session()
@@ -251,15 +207,8 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Choose the port on this node for a start of the ranks: the first free one, but not that of the start before.
-
-        Tries 64 ports, beginning at `first + (number % 64)` and wrapping around to `first`. The port of the start
-        before, which comes next if that start skipped ports in use, is left out. If none of the others is free, the
-        result is the first of these.
-
-        Args:
-            first: the lowest of the 64 ports.
-            number: number of the start.
+        """Choose the port on this node for a start of the ranks: the first free one, but not that of the start
+        before.
         """
         turn = number % NUM_PORTS
         ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
@@ -270,16 +219,7 @@ class Rendezvous:
         return other_ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
-        """Return the newest start and the reports on how the ranks of nodes have ended.
-
-        Node 0 reads the reports of all nodes and, once it has announced a start, writes them into summary.json. The
-        other nodes read summary.json. If it is missing or out of date, they read the announcements and reports
-        themselves, and the port in the result is 0.
-
-        Args:
-            oldest_start: number of the oldest start whose reports are needed. The result may contain reports on other
-                starts, too.
-        """
+        """Return the newest start and the reports on how the ranks of nodes have ended."""
         if self._node == 0:
             ends = tuple(self._files.ends(since=self.number - 1))
             summary = Summary(start=self.number, port=self._announced_port, ends=ends)
@@ -293,16 +233,11 @@ class Rendezvous:
         return Summary(start=newest, port=0, ends=tuple(self._files.ends(since=min(oldest_start, newest))))
 
     def _announced_port_of(self, number: int) -> int:
-        """Return the port that node 0 has announced for start `number`, where the ranks of this start meet.
-
-        Raises:
-            UserError: the file start-NUMBER.json is damaged.
-        """
+        """Return the port that node 0 has announced for start `number`, where the ranks of this start meet."""
         next_step = "delete the folder of this file and start the run again on all nodes"
         return read_json_as(self._start_file(number), _ANNOUNCEMENT, next_step).port
 
     def _of_other_nodes(self, summary: Summary) -> list[End]:
-        """Return those reports in `summary` that are of other nodes and about this node's start or the one before."""
         numbers = (self.number - 1, self.number)
         return [end for end in summary.ends if end.number in numbers and end.node != self._node]
 
@@ -317,7 +252,6 @@ class Rendezvous:
 
 
 def _free_port() -> int:
-    """Return a TCP port of this host that is free now; another process may take it before the ranks use it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # Port 0 lets the kernel choose.
         _, port = s.getsockname()

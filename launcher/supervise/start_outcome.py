@@ -18,7 +18,8 @@ from electra_dist.run.jsonl import Record
 class StartEnd:
     """Evidence of how one start of the ranks ended on this node: the input of `outcome`.
 
-    It consists of the ledger events of this start (rank 0's log of starts, checkpoints and ends) and the exit codes.
+    It consists of the ledger events of this start (rank 0's log of starts, checkpoints and ends) and the exit
+    codes.
     """
 
     events: Sequence[Record]  # the ledger's events since the start
@@ -36,14 +37,7 @@ class StartOutcome:
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure.
-
-    The ledger (the run's log of events, written by rank 0) has precedence over exit codes: a rank that was killed
-    after the "done" event does not fail the run. All ranks of a run end with EXIT_UNHEALTHY if one node is faulty; the
-    result is then EXIT_UNHEALTHY on the faulty node and EXIT_STOPPED on the others, so that only the faulty one is
-    left out of the next job. What fits no other case is EXIT_CRASH, the only code after which the supervisor starts
-    the ranks again.
-    """
+    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure."""
     newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
         step = newest_events["done"]["step"]
@@ -73,10 +67,8 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no "done", "stop" or "storage" event of this start yet.
-
-    Rank 0, possibly on another node, writes the event to the run folder before it ends, and a shared file system may
-    show it late. The caller should then read the ledger again before it takes the end for a crash.
+    """Return whether all ranks ended well but the ledger has no "done", "stop" or "storage" event of this start
+    yet.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
@@ -85,14 +77,12 @@ def awaits_ledger(end: StartEnd) -> bool:
 
 
 def _all_stopped(end: StartEnd) -> bool:
-    """Return whether every rank has written the exit code of a stop on purpose or for lack of storage."""
     return len(end.codes) == end.num_ranks and set(end.codes.values()) == {EXIT_STOPPED}
 
 
 def _describe_codes(end: StartEnd) -> str:
-    """Return the exit code of each rank that wrote one, and the number of ranks without a code, as one line.
-
-    For example "rank 0 exit 1, rank 2 exit 75, 2 killed or never started".
+    """Return the exit code of each rank that wrote one, and the number of ranks without a code, as one line. For
+    example "rank 0 exit 1, rank 2 exit 75, 2 killed or never started".
     """
     parts = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
     num_without_code = end.num_ranks - len(end.codes)

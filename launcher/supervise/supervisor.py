@@ -12,8 +12,6 @@ The supervisor of node 0 holds the lease of the run folder, a lock that keeps ot
 this folder. If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this
 run on this node kills the processes that are left.
 
-Cost: a process of 40 MB without torch, which polls ten times per second.
-
 Limits: a supervisor that has ended is started again only by Slurm or by a person. If a node is cut off from the
 network, its own supervisor ends its ranks.
 """
@@ -66,8 +64,8 @@ _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wro
 class Supervisor:
     """Supervisor of one node's ranks for a whole run, which may start the ranks many times.
 
-    Call `check` (optional) and then `run`, each at most once. The constructor installs signal handlers, so it must be
-    called in the main thread.
+    Call `check` (optional) and then `run`, each at most once. The constructor installs signal handlers, so it must
+    be called in the main thread.
     """
 
     def __init__(
@@ -78,23 +76,7 @@ class Supervisor:
         session: str = "",
         rank_options: Sequence[str] = (),
     ) -> None:
-        """Install signal handlers, and make this process the only supervisor of its node. No rank is started.
-
-        Node 0 takes the lease of the run folder; any other node takes a lock of its own (supervisor_lock.py).
-
-        Args:
-            config: the resolved config of the run.
-            placement: which ranks run on this node.
-            arguments: command-line arguments of launcher/pretrain.py that name the config; preflight gets them, too.
-            session: name of the job, equal on all its nodes and different for every job; empty if there is none. With
-                a name, a supervisor ends once a newer job has begun.
-            rank_options: further options of launcher/pretrain.py, which preflight does not have.
-
-        Raises:
-            UserError: the run folder cannot be written, this node already has a supervisor of this run, or another
-                start trains in the run folder.
-            KeyboardInterrupt: a signal was received during the wait for the lease.
-        """
+        """Install signal handlers, and make this process the only supervisor of its node. No rank is started."""
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
         self._patience = Patience(config.cluster.storage_patience_s)
@@ -117,14 +99,7 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
-        """Take the lease of the run folder.
-
-        If `session` is not empty, wait up to 180 s for the supervisor of an older job to end its ranks.
-
-        Raises:
-            UserError: another start trains in the run folder.
-            KeyboardInterrupt: a signal was received during the wait.
-        """
+        """Take the lease of the run folder."""
         self._meeting.begin_session()
         return take_lease(
             self._run_dir,
@@ -140,15 +115,7 @@ class Supervisor:
             self._lease.release()
 
     def check(self) -> int:
-        """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit.
-
-        The findings are printed to stdout. A signal to this supervisor ends the checks. They take at most 10 minutes,
-        plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
-
-        Returns:
-            0 if `run` may be called. Otherwise the exit code with which this process must end without calling `run`;
-            the report that this node has ended is already written for the other nodes.
-        """
+        """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit."""
         patience_s = self._cluster.storage_patience_s
         first_rank = self._placement.ranks[0]
         code = preflight(
@@ -165,13 +132,7 @@ class Supervisor:
         return code
 
     def run(self) -> int:
-        """Start and restart the ranks until this node must not start them again, and return the exit code.
-
-        First kills the processes and deletes the temporary folders that a killed supervisor of this run left on this
-        node. The ranks are started again only after a crash, and not if a GPU of this node is then found unhealthy.
-        Node 0 also ends after `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. The other
-        nodes do not count: they join each start of node 0 and end when its supervisor ends.
-        """
+        """Start and restart the ranks until this node must not start them again, and return the exit code."""
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
@@ -197,10 +158,8 @@ class Supervisor:
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that a killed supervisor of this run left on this node, and delete its state folders.
-
-        The processes would hold the GPUs. They are found by an environment variable that a supervisor sets for all
-        processes that it starts. Logs how many there are.
+        """Kill the processes that a killed supervisor of this run left on this node, and delete its state folders. The
+        processes would hold the GPUs.
         """
         orphans = marked_pids(self._mark)
         if orphans:
@@ -210,16 +169,7 @@ class Supervisor:
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
         """Return the result to end with if the ranks must not be started again after a crash; None if they may be.
-
-        Node 0 ends if it has lost the lease of the run folder, or if it has used up the
-        `cluster.max_fruitless_restarts` restarts in a row without a new checkpoint. Only node 0 checks this number,
-        because the other nodes follow its starts and its end. Otherwise the node checks its own GPUs; if one is
-        unhealthy, it records a strike (the record of a fault) against itself and ends.
-
-        Args:
-            crash: the result of the start that crashed.
-            num_fruitless: restarts in a row before this crash without a new checkpoint; the first start is not one of
-                them. It grows by one at a time, so on node 0 it reaches the limit and never exceeds it.
+        Only node 0 checks this number, because the other nodes follow its starts and its end.
         """
         if self._lease is not None:
             try:
@@ -235,31 +185,14 @@ class Supervisor:
         return None
 
     def _read_ledger(self) -> list[Record]:
-        """Return the events in the run's ledger, oldest first; repeat the read while the run folder cannot be read.
-
-        Raises:
-            StorageLost: the run folder could not be read for `cluster.storage_patience_s` seconds.
-        """
         return self._patience.call(lambda: read_ledger(self._run_dir))
 
     def _must_not_start(self) -> bool:
-        """Return whether to stop waiting for node 0 to begin the next start of the ranks.
-
-        True if this supervisor has received a signal to pass on, or if a newer job has taken the run over.
-        """
+        """Return whether to stop waiting for node 0 to begin the next start of the ranks."""
         return bool(self._signals.number or self._meeting.taken_over())
 
     def _run_start(self, port: int) -> StartOutcome:
-        """Start the ranks once, watch them until this start is over, kill what is left, and return the result.
-
-        Args:
-            port: port on node 0 where the ranks of all nodes meet (the MASTER_PORT of torch.distributed), for this
-                start only.
-
-        Returns:
-            The exit code for this node and the reason; EXIT_CRASH is the only code after which the ranks may be
-            started again.
-        """
+        """Start the ranks once, watch them until this start is over, kill what is left, and return the result."""
         num_events_before = len(self._read_ledger())
         num_strikes_before = len(self._patience.call(lambda: read_strikes(self._run_dir)))
         ranks = self._patience.call(lambda: RankProcesses(self._mark))  # makes a temporary folder
@@ -294,12 +227,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return the evidence of how one start of the ranks ended; wait for the ledger if it seems to be late.
-
-        If all ranks ended well but the ledger has no event that confirms it, the ledger is read again every second for
-        up to 60 s, because a shared file system may show the event of rank 0 late. The arguments are those of
-        `_read_end`.
-        """
+        """Return the evidence of how one start of the ranks ended; wait for the ledger if it seems to be late."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -308,16 +236,7 @@ class Supervisor:
         return end
 
     def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return the evidence of how one start of the ranks ended, as far as it can be read now.
-
-        It consists of ledger events, exit codes, and whether this node is at fault. A node is at fault if a strike
-        (the record of a fault) was added against it since the start began. The only node of a run is always at fault.
-
-        Args:
-            ranks: the processes of the start; their state folder must still exist.
-            num_events_before: number of ledger events before the start; the later ones are part of the evidence.
-            num_strikes_before: number of strikes before the start, of all nodes.
-        """
+        """Return the evidence of how one start of the ranks ended, as far as it can be read now."""
         new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
         is_only_node = self._placement.num_nodes == 1
@@ -329,10 +248,8 @@ class Supervisor:
         )
 
     def _strike_unhealthy_gpus(self) -> str:
-        """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault as one line.
-
-        A strike is a recorded fault of a node; the next submission to Slurm leaves the node out. Returns an empty
-        string if the GPUs are healthy.
+        """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault as one
+        line.
         """
         node = node_name()
         findings = check_gpus(node)
@@ -344,10 +261,8 @@ class Supervisor:
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
-        """Return the result (exit code and reason) to end with, because this node joins no further start of the ranks.
-
-        The first of these reasons that holds is given: a signal was received, a newer job has taken the run over,
-        another node's supervisor has ended, or node 0 began no start within the time limit of a setup.
+        """Return the result (exit code and reason) to end with, because this node joins no further start of the
+        ranks.
         """
         if self._signals.number:
             name = signal.Signals(self._signals.number).name
@@ -363,14 +278,7 @@ class Supervisor:
         return StartOutcome(code=EXIT_CRASH, why=why)
 
     def _end(self, end: StartOutcome) -> int:
-        """Report to the other nodes that this supervisor ends, log the reason, and return the exit code.
-
-        The command `cluster.notify` is run if the run is done, needs a person or makes no progress, but not after a
-        crash that followed a signal to this supervisor.
-
-        Args:
-            end: the exit code, and the reason for the log; the other nodes receive only the code.
-        """
+        """Report to the other nodes that this supervisor ends, log the reason, and return the exit code."""
         has_run_folder = self._lease is None or not self._lease.is_lost
         if has_run_folder:
             # The exit code must be returned even if the report for the other nodes cannot be written.

@@ -13,24 +13,7 @@ from electra_dist.store.atomic_files import writable
 
 
 def lock_node(run_dir: Path, node: int) -> int:
-    """Take the lock that prevents a second supervisor of this run and node number on this host.
-
-    The name of the lock file contains the host name, so a supervisor that is cut off from the network does not block
-    the one that takes over its node number on another host. On a file system without locks nothing is locked, and no
-    error is raised.
-
-    Args:
-        run_dir: folder of the run; created if it is missing.
-        node: number of this node in the run, from 0; it is part of the file's name.
-
-    Returns:
-        The descriptor of the lock file. Keep it open: the kernel releases the lock when it is closed or when this
-        process ends, also after a kill.
-
-    Raises:
-        StoreError: the run folder cannot be written.
-        UserError: another supervisor of this run and node number holds the lock on this host.
-    """
+    """Take the lock that prevents a second supervisor of this run and node number on this host."""
     path = run_dir / MEETING_DIR / f"node-{node}-{node_name()}.lock"
     with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)

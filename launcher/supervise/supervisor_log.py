@@ -15,24 +15,13 @@ class Log:
     """Log of one supervisor: call the object with a text to write one line to stdout and to RUN/supervise-K.log."""
 
     def __init__(self, run_dir: Path, node: int) -> None:
-        """Open the log file for appending.
-
-        Args:
-            run_dir: folder of the run, which must exist.
-            node: number K of this node in the run, from 0; it is part of the file's name.
-
-        Raises:
-            StoreError: the file cannot be written.
-        """
+        """Open the log file for appending."""
         path = supervise_log(run_dir, node)
         with writable(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __call__(self, text: str) -> None:
-        """Write one line to stdout and, with the time in UTC in front, to the log file.
-
-        If the log file cannot be written (full disk), prints the reason to stdout and raises nothing.
-        """
+        """Write one line to stdout and, with the time in UTC in front, to the log file."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         print(printable(f"supervise: {text}"), flush=True)
         try:

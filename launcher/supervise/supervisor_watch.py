@@ -7,8 +7,6 @@ A rank that has not ended `_GRACE_S` seconds later ends without a save, with exi
 How: the file `supervisor` in the state folder of a start (rank_processes.py) names the supervisor. A thread waits for
 the end of that process. A death signal of the kernel (PR_SET_PDEATHSIG) would not do, because it follows the direct
 parent: that is DeepSpeed's launcher, which the supervisor ends before its ranks.
-
-Cost: one thread that sleeps in the kernel.
 """
 
 from __future__ import annotations
@@ -34,22 +32,14 @@ _MARK_FILE = "mark"
 
 
 def write_owner(state: Path, mark: str) -> None:
-    """Write into a new state folder which supervisor it belongs to: this process, and the mark of its run and node.
-
-    Args:
-        state: the folder.
-        mark: the result of `electra_dist.run.marked_processes.mark_of`.
-    """
+    """Write into a new state folder which supervisor it belongs to: this process, and the mark of its run and node."""
     (state / _SUPERVISOR_FILE).write_text(json.dumps(dataclasses.asdict(this_process())), "ascii")
     # A folder without this file is never deleted as one of this run.
     (state / _MARK_FILE).write_bytes(os.fsencode(mark))
 
 
 def is_state_folder_of(state: Path, mark: str) -> bool:
-    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder.
-
-    The folder is in a shared directory. Nothing is read in one that another user may have made.
-    """
+    """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
     try:
         return is_private(state) and (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
     except OSError:
@@ -62,17 +52,12 @@ def read_supervisor(state: Path) -> ProcessIdentity:
 
 
 def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:
-    """Begin to wait for the end of this rank's supervisor, in a thread.
-
-    Args:
-        supervisor: the process that started this rank.
-        rank: number of this rank, for the line that it prints.
-    """
+    """Begin to wait for the end of this rank's supervisor, in a thread."""
     threading.Thread(target=_end_with, args=(supervisor, rank), name="supervisor-watch", daemon=True).start()
 
 
 def _end_with(supervisor: ProcessIdentity, rank: int) -> None:
-    """Wait for the end of the supervisor, then stop this process. The body of the thread."""
+    """Wait for the end of the supervisor, then stop this process."""
     _wait_for_end(supervisor)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor.pid}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):

@@ -48,11 +48,7 @@ class ReceivedSignals:
     interrupts: int = 0  # how often SIGINT was received
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a received signal; pass this method to `signal.signal` as the handler.
-
-        SIGINT is recorded as SIGTERM, because a rank that receives a second SIGINT ends at once. SIGHUP is recorded as
-        SIGTERM, too, because it would kill a rank without handlers; SIGTERM is ignored by such a rank.
-        """
+        """Record a received signal; pass this method to `signal.signal` as the handler."""
         if number == signal.SIGINT:
             self.interrupts += 1
         self.number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
@@ -61,9 +57,7 @@ class ReceivedSignals:
 class StartMonitor:
     """Monitor of one start of this node's ranks, from their first process until they have ended or should be killed.
 
-    A supervisor may start the ranks several times: make a new monitor for each start and call `until_over` once. The
-    monitor passes received signals on to the ranks, looks for hung and lost ranks, and follows the reports of other
-    nodes.
+    A supervisor may start the ranks several times: make a new monitor for each start and call `until_over` once.
     """
 
     def __init__(
@@ -79,14 +73,7 @@ class StartMonitor:
         """Prepare to watch ranks that were started already.
 
         Args:
-            run_dir: the run folder, in which the ranks write their heartbeats (a file per rank with phase, step and
-                time).
-            ranks: the processes of this start.
-            placement: which ranks are expected on this node.
-            meeting: the source of reports from the supervisors of other nodes.
             limits: seconds without a heartbeat, for each phase, after which a rank counts as hung.
-            signals: the signals that this process received; its handlers must be installed already.
-            log: writes one line to the supervisor's log.
         """
         self._run_dir = run_dir
         self._ranks = ranks
@@ -108,16 +95,7 @@ class StartMonitor:
         self._leaving: dict[int, float] = {}  # rank -> when it was first seen to be finished, by `time.monotonic`
 
     def until_over(self) -> str:
-        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
-
-        The monitor kills no rank. The caller must kill what is left (`RankProcesses.close`) and judge the end by the
-        function `start_outcome.outcome`.
-
-        Returns:
-            Why the ranks must be killed: "hung", "a rank of another node is hung", "SIGINT received twice", or "node 0
-            has begun a new start". Empty if all ranks have ended. Also empty if ranks were lost (killed or crashed, on
-            any node) and the others did not end within 10 s: then the exit codes show the reason.
-        """
+        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill."""
         while True:
             self._folder.round_begins()
             alive = self._ranks.alive()
@@ -146,15 +124,7 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs and none will be started any more.
-
-        That no rank runs is not enough: at first none has been started. The start is over only if DeepSpeed's launcher
-        has ended, too, or if every rank has written its exit code.
-
-        Args:
-            alive: rank -> pid of the ranks that run.
-            codes: rank -> exit code that the rank wrote.
-        """
+        """Return whether no rank of this node runs and none will be started any more."""
         if alive:
             return False
         launcher_has_ended = not self._ranks.launcher_runs()
@@ -162,15 +132,8 @@ class StartMonitor:
         return launcher_has_ended or all_wrote_codes
 
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end.
-
-        The ranks begin to end when one has written an exit code other than 0, or when they were sent a signal. The
-        launcher would kill the other ranks 30 s after the first has ended with a code other than 0, even while they
-        save. It is not killed before all ranks were started.
-
-        Args:
-            alive: rank -> pid of the ranks that run.
-            codes: rank -> exit code that the rank wrote.
+        """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end. The launcher would
+        kill the other ranks 30 s after the first has ended with a code other than 0, even while they save.
         """
         if not self._has_launcher:
             return
@@ -186,9 +149,8 @@ class StartMonitor:
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
-        """Send the newest signal that the supervisor received to those ranks that have not received it yet.
-
-        The monitor calls it in each round, because a rank is sent a signal only once it has installed its handler.
+        """Send the newest signal that the supervisor received to those ranks that have not received it yet. The
+        monitor calls it in each round, because a rank is sent a signal only once it has installed its handler.
         """
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
@@ -199,17 +161,7 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log newly lost ranks of this node, and after the first loss on any node give the other ranks 10 s to end.
-
-        A rank is lost if it was killed or ended with EXIT_CRASH. The other ranks cannot go on without it. Only the
-        deadline is set: the caller kills the ranks that still run after it.
-
-        Args:
-            alive: rank -> pid of the ranks that run.
-            codes: rank -> exit code that the rank wrote.
-            news: why the ranks of this node must end because of another node, see `Rendezvous.news`; empty if there is
-                no reason.
-        """
+        """Log newly lost ranks of this node, and after the first loss on any node give the other ranks 10 s to end."""
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
         if lost and lost != self._lost:
@@ -226,17 +178,7 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
-        """Return the hung ranks of this node, the likely culprit first; usually an empty list.
-
-        A rank is hung if its last heartbeat is older than the limit of its phase, unless the run folder explains its
-        silence (folder_watch.py). Ranks whose process still exists 120 s after their last heartbeat ("done") or their
-        exit code are hung, too, and come last. The heartbeats are read at most every 0.5 s; calls in between return an
-        empty list.
-
-        Args:
-            alive: rank -> pid of the ranks that run.
-            codes: rank -> exit code that the rank wrote.
-        """
+        """Return the hung ranks of this node, the likely culprit first; usually an empty list."""
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
@@ -260,14 +202,8 @@ class StartMonitor:
         return silent + self._find_lingering(alive, done.union(codes), now)
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
-        """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done".
-
-        Their training is over, but the process does not end, for example because a library hangs in its cleanup.
-
-        Args:
-            alive: rank -> pid of the ranks that run.
-            finished: ranks that wrote a heartbeat with phase "done", which is their last, or an exit code.
-            now: time in seconds, by `time.monotonic`.
+        """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done". Their
+        training is over, but the process does not end, for example because a library hangs in its cleanup.
         """
         for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)
@@ -278,14 +214,7 @@ class StartMonitor:
         ]
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Report a hang that this node has found, in the log and in the folder of the hang report.
-
-        The log names the rank that is likely the cause and the other hung ranks, and has the stacks of all ranks of
-        this node. The folder makes the other nodes add the stacks of their ranks; this call waits up to 10 s for them.
-
-        Args:
-            hung_ranks: the hung ranks of this node, the likely cause first; at least one.
-        """
+        """Report a hang that this node has found, in the log and in the folder of the hang report."""
         self._report.begin()
         culprit, *others = hung_ranks
         silent_too = [other.rank for other in others]
@@ -299,11 +228,7 @@ class StartMonitor:
         self._report.await_other_nodes()
 
     def _describe_ranks(self, why: str) -> None:
-        """Write the stacks of all ranks of this node to the log and to the hang report, with NCCL's records.
-
-        Args:
-            why: why the ranks of this node are ended, as one line; it comes before the stacks.
-        """
+        """Write the stacks of all ranks of this node to the log and to the hang report, with NCCL's records."""
         self._log(why)
         request_nccl_traces(self._ranks.state)
         stacks = self._ranks.stacks()
@@ -312,11 +237,6 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
-        """Return whether another node has found a hung rank since the ranks were started.
-
-        The hang report on the shared file system is looked for at most once per second; calls in between return False,
-        as does every call of a run with one node.
-        """
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

@@ -37,13 +37,7 @@ from electra_dist.run.number_formats import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of a run's wall-clock time: the seconds that were spent on each activity.
-
-    The fields `queue` to `down` add up to the time from the first Slurm submission to the last event of the ledger, or
-    to more if the fields other than `down` alone exceed that time. Without Slurm the account begins with the first
-    process. `useful` are steps that were kept, `lost` are steps that were repeated after a restart, and `down` is all
-    time that no other field covers.
-    """
+    """Seconds of a run's wall-clock time by activity, as the module explains them."""
 
     queue: float = 0.0
     boot: float = 0.0
@@ -67,10 +61,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float | None:
-        """Return the goodput, in [0, 1]: the seconds of useful steps divided by all seconds outside the queue.
-
-        None if the run has spent no time outside the queue yet.
-        """
+        """Return the goodput, in [0, 1]: the seconds of useful steps divided by all seconds outside the queue."""
         outside_queue_s = self.wall - self.queue
         if outside_queue_s <= 0:
             return None
@@ -82,22 +73,13 @@ class Goodput:
         return {activity: getattr(self, activity) for activity in activities}
 
     def described(self) -> str:
-        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost.
-
-        For example, "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost".
-        """
+        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost."""
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
         return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
 
 
 def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
-    """Split the wall-clock time of a run, up to its last event, by the activities on which it was spent.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first. If it has no start, all numbers of the result are 0.
-        jobs: records of slurm/jobs.jsonl; without them `queue` and `boot` are 0, and the time between two starts
-            counts as `down`.
-    """
+    """Split the wall-clock time of a run, up to its last event, by the activities on which it was spent."""
     starts = starts_of(ledger)
     if not starts:
         return Goodput()
@@ -125,16 +107,7 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
 
 
 def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
-    """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps).
-
-    A step is kept if the next start of the ranks resumed from a checkpoint that contains it. The steps of the last
-    start are all kept. For example, if a start makes 120 steps and is killed, and the next one resumes at step 100,
-    then 100 steps are kept and 20 are repeated. The time of steps that a start made after its seconds were last
-    recorded, for example before it was killed, is estimated from the mean step time.
-
-    Args:
-        starts: all starts of the run, oldest first.
-    """
+    """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps)."""
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
     lost_s = 0.0
@@ -163,28 +136,11 @@ def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
 
 
 def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) -> float:
-    """Return the seconds that all starts of a run together spent on one activity.
-
-    Args:
-        seconds_by_activity: for each start, its seconds by activity.
-        activity: for example "import"; a start without it counts as 0.
-    """
     return math.fsum(seconds.get(activity, 0.0) for seconds in seconds_by_activity)
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Describe the newest start of the ranks in one line: its step, the checkpoint's age, steps lost and the goodput.
-
-    For example, "restored step 1,000, age 5m00s, 20 steps lost, goodput 93.1 %". The age is the time from the event of
-    the checkpoint to that of the start, and is left out if the ledger lacks the checkpoint. Steps lost are those that
-    the run made after the restored checkpoint and must repeat. The goodput is that of the whole run up to this start.
-    For the first start in the ledger, steps lost and goodput are left out, as in "start at step 0".
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first, up to the event "start" or "resume" of this start; that event
-            must be included.
-        jobs: records of slurm/jobs.jsonl; empty without Slurm.
-    """
+    """Describe the newest start in one line: its step, the checkpoint's age, steps lost and the goodput."""
     start_events = [event for event in ledger if event["event"] in START_EVENTS]
     newest_start = start_events[-1]
     parts = []
@@ -204,12 +160,7 @@ def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
 
 
 def _checkpoint_age_s(ledger: Sequence[Record], resume: Record) -> float | None:
-    """Return the seconds from the save of a checkpoint to a resume from it; None if the ledger lacks the save.
-
-    Args:
-        ledger: events of ledger.jsonl, oldest first.
-        resume: the resume event; its step is that of the checkpoint.
-    """
+    """Return the seconds from the save of a checkpoint to a resume from it; None if the ledger lacks the save."""
     saves = [event for event in ledger if event["event"] == "checkpoint" and event["step"] == resume["step"]]
     if not saves:
         return None

@@ -29,8 +29,8 @@ _LONGEST_POLL_S = 1.0
 class Entries(BaseModel):
     """Manifest entries of the tensor files of consecutive ranks, as ranks store them for rank 0.
 
-    For a manifest of format 2 the entries list all tensors. For format 3 they list none: `parts` then describes with a
-    run-length code (parameter_runs.py) how each parameter is divided between these files.
+    For a manifest of format 2 the entries list all tensors. For format 3 they list none: `parts` then describes
+    with a run-length code (parameter_runs.py) how each parameter is divided between these files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,21 +40,13 @@ class Entries(BaseModel):
 
 
 def has_runs(state: RunState) -> bool:
-    """Return whether the manifest of a checkpoint has format 3, where only the header of a file lists its tensors.
-
-    The manifest then holds a run-length code of how each parameter is divided between the files (parameter_runs.py).
-    """
+    """Return whether the manifest of a checkpoint has format 3, where only the header of a file lists its tensors."""
     return is_too_long_a_list(state.zero_stage, len(state.shapes), state.world_size)
 
 
 def entries_of_file(state: RunState, file: FileEntry) -> Entries:
-    """Return the object that a rank stores for rank 0: the entry of its tensor file, in the form the manifest needs.
-
-    For a manifest of format 3 the list of tensors is replaced by the range of each parameter that the file holds.
-
-    Args:
-        state: run state of the checkpoint, which decides the format of the manifest.
-        file: entry of the rank's tensor file, with all its tensors. The tensors of a parameter follow one another.
+    """Return the object that a rank stores for rank 0: the entry of its tensor file, in the form the manifest
+    needs.
     """
     if not has_runs(state):
         return Entries(files=(file,))
@@ -70,14 +62,7 @@ def entries_of_file(state: RunState, file: FileEntry) -> Entries:
 
 
 def merge(groups: Sequence[Entries]) -> Entries:
-    """Merge the entries of several groups of ranks into the entries of all their ranks.
-
-    Args:
-        groups: entries of consecutive ranks, in the order of the ranks; all for the same format of the manifest.
-
-    Raises:
-        TornCheckpoint: the elements of a parameter in one group do not begin where those of the group before it end.
-    """
+    """Merge the entries of several groups of ranks into the entries of all their ranks."""
     files = tuple(file for group in groups for file in group.files)
     parts_of_groups = [group.parts for group in groups if group.parts is not None]
     if not parts_of_groups:
@@ -87,21 +72,7 @@ def merge(groups: Sequence[Entries]) -> Entries:
 
 
 def submit(target: Store, folder: str, rank: int, state: RunState, file: FileEntry) -> None:
-    """Store the manifest entry of a rank's tensor file as an object, from which rank 0 builds the manifest.
-
-    Every rank calls this function after its tensor file is complete in the target. The object is temporary: the leader
-    of the rank's group deletes it after merging it, or, without groups of ranks, rank 0 deletes it after the commit.
-
-    Args:
-        target: the store that holds the tensor file.
-        folder: the checkpoint's folder in the store.
-        rank: number of the calling process in the run.
-        state: run state of the checkpoint, which decides the key and the form of the object.
-        file: manifest entry of the tensor file, with all its tensors.
-
-    Raises:
-        StoreError: the object cannot be written.
-    """
+    """Store the manifest entry of a rank's tensor file as an object, from which rank 0 builds the manifest."""
     _write(target, entry_key(folder, rank, state.world_size), entries_of_file(state, file))
 
 
@@ -110,21 +81,8 @@ def merge_group(
 ) -> None:
     """Wait for the entries of a group's ranks, merge them into one object, and delete the single entries.
 
-    Only the leader of the group calls this function. It can be called again after a failure: if the merged object
-    exists already, only the single entries are deleted.
-
     Args:
-        target: the store; every rank of the group has submitted its entry, or is about to.
-        folder: the checkpoint's folder in the store.
-        group: number of the group.
-        world_size: number of ranks of the run.
         timeout_s: how long to wait for the entries, in seconds.
-        give_up: called after each listing that lacks an entry; if it returns True, TimeoutError is raised.
-
-    Raises:
-        TimeoutError: a rank stored no entry within `timeout_s`, or `give_up` returned True.
-        StoreError: an entry cannot be read, or the merged object cannot be written.
-        TornCheckpoint: the elements of a parameter in one file do not begin where those of the file before it end.
     """
     keys = keys_of_group(folder, group, world_size)
     if not target.exists(merged_key(folder, group)):
@@ -138,19 +96,8 @@ def wait_for(
 ) -> None:
     """Wait until a store holds all the objects `keys`, by listing the keys that begin with `prefix` repeatedly.
 
-    The pause between two listings doubles from 0.02 to 1 second.
-
     Args:
-        target: the store.
-        folder: the checkpoint's folder in the store, which the error message contains.
-        prefix: common beginning of all `keys`.
-        keys: keys of the objects to wait for.
         timeout_s: how long to wait, in seconds.
-        give_up: called after each listing that lacks a key; if it returns True, TimeoutError is raised.
-
-    Raises:
-        TimeoutError: a key is still missing after `timeout_s`, or when `give_up` returns True.
-        StoreError: the store cannot be listed.
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _POLL_S
@@ -169,23 +116,13 @@ def wait_for(
 
 
 def read_entries(target: Store, keys: Sequence[str]) -> Entries:
-    """Read objects of entries, up to 16 at a time, verify the digest of each object, and merge the entries.
-
-    Args:
-        target: the store.
-        keys: keys of the objects, in the order of the ranks.
-
-    Raises:
-        StoreError: an object cannot be read, or does not match its digest.
-        TornCheckpoint: the elements of a parameter in one object do not begin where those of the object before it end.
-    """
+    """Read objects of entries, up to 16 at a time, verify the digest of each object, and merge the entries."""
     return merge(in_parallel(lambda key: _read(target, key), keys))
 
 
 def _write(target: Store, key: str, entries: Entries) -> None:
-    """Write entries to an object: on the first line the SHA-256 of the rest (hexadecimal), then the entries as JSON.
-
-    The digest lets `_read` detect bytes that were changed on the way.
+    """Write entries to an object: on the first line the SHA-256 of the rest (hexadecimal), then the entries as
+    JSON.
     """
     data = entries.model_dump_json().encode()
     digest = hashlib.sha256(data).hexdigest().encode()
@@ -193,11 +130,7 @@ def _write(target: Store, key: str, entries: Entries) -> None:
 
 
 def _read(target: Store, key: str) -> Entries:
-    """Read entries that `_write` has written, and verify their digest; after a mismatch the object is read again.
-
-    Raises:
-        StoreError: the object does not exist or cannot be read, or no reading matches the digest.
-    """
+    """Read entries that `_write` has written, and verify their digest; after a mismatch the object is read again."""
 
     def read_once() -> tuple[bytes, str]:
         """Return the JSON of the entries, and a fault if the JSON does not match its digest; "" if it does."""

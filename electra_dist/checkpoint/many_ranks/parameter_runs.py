@@ -36,41 +36,17 @@ class Parts(NamedTuple):
 
 
 def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) -> bool:
-    """Return whether a manifest holds a run-length code of part sizes, because a list of all tensors is too long.
-
-    A list is too long if it would take more than about 3 MB. The result depends on the arguments alone, so every rank
-    gets the same one.
-
-    Args:
-        zero_stage: ZeRO stage of the run. At stages 1 and 2 a rank stores few tensors, so the result is False.
-        num_parameters: parameters of the model; each has a master weight and two moments.
-        world_size: number of ranks.
-    """
+    """Return whether a manifest holds a run-length code of part sizes, because a list of all tensors is too long."""
     return zero_stage in (0, 3) and 3 * num_parameters * world_size > _MOST_LISTED_TENSORS
 
 
 def num_elements(runs: Iterable[Run]) -> int:
-    """Return the sum of the part sizes that a run-length code stands for.
-
-    Args:
-        runs: pairs of a number of ranks and the number of elements that each of them stores.
-    """
+    """Return the sum of the part sizes that a run-length code stands for."""
     return sum(count * size for count, size in runs)
 
 
 def join(name: str, pieces: Sequence[Parts]) -> Parts:
-    """Join the run-length codes of one parameter for several groups of ranks into one code for all these ranks.
-
-    Args:
-        name: name of the parameter, which the error message contains.
-        pieces: the code of each group of ranks, in the order of the ranks.
-
-    Returns:
-        The code for all ranks of the groups. Neighbouring parts of equal size are in one run, also across groups.
-
-    Raises:
-        TornCheckpoint: the elements of one group do not begin where those of the group before it end.
-    """
+    """Join the run-length codes of one parameter for several groups of ranks into one code for all these ranks."""
     start = None  # first element of all groups
     end = None  # element after the last one of the groups joined so far
     runs: list[Run] = []
@@ -90,21 +66,7 @@ def join(name: str, pieces: Sequence[Parts]) -> Parts:
 
 
 def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> None:
-    """Verify that the parts of one parameter, which the files of a checkpoint hold in turn, cover it exactly.
-
-    The part in each file begins where the part in the file before it ends, from element 0 on. Therefore each element
-    is in exactly one part if the sizes of all parts add up to `numel`. The sizes are given in groups of equal ones.
-
-    Args:
-        name: name of the parameter, which the error message contains.
-        numel: number of elements of the parameter.
-        runs: pairs of a number of consecutive files and the number of elements in each of them.
-        num_files: number of files of the checkpoint, one per rank.
-
-    Raises:
-        TornCheckpoint: a count is below 1 or a size is negative, the sizes do not add up to `numel`, or the counts do
-            not add up to `num_files`.
-    """
+    """Verify that the parts of one parameter, which the files of a checkpoint hold in turn, cover it exactly."""
     has_impossible_run = any(count < 1 or size < 0 for count, size in runs)
     num_coded_files = sum(count for count, _ in runs)
     if has_impossible_run or num_elements(runs) != numel or num_coded_files != num_files:
@@ -118,20 +80,13 @@ class FilesOfElements:
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        """Compute which elements of the parameter each file holds.
-
-        Args:
-            runs: pairs of a number of consecutive files and the number of elements in each of them, from file 0 on.
-        """
+        """Compute which elements of the parameter each file holds."""
         sizes = [size for count, size in runs for _ in range(count)]
         self._ends = list(accumulate(sizes))  # for each file, the element after its last one
         self._sizes = sizes  # elements in each file
 
     def overlapping(self, start: int, end: int) -> list[int]:
-        """Return the numbers of the files that hold at least one of the elements [start, end), in ascending order.
-
-        Files without any element of the parameter are left out. The elements must be within the parameter.
-        """
+        """Return the numbers of the files that hold at least one of the elements [start, end), in ascending order."""
         first = bisect_right(self._ends, start)
         last = bisect_right(self._ends, end - 1)
         return [file for file in range(first, last + 1) if self._sizes[file]]

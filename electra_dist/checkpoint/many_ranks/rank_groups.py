@@ -15,20 +15,14 @@ _ENTRY_NAME = re.compile(r"rank-\d+\.json|merged-\d+\.json|group-\d+/.+")
 
 
 def group_size(world_size: int) -> int:
-    """Return the number of ranks in each group of a run with `world_size` ranks; 1 means that there are no groups.
-
-    The last group may have fewer ranks.
-    """
+    """Return the number of ranks in each group of a run with `world_size` ranks; 1 means that there are no groups."""
     if world_size <= _MOST_WITHOUT_GROUPS:
         return 1
     return math.isqrt(world_size - 1) + 1  # the square root, rounded up
 
 
 def led_group(rank: int, world_size: int) -> int | None:
-    """Return the number of the group that a rank leads, because it is the last rank of the group.
-
-    None if the rank is not the last one of its group, or if the run has no groups.
-    """
+    """Return the number of the group that a rank leads, because it is the last rank of the group."""
     size = group_size(world_size)
     if size == 1:
         return None
@@ -37,11 +31,7 @@ def led_group(rank: int, world_size: int) -> int | None:
 
 
 def entry_key(folder: str, rank: int, world_size: int) -> str:
-    """Return the key of the object in which a rank stores the manifest entry of its tensor file.
-
-    For rank 3 it is FOLDER/rank-00003.json in a run without groups of ranks, and FOLDER/group-00000/rank-00003.json in
-    a run with groups.
-    """
+    """Return the key of the object in which a rank stores the manifest entry of its tensor file."""
     size = group_size(world_size)
     if size == 1:
         return f"{folder}/rank-{rank:05d}.json"
@@ -54,10 +44,7 @@ def group_prefix(folder: str, group: int) -> str:
 
 
 def merged_key(folder: str, group: int) -> str:
-    """Return the key of the object in which the leader of a group stores the merged entries of the group.
-
-    For group 3 it is FOLDER/merged-00003.json.
-    """
+    """Return the key of the object in which the leader of a group stores the merged entries of the group."""
     return f"{folder}/merged-{group:05d}.json"
 
 
@@ -69,11 +56,7 @@ def keys_of_group(folder: str, group: int, world_size: int) -> list[str]:
 
 
 def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
-    """Return the keys of the objects that rank 0 reads to commit a checkpoint, in the order of the ranks.
-
-    Without groups of ranks there is one object per rank, with the entry of its file. With groups there is one object
-    per group, with the merged entries of its ranks.
-    """
+    """Return the keys of the objects that rank 0 reads to commit a checkpoint, in the order of the ranks."""
     size = group_size(world_size)
     if size == 1:
         return [entry_key(folder, rank, world_size) for rank in range(world_size)]
@@ -82,10 +65,5 @@ def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
 
 
 def is_entry(name: str) -> bool:
-    """Return whether the name of a file shows that it holds entries for the manifest.
-
-    Args:
-        name: path of the file, relative to the checkpoint's folder. It is that of entries if it is rank-NNNNN.json or
-            merged-NNNNN.json, or if the file is in a folder group-NNNNN.
-    """
+    """Return whether the name of a file shows that it holds entries for the manifest."""
     return _ENTRY_NAME.fullmatch(name) is not None

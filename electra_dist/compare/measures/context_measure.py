@@ -15,6 +15,7 @@ masked language model.
 from __future__ import annotations
 
 import numpy as np
+from typing_extensions import override
 
 from electra_dist.analysis.context_auc import NUM_REPLACED
 from electra_dist.analysis.corpus_rows import rows_of_shards
@@ -39,15 +40,7 @@ class ContextMeasure(Measure):
     metric = "ROC-AUC"
 
     def __init__(self, heldout: OpenCorpus) -> None:
-        """Read the first rows of a held-out corpus and replace some of their tokens.
-
-        Args:
-            heldout: corpus of the runs' key `data.heldout`.
-
-        Raises:
-            StoreError: a shard cannot be read.
-            ManifestMismatch: a shard does not hold the rows that the manifest lists.
-        """
+        """Read the first rows of a held-out corpus and replace some of their tokens."""
         special = SpecialIds.from_tokens(heldout.manifest.tokenizer.special)
         ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.manifest.seq_len))
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
@@ -62,14 +55,8 @@ class ContextMeasure(Measure):
             self._rows.append(shown_S[:length].tolist())
         self.digest = digest_of({"rows": self._rows, "places": self._places})
 
+    @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the ROC-AUC, in [0, 1], of the scores of the replaced tokens against those of the original tokens.
-
-        The value is None, with a failure that says why, if the held-out rows have no two different tokens.
-
-        Raises:
-            UserError: the encoder has no pretraining head.
-        """
         if not self._is_replaced.any():
             return Measured(value=None, failures=("the held-out rows have no two different tokens",))
         scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)

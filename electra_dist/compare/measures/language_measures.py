@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from typing_extensions import override
+
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, TaskEntry
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of, layer_details
 from electra_dist.finetune.sentences.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
@@ -25,16 +27,11 @@ class BuiltInPairsMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, pairs_per_kind: int) -> None:
-        """Use `pairs_per_kind` pairs of each kind of agreement."""
         self._pairs_per_kind = pairs_per_kind
         self.digest = f"{MINIMAL_PAIRS} {pairs_per_kind}"
 
+    @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind.
-
-        Raises:
-            UserError: the encoder has no pretraining head, or its vocabulary lacks the words to form any pair.
-        """
         return _of_pair_scores(score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress))
 
 
@@ -44,26 +41,16 @@ class PairFilesMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
-        """Read a file of minimal pairs, or a folder of such files; its name without suffix becomes the column's name.
-
-        Args:
-            path: file or folder, in the formats of `pair_files.py`.
-            pairs_per_kind: number of pairs of each kind that are used, always the same ones.
-
-        Raises:
-            UserError: the path does not exist, or a file is not valid.
+        """Read a file of minimal pairs, or a folder of such files; its name without suffix becomes the column's
+        name.
         """
         self.name = path.stem
         files = read_pair_files([path]).sample(pairs_per_kind)
         self._pairs = files.pairs
         self.digest = digest_of({"pairs": files.sha256, "per_kind": pairs_per_kind, "sentence": "sum over all tokens"})
 
+    @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the share of all pairs whose grammatical sentence scores higher, and the share of each kind.
-
-        Raises:
-            UserError: the encoder has no pretraining head, or a sentence is longer than its positions.
-        """
         return _of_pair_scores(score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress))
 
 
@@ -73,17 +60,7 @@ class TreebankMeasure(Measure):
     metric = "accuracy"
 
     def __init__(self, name: str, folder: Path, target: Target, entry: TaskEntry) -> None:
-        """Read a treebank.
-
-        Args:
-            name: name of the entry in the comparison's `tasks`.
-            folder: folder of the treebank's CoNLL-U files.
-            target: "tags" or "heads".
-            entry: number of training sentences and checkpoints that are scored.
-
-        Raises:
-            UserError: a file is missing or not valid.
-        """
+        """Read a treebank."""
         self.name = name
         self.at = entry.at
         self._target = target
@@ -91,12 +68,8 @@ class TreebankMeasure(Measure):
         self._treebank = treebank.sample(entry.max_train)
         self.digest = digest_of({"treebank": treebank.sha256, "target": target, "max_train": entry.max_train})
 
+    @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the accuracy on the words of the test sentences at the layer that the training sentences choose.
-
-        Raises:
-            UserError: no sentence fits into the encoder's positions.
-        """
         result = probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
         return Measured(
             value=result.score,

@@ -37,15 +37,7 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Score an encoder with this measure, for example by fine-tuning it on a task.
-
-        Args:
-            encoder: the pretrained weights; they are not changed.
-            progress: called with (activity, parts done, parts in total) while the score is computed.
-
-        Raises:
-            UserError: this measure cannot score the encoder, for example because the encoder lacks a head.
-        """
+        """Score an encoder with this measure, for example by fine-tuning it on a task."""
 
 
 def digest_of(tree: dict[str, Any]) -> str:

@@ -22,14 +22,7 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
     These are the tasks in the order of the config, then the minimal pairs of `minimal_pairs`.
 
     Args:
-        compare: the config of the comparison.
-        file: the file from which it was read, for error messages.
         glue: folder of the GLUE tasks; None if every task has its own `data`.
-        cell: any run of the comparison. Its encoder's hidden size and number of positions, from which the default
-            settings follow, stand for those of all runs.
-
-    Raises:
-        UserError: data are missing or not valid; the message names the task and the file.
     """
     measures: list[Measure] = []
     model = cell.config.model
@@ -61,27 +54,13 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: C
 
 
 def _treebank_folder(entry: TaskEntry) -> Path:
-    """Return the folder of a treebank.
-
-    Raises:
-        UserError: the task's entry has no key `data`.
-    """
     if entry.data is None:
         raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
     return Path(entry.data)
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> TextTask:
-    """Read the data of a task: a GLUE task if its name is one of GLUE's, otherwise a custom task.
-
-    Args:
-        name: name of the entry in the comparison's `tasks`; also that of the task if the entry has no key `task`.
-        entry: the task's entry in the comparison's config: where the data are, and the columns of a custom task.
-        glue: folder of the GLUE tasks, used if the entry has no key `data`; may be None.
-
-    Raises:
-        UserError: there is no folder with data, the columns of a custom task are not set, or the data are not valid.
-    """
+    """Read the data of a task: a GLUE task if its name is one of GLUE's, otherwise a custom task."""
     folder = Path(entry.data) if entry.data else glue
     if folder is None:
         raise UserError("no folder with data is given; pass --glue DIR, or set `data` of the task")

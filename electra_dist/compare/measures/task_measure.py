@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from electra_dist.compare.comparison_config import TaskEntry
 from electra_dist.compare.measures.measure import Measure, Measured, digest_of, layer_details
 from electra_dist.finetune.finetune_and_probe import PROBED_LAYERS, finetune_task, probe_task
@@ -20,14 +22,7 @@ class TaskMeasure(Measure):
     """
 
     def __init__(self, name: str, task: TextTask, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Store a task and the way in which encoders are scored on it.
-
-        Args:
-            name: name of the entry in the comparison's `tasks`.
-            task: the task with its data.
-            entry: whether to probe or to fine-tune, at which checkpoints, and with how many seeds.
-            settings: settings of fine-tuning; a probe uses only those that shape its examples.
-        """
+        """Store a task and the way in which encoders are scored on it."""
         self.name = name
         self.metric = task.metric
         self.at = entry.at
@@ -39,16 +34,8 @@ class TaskMeasure(Measure):
             identity["layers"] = PROBED_LAYERS
         self.digest = digest_of(identity)
 
+    @override
     def score(self, encoder: Pretrained, progress: Progress) -> Measured:
-        """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
-
-        The score is None if all seeds diverged. Each seed that counts as failed, because its loss diverged or all its
-        predictions are equal, has a line among the failures.
-
-        Args:
-            encoder: the pretrained weights; they are not changed.
-            progress: called while the encoder is trained or computes features.
-        """
         device = device_of_choice()
         if self._entry.how == "probe":
             result = probe_task(encoder, self._task, self._settings, device, progress)

@@ -65,13 +65,8 @@ class ArchiveReader:
         """Prepare to read an archive.
 
         Args:
-            name: name of the archive; members that are left out are recorded as `NAME: MEMBER`.
-            text_field: value of --text-field, which has two meanings. In a JSON or table member it names the field or
-                column that holds the text. It is also a file ending: with "caption", each member *.caption is read as
-                one document of plain text.
             members_read: counter of the members that are read, by ending; updated in place.
             skipped: counter of the members that are left out; updated in place.
-            with_fields: whether the documents of a table have the other cells of their rows, too.
         """
         self._name = name
         self._text_field = text_field
@@ -84,10 +79,6 @@ class ArchiveReader:
 
         Args:
             stream: the archive, decompressed. A zip archive must be seekable.
-            file_format: "tar" or "zip".
-
-        Raises:
-            OSError, EOFError, tarfile.TarError, zipfile.BadZipFile: the archive is damaged, cut off or encrypted.
         """
         from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
 
@@ -103,11 +94,7 @@ class ArchiveReader:
             yield from self._documents_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
-        """Yield the members of known kind with their content, as `group_by_keys` takes them; count the others.
-
-        Args:
-            members: all regular files of the archive.
-        """
+        """Yield the members of known kind with their content, as `group_by_keys` takes them; count the others."""
         from webdataset.tariterators import base_plus_ext
 
         for member in members:
@@ -122,11 +109,7 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of one sample: the members whose names differ in their endings only.
-
-        Args:
-            sample: content of the members by ending in lower case, and `__key__`, the common part of their names.
-        """
+        """Yield the documents of one sample: the members whose names differ in their endings only."""
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -148,16 +131,7 @@ class ArchiveReader:
             self._members_read[ending_of(name)] += 1
 
     def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
-        """Yield the documents of one member.
-
-        A .json member that cannot be parsed gives one document with its whole content. The decoding of that document
-        then fails, and the build counts the document as broken JSON.
-
-        Args:
-            data: the member as it is in the archive.
-            kind: its format and compression.
-            name: its name, for errors.
-        """
+        """Yield the documents of one member."""
         stream = decompressed(io.BytesIO(data), kind.compression)
         if kind.format != "json":
             yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
@@ -170,11 +144,7 @@ class ArchiveReader:
         yield from values
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
-        """Return the format and the compression of members with an ending; None if such members are left out.
-
-        Args:
-            ending: everything after the first dot of the file name, in lower case, such as "txt" or "2.json.gz".
-        """
+        """Return the format and the compression of members with an ending; None if such members are left out."""
         if self._is_text_field_ending(ending):
             return _ONE_TEXT
         kind = kind_of(f"member.{ending}")
@@ -185,30 +155,18 @@ class ArchiveReader:
         return kind
 
     def _format_of_member(self, ending: str) -> str | None:
-        """Return the format of members with an ending, as `_kind_of_member` does, without their compression."""
         kind = self._kind_of_member(ending)
         return None if kind is None else kind.format
 
     def _is_text_field_ending(self, ending: str) -> bool:
-        """Return whether an ending equals --text-field, so that members with this ending are read as plain text.
-
-        Args:
-            ending: everything after the first dot of the member's file name, in lower case, such as "caption".
-        """
+        """Return whether an ending equals --text-field, so that members with this ending are read as plain text."""
         return ending == self._text_field.lower()
 
     def _skip(self, reason: str, member_name: str) -> None:
-        """Count a member that is left out; `reason` is a key of `SKIP_REASONS`."""
         self._skipped.add(reason, f"{self._name}: {member_name}")
 
     def _tar_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
-        """Yield the regular files of a tar archive; links and devices in it are counted as left out.
-
-        Raises:
-            tarfile.TarError: the archive is damaged or cut off.
-            EOFError: the end-of-archive mark is missing, so the archive was cut off.
-            OSError: a header is damaged, or there is data behind the end of the archive.
-        """
+        """Yield the regular files of a tar archive; links and devices in it are counted as left out."""
         watched = _WatchedStream(stream)
         # Mode "r|" reads forwards only, and no file is kept: the archive may be larger than memory.
         with tarfile.open(fileobj=watched, mode="r|", tarinfo=CheckedTarInfo) as tar:  # type: ignore[call-overload]
@@ -223,12 +181,6 @@ class ArchiveReader:
             watched.check_end(tar.offset)
 
     def _zip_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
-        """Yield the regular files of a zip archive, in the order of its directory.
-
-        Raises:
-            zipfile.BadZipFile: the archive is damaged or cut off; found when a member is read, too.
-            OSError: a member is encrypted or compressed in a way that Python cannot read.
-        """
         with zipfile.ZipFile(stream) as archive:
             for info in archive.infolist():
                 if not info.is_dir():
@@ -236,29 +188,17 @@ class ArchiveReader:
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    """Read a member of a tar archive and return its content.
-
-    Raises:
-        OSError: the member is too large; a sparse one is, though the archive holds little of it.
-    """
     _check_size(member.name, member.size)
     return content.read()
 
 
 def _check_size(name: str, size: int) -> None:
-    """Raise OSError if a member of an archive is too large to be held in memory."""
     if size > MOST_DOCUMENT_BYTES:
         raise OSError(f"member {name}: more than {MOST_DOCUMENT_BYTES >> 20} MiB")
 
 
 def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Read a member of a zip archive, verify its checksum and return its content.
-
-    Raises:
-        zipfile.BadZipFile: the checksum or a header of the member is wrong.
-        OSError: the member is encrypted, is compressed in a way that Python cannot read, cannot be decompressed, or is
-            too large.
-    """
+    """Read a member of a zip archive, verify its checksum and return its content."""
     _check_size(info.filename, info.file_size)
     try:
         return archive.read(info)
@@ -272,31 +212,18 @@ class _WatchedStream:
     _KEPT_BYTES = 1 << 16  # more than tarfile reads ahead
 
     def __init__(self, stream: BinaryIO | io.BufferedIOBase) -> None:
-        """Begin at the current position of `stream`, which is the start of the archive."""
         self._stream = stream
         self._position = 0
         self._newest = b""
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes, at most `size`; b"" at the end."""
         data = self._stream.read(size)
         self._position += len(data)
         self._newest = (self._newest + data)[-self._KEPT_BYTES :] if len(data) < self._KEPT_BYTES else data
         return data
 
     def check_end(self, offset: int) -> None:
-        """Check that the rest of the file, after the last member, is at least one block of zeros and nothing more.
-
-        A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
-        end of a file that was cut off between two members.
-
-        Args:
-            offset: position after the last member, a multiple of 512.
-
-        Raises:
-            EOFError: the file ends before a whole block of zeros.
-            OSError: a byte after the last member is not zero.
-        """
+        """Check that the rest of the file, after the last member, is at least one block of zeros and nothing more."""
         num_bytes = self._position - offset
         rest = self._newest[len(self._newest) - num_bytes :]
         while rest:

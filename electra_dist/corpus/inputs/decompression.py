@@ -45,11 +45,7 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
 
 
 def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]:
-    """Yield the lines of a file of bytes or of text with their line ends.
-
-    Raises:
-        OSError: a line is longer than `MOST_DOCUMENT_BYTES`.
-    """
+    """Yield the lines of a file of bytes or of text with their line ends."""
     while line := stream.readline(MOST_DOCUMENT_BYTES + 1):
         if len(line) > MOST_DOCUMENT_BYTES:
             raise OSError(f"a line of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
@@ -57,11 +53,7 @@ def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]
 
 
 def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
-    """Return the rest of a file.
-
-    Raises:
-        OSError: it is longer than `MOST_DOCUMENT_BYTES`.
-    """
+    """Return the rest of a file."""
     data = stream.read(MOST_DOCUMENT_BYTES + 1)
     if len(data) > MOST_DOCUMENT_BYTES:
         raise OSError(f"a document of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
@@ -69,16 +61,9 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
-
-    The reader of the zstandard package is not used: it treats a file that was cut off as complete.
-    """
+    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        """Prepare to decompress from the current position of `raw`, which must be the beginning of a frame.
-
-        `raw` stays open when this object is closed.
-        """
         self._raw = raw
         self._frame = self._new_frame()
         self._inside_frame = False  # bytes of an unfinished frame were read
@@ -89,12 +74,7 @@ class _ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer` with decompressed bytes and return their number; 0 at the end of the file.
-
-        Raises:
-            EOFError: the file ends within a frame.
-            zstandard.ZstdError: the bytes are not zstd.
-        """
+        """Fill `buffer` with decompressed bytes and return their number; 0 at the end of the file."""
         while not self._ready:  # a block of compressed bytes may give no output
             compressed = self._raw.read(_PIECE_BYTES)
             if not compressed and self._inside_frame:
@@ -108,10 +88,8 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self, compressed: bytes) -> bytes:
-        """Return the decompressed form of `compressed`, the next bytes of the zstd file; it may be empty.
-
-        These bytes may end in the middle of a frame, and may hold several frames. Each frame gets a new decompressor,
-        because a decompressor of zstandard stops at the end of its frame.
+        """Return the decompressed form of `compressed`, the next bytes of the zstd file; it may be empty. Each frame
+        gets a new decompressor, because a decompressor of zstandard stops at the end of its frame.
         """
         decompressed = []
         rest = compressed
@@ -126,8 +104,4 @@ class _ZstdFile(io.RawIOBase):
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:
-        """Return a decompressor for one frame.
-
-        It accepts frames with a compression window of up to 2 GiB, as `zstd --long=31` writes them.
-        """
         return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

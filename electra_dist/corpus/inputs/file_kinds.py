@@ -44,10 +44,6 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
     """Return the kind of a file by the endings of its name, in any case of letters; None if it is unknown.
 
     `a.parquet.gz` is unknown, because parquet is compressed within the file.
-
-    Args:
-        name: name or path of the file, with `/` between the parts.
-        with_pages: whether the endings of `PAGES` are known, too.
     """
     endings = _endings(name)
     compression = ""
@@ -67,9 +63,6 @@ def is_no_data(name: str) -> bool:
 
     These are tables whose name, or that of a folder, begins with an underscore, except partitions (`_year=2024`).
     Files of other formats are passed over in the folders of Spark's own only: `_posts/a.md` is text.
-
-    Args:
-        name: path of the file below the input folder, with `/` between the parts.
     """
     parts = PurePosixPath(name).parts
     if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):
@@ -80,10 +73,8 @@ def is_no_data(name: str) -> bool:
 def ending_of(name: str) -> str:
     """Return the ending under which reports count a file: ".txt", ".json.gz", or `NO_ENDING` for a name without one.
 
-    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all digits.
-
-    Args:
-        name: name or path of the file, with `/` between the parts.
+    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all
+    digits.
     """
     endings = _endings(name)
     num_parts = 2 if endings and endings[-1] in COMPRESSIONS else 1

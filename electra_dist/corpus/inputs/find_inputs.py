@@ -66,18 +66,13 @@ def search_inputs(
 ) -> FoundInputs:
     """Find the input files that `paths` name, and count everything found that is not read.
 
-    Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file, for
-    example through a link, the file is listed once, with the name that the first of these paths gives it.
+    Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file,
+    for example through a link, the file is listed once, with the name that the first of these paths gives it.
 
     Args:
         paths: files with a known ending, folders, s3:// URLs of both, or brace patterns of files and URLs, such as
             `shard-{000000..000099}.tar`.
         endpoint_url: S3 endpoint; None for AWS.
-        with_pages: find HTML pages and WARC files, too, which a corpus build does not read.
-
-    Raises:
-        UserError: a path is missing or a file of unknown kind, a folder or file may not be read, or no file was found.
-        StoreError: S3 refuses access, or an object is missing.
     """
     search = _Search(endpoint_url, with_pages)
     for path in paths:
@@ -98,12 +93,6 @@ class _Search:
     """State of one search: the files found so far, by their identity, and what is left out."""
 
     def __init__(self, endpoint_url: str | None, with_pages: bool) -> None:
-        """Start without files.
-
-        Args:
-            endpoint_url: S3 endpoint; None for AWS.
-            with_pages: whether HTML pages and WARC files are of known kind.
-        """
         self._with_pages = with_pages
         self.file_of_identity: dict[str, InputFile] = {}  # resolved path or s3:// URL -> the file
         self.skipped = SkippedInputs()
@@ -111,11 +100,7 @@ class _Search:
         self._store_of_url: dict[str, Store] = {}  # one client for all files of a brace pattern
 
     def add(self, given: str) -> None:
-        """Add the file, the folder or the files of the brace pattern that the user gave as --input.
-
-        Raises:
-            UserError: a path is missing, a file of unknown kind, or may not be read.
-        """
+        """Add the file, the folder or the files of the brace pattern that the user gave as --input."""
         is_remote = given.startswith("s3://")
         source = encodable(given.rstrip("/") if is_remote else os.path.normpath(given))
         is_pattern = "{" in given and (is_remote or not Path(given).exists())
@@ -126,16 +111,7 @@ class _Search:
                 self._add_local(path, source, is_pattern)
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
-        """Add a local file, or the files below a local folder.
-
-        Args:
-            path: the path; one of a brace pattern's paths if `is_pattern`.
-            source: the input that was given, for the report.
-            is_pattern: whether the user gave a brace pattern, for the error message.
-
-        Raises:
-            UserError: the path is missing, a file of unknown kind, or may not be read.
-        """
+        """Add a local file, or the files below a local folder."""
         root = Path(path)
         if "://" in path:
             raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
@@ -159,11 +135,7 @@ class _Search:
             self.skipped.add("not_a_file", root.name)
 
     def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
-        """Add a local file of known kind, unless it was added before through another path.
-
-        Raises:
-            UserError: the file may not be read.
-        """
+        """Add a local file of known kind, unless it was added before through another path."""
         kind = self._kind_of(name)
         assert kind is not None
         identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
@@ -176,14 +148,7 @@ class _Search:
         self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)
 
     def _add_remote(self, url: str, source: str) -> None:
-        """Add an object on S3, or all objects below the URL.
-
-        A URL with a known ending names an object, unless only a folder has this name, such as one of Spark's: the
-        object is looked for first, or last if the URL ends with a slash.
-
-        Raises:
-            StoreError: there is neither, or S3 refuses access.
-        """
+        """Add an object on S3, or all objects below the URL."""
         may_be_object = self._kind_of(url) is not None
         keys = [] if may_be_object and not url.endswith("/") else self._open(url).list()
         if may_be_object and not keys:
@@ -229,11 +194,7 @@ class _Search:
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Return the paths of a brace pattern, as bash expands it: `a-{00..02}.tar` gives a-00.tar, a-01.tar, a-02.tar.
-
-    Raises:
-        UserError: the braces are not balanced.
-    """
+    """Return the paths of a brace pattern, as bash expands it: `a-{00..02}.tar` gives a-00.tar, a-01.tar, a-02.tar."""
     try:
         return list(braceexpand.braceexpand(pattern))
     except ValueError:  # UnbalancedBracesError, which is one
@@ -243,18 +204,9 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return the name under which the report counts a file's documents: the input folder and the first folder in it.
-
-    For a file directly in the input folder the result is the input folder alone.
-
-    Args:
-        given: the input folder as the user gave it.
-        name: path of the file relative to the input folder.
-    """
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file, or a folder on its path, has a name that begins with a dot."""
     return any(part.startswith(".") for part in PurePosixPath(name).parts)

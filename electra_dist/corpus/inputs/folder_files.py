@@ -23,9 +23,6 @@ def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = 
 
     Files below real folders come first, sorted by path, then those of each folder that a link leads to. The endings
     of HTML pages and WARC files are known if `with_pages` is set.
-
-    Raises:
-        UserError: a folder may not be listed.
     """
     searched: set[tuple[int, int]] = set()  # device and inode of the folders
     waiting = deque([folder])
@@ -40,16 +37,7 @@ def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = 
 
 
 def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
-    """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read.
-
-    Args:
-        path: the entry.
-        name: its path below the input folder.
-        with_pages: whether the endings of HTML pages and WARC files are known.
-
-    Raises:
-        UserError: `path` is a link, and a folder on the way to its target may not be entered.
-    """
+    """Return the reason, a key of `SKIP_REASONS`, for which an entry of a folder is not read; None if it is read."""
     try:
         if not path.exists():  # the target is missing, or links lead to one another in a circle
             return "broken_link"
@@ -67,18 +55,7 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
 def _walk(
     start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
 ) -> Iterator[Path]:
-    """Yield the paths in a folder and in the real folders below it, except those of folders and of hidden entries.
-
-    Args:
-        start: the folder to search; it may be a link to one.
-        root: the input folder that was given, for names.
-        searched: device and inode of the folders that were searched; this function adds to it.
-        linked: receives the links to folders, which are not followed.
-        skipped: counts what is hidden and folders that were searched before.
-
-    Raises:
-        UserError: a folder may not be listed.
-    """
+    """Yield the paths in a folder and in the real folders below it, except those of folders and of hidden entries."""
     waiting = [start]
     while waiting:
         folder = waiting.pop()
@@ -101,11 +78,7 @@ def _walk(
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, sorted by name.
-
-    Raises:
-        UserError: the folder may not be listed.
-    """
+    """Return what is in a folder, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

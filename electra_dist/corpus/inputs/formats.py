@@ -50,13 +50,6 @@ def read_format(
 ) -> Iterator[RawDocument]:
     """Yield the documents of one file, undecoded.
 
-    Args:
-        file_format: a value of `FORMATS`, no archive.
-        stream: the file, decompressed. It is closed at the end if it is a table.
-        text_field: name of the column of a table that holds the text. A JSON record is yielded whole, and
-            `text_decoding.decode` finds its text.
-        with_fields: whether the documents of a table have the other cells of their rows, too.
-
     Raises:
         NoTextColumn: the file is a table without a column of this name.
         Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
@@ -82,25 +75,14 @@ def read_format(
 
 
 def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the whole file as one undecoded document, without the white space at its beginning and its end.
-
-    Yield nothing if the file has only white space. The bytes are those of the file, whatever its encoding is: only
-    ASCII white space is removed, and the bytes are decoded as UTF-8 later (`text_decoding.decode_counted`).
-    """
     text = read_whole(stream).strip()
     if text:
         yield RawDocument(text, is_json=False)
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the documents of a plain-text file: the blocks of text between blank lines, stripped of white space.
-
-    The stream is read in large blocks of bytes. The text after the last blank line of a block is an unfinished
-    document: it is joined to the next block and searched again. Each read is at least as large as that text, so that
-    the time stays linear even for a huge document.
-
-    Raises:
-        OSError: a document is longer than `MOST_DOCUMENT_BYTES`.
+    """Yield the documents of a plain-text file: the blocks of text between blank lines, stripped of white space. Each
+    read is at least as large as that text, so that the time stays linear even for a huge document.
     """
     unfinished = b""
     while block := stream.read(max(READ_BYTES, len(unfinished))):
@@ -117,15 +99,7 @@ def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
 
 def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages.
-
-    Source: ISO 28500. A record is a version line such as `WARC/1.0`, headers, an empty line and a body of
-    Content-Length bytes. Two empty lines follow it.
-
-    Raises:
-        EOFError: the last record is cut off.
-        OSError: the stream is not WARC.
-    """
+    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages."""
     while version_line := stream.readline(_MOST_HEADER_BYTES):
         if not version_line.strip():
             continue  # an empty line after the record before
@@ -148,14 +122,7 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
-    """Read the headers of a WARC record and the empty line after them; return the values by name in lower case.
-
-    For example, {b"warc-type": b"conversion", b"content-length": b"1234"}.
-
-    Raises:
-        EOFError: the stream ends before the empty line.
-        OSError: the headers are longer than `_MOST_HEADER_BYTES`.
-    """
+    """Read the headers of a WARC record and the empty line after them; return the values by name in lower case."""
     headers: dict[bytes, bytes] = {}
     num_bytes_left = _MOST_HEADER_BYTES
     while line := stream.readline(num_bytes_left + 1):

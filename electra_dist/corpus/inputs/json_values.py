@@ -33,7 +33,6 @@ def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
 
     Raises:
         EOFError: the file is cut off within an array.
-        OSError: the file is not JSON.
     """
     first_part = stream.readline(MOST_DOCUMENT_BYTES)  # of a longer line it is the beginning
     while first_part and not first_part.strip():
@@ -54,15 +53,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _values(window: _Window) -> Iterator[bytes]:
-    """Yield the elements of an array, or values that follow one another.
-
-    Args:
-        window: the text of the file.
-
-    Raises:
-        EOFError: the array is not closed.
-        OSError: there is something else than values.
-    """
+    """Yield the elements of an array, or values that follow one another."""
     in_array = window.next_character() == "["
     if in_array:
         window.skip_character()
@@ -81,18 +72,9 @@ def _values(window: _Window) -> Iterator[bytes]:
 
 
 class _Window:
-    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed.
-
-    Bytes that are not UTF-8 become surrogates, from which the same bytes are made again.
-    """
+    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed."""
 
     def __init__(self, first_part: bytes, stream: io.BufferedIOBase) -> None:
-        """Begin at the first line of a file.
-
-        Args:
-            first_part: the line, or the beginning of a very long one, which was read already.
-            stream: the rest of the file.
-        """
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._text = self._decoder.decode(first_part)
@@ -110,15 +92,10 @@ class _Window:
                 return ""
 
     def skip_character(self) -> None:
-        """Move past the character that `next_character` has returned."""
         self._position += 1
 
     def next_value(self) -> str:
-        """Return the text of the JSON value at the position, and move past it.
-
-        Raises:
-            OSError: there is no JSON value, or it is longer than `MOST_DOCUMENT_BYTES`.
-        """
+        """Return the text of the JSON value at the position, and move past it."""
         while True:
             try:
                 _, end = _PARSER.raw_decode(self._text, self._position)
@@ -142,13 +119,7 @@ class _Window:
             return value
 
     def _read_more(self) -> bool:
-        """Read at least as much text again as the window holds; return False at the end of the file.
-
-        Text before the position is forgotten. Doubling the window keeps the time linear in the size of a value.
-
-        Raises:
-            OSError: the window holds `MOST_DOCUMENT_BYTES` characters already.
-        """
+        """Read at least as much text again as the window holds; return False at the end of the file."""
         self._text = self._text[self._position :]
         self._position = 0
         if len(self._text) > MOST_DOCUMENT_BYTES:

@@ -33,7 +33,6 @@ class SkippedInputs:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         self.counts: Counter[tuple[str, str]] = Counter()  # (reason, ending) -> number
         self.names: dict[str, list[str]] = defaultdict(list)  # reason -> the first MAX_NAMES names
 
@@ -41,7 +40,6 @@ class SkippedInputs:
         """Count one input that is left out.
 
         Args:
-            reason: a key of `SKIP_REASONS`.
             name: path of the file or folder relative to the given input folder, such as "wiki/a.pdf". For a member of
                 an archive it is `ARCHIVE: MEMBER`, such as "wiki/a.tar: 0001.jpg", and the member's ending is counted.
         """
@@ -53,7 +51,8 @@ class SkippedInputs:
     def by_reason(self) -> dict[str, dict[str, int]]:
         """Return reason -> ending -> number of inputs left out.
 
-        Reasons come in the order of `SKIP_REASONS`, endings in alphabetical order. Reasons without inputs are missing.
+        Reasons come in the order of `SKIP_REASONS`, endings in alphabetical order. Reasons without inputs are
+        missing.
         """
         return {
             reason: {ending: number for (key, ending), number in sorted(self.counts.items()) if key == reason}

@@ -47,14 +47,7 @@ class NoTextColumn(Exception):
     """Exception for a table without a column that holds the text; its message says what the table has instead."""
 
     def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
-        """Write the message: what is wrong, and the names of the first 20 columns, each cut to 40 characters.
-
-        Args:
-            text_field: name of the column that was looked for.
-            columns: names of the columns. The first row of data is taken for them if a CSV file has no row of names,
-                so they may be long.
-            found: what there is under this name, if it is not one column of text.
-        """
+        """Write the message: what is wrong, and the names of the first 20 columns, each cut to 40 characters."""
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
             names.append(f"and {len(columns) - _MAX_COLUMNS_SHOWN} more")
@@ -77,15 +70,8 @@ def read_csv(
 
     A row with another number of cells than the first row gives a document whose `data` is None.
 
-    Args:
-        stream: the file, decompressed; it is closed at the end.
-        text_field: name of the column.
-        with_fields: whether the documents have the other cells of their rows, too.
-        is_tsv: tab between the cells and no quotes, instead of a comma.
-
     Raises:
         NoTextColumn: the first row does not name the column.
-        OSError: a quoted cell is not closed, or there is text between its closing quote and the next comma.
     """
     csv.field_size_limit(MOST_DOCUMENT_BYTES)  # the csv module's own limit is 128 KiB
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
@@ -119,8 +105,6 @@ def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False
 
     Args:
         stream: the file, opened to read bytes.
-        text_field: name of the column.
-        with_fields: whether the documents have the other cells of their rows, too.
 
     Raises:
         NoTextColumn: there is no column of that name with strings or bytes.
@@ -143,8 +127,6 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
 
     Args:
         stream: the file, opened to read bytes.
-        text_field: name of the column.
-        with_fields: whether the documents have the other cells of their rows, too.
 
     Raises:
         NoTextColumn: there is no column of that name with strings or bytes.
@@ -179,7 +161,6 @@ def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -
 
 
 def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
-    """Yield the cells of each row but that of the text column, by column."""
     places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
     for row in range(len(batch)):
@@ -213,10 +194,7 @@ def _ids(column: pyarrow.Array) -> Iterator[str | None]:
 
 
 def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
-    """Yield the cells of a column of text as bytes.
-
-    The cells of a dictionary are taken from it one by one: a batch of long ones could be far larger than the file.
-    """
+    """Yield the cells of a column of text as bytes."""
     if not isinstance(column, pyarrow.DictionaryArray):
         yield from (cell.as_py() for cell in _as_bytes(column))
         return
@@ -265,11 +243,7 @@ def _is_text(column_type: pyarrow.DataType) -> bool:
 
 
 def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
-    """Return a column of text as an array of bytes, with strings in UTF-8.
-
-    Raises:
-        ArrowException: the column is damaged, such as an index that its dictionary does not have.
-    """
+    """Return a column of text as an array of bytes, with strings in UTF-8."""
     types = pyarrow.types
     if isinstance(column.type, pyarrow.BaseExtensionType):
         return _as_bytes(column.storage)

@@ -32,19 +32,12 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return which lines of a side file belong to a source, as booleans [lines].
-
-    Args:
-        table: the side file, with the columns of `origin_table.SCHEMA`.
-        source: name of the source in build.json or in the documents' records (`metadata.source`). The last folders
-            of a name are enough, such as "wiki" for texts/wiki.
-    """
+    """Return which lines of a side file belong to a source, as booleans [lines]."""
     name = encodable(source)  # as a build writes the name of a folder that is not UTF-8
     return _is_source(table.column("source"), name) | _is_source(table.column("record_source"), name)
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
-    """Return which names equal `source` or end with "/" and `source`; a null name does not."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
     return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
@@ -54,9 +47,8 @@ def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
     """Return which lines of a side file belong to a document, as booleans [lines].
 
     Args:
-        table: the side file, with the columns of `origin_table.SCHEMA`.
-        document: id of the document, or FILE#NUMBER: name of its input file as the column `file` has it, and number
-            of the document in this file, from 0. Several documents with the same id are all found.
+        document: id of the document, or FILE#NUMBER: name of its input file as the column `file` has it, and number of
+            the document in this file, from 0. Several documents with the same id are all found.
     """
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
@@ -68,7 +60,6 @@ def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
 
 
 def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
-    """Return a column of booleans as a new, writable array in which nulls have become False."""
     return np.array(pyarrow.compute.fill_null(values, False), bool)
 
 
@@ -85,7 +76,6 @@ def documents_of_rows(
     A document with several examples in a row is listed once for each. A row without any marked line has no entry.
 
     Args:
-        table: side file of the shard.
         rows: numbers of the rows in the shard, from 0.
         lines: the lines of the side file that count; None for all lines.
     """

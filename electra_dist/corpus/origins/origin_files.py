@@ -55,12 +55,8 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
     """Write the side file of a shard, and return its entry for origins.json.
 
     Args:
-        store: store of the training corpus or of the held-out corpus.
         shard: name of the shard, such as shard-000007.tar.
         table: one line for each example of the shard (`origin_table.SCHEMA`); its rows count from 0.
-
-    Raises:
-        StoreError: the file cannot be written.
     """
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
@@ -71,16 +67,7 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json, after all side files of the corpus have been written.
-
-    Args:
-        store: store of the training corpus or of the held-out corpus.
-        manifest: manifest of this corpus, whose fingerprint is recorded.
-        files: entries that `put_origins` has returned, in the order of the shards.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
+    """Write origins.json, after all side files of the corpus have been written."""
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
@@ -89,12 +76,7 @@ class Origins:
     """Reader of the side files of a corpus, which verifies each file; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
-        """Keep the entries of the side files; nothing is read yet.
-
-        Args:
-            store: store of the corpus.
-            entries: name of a shard -> entry of its side file, in the order of the shards.
-        """
+        """Keep the entries of the side files; nothing is read yet."""
         self._store = store
         self._entries = entries
 
@@ -129,10 +111,6 @@ def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
     """Return the reader of a corpus's side files; None if the corpus has no origins.json.
 
     This function reads and checks origins.json only; `Origins.table` verifies each side file.
-
-    Args:
-        store: store of the corpus.
-        manifest: manifest of the corpus.
 
     Raises:
         ManifestMismatch: origins.json is damaged, or belongs to another corpus.

@@ -56,7 +56,6 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
     Args:
         places: int64 [examples, 3], sorted by row. The columns are the row, the position of the example's first token
             in the row, and the index of the example's document in `origins`.
-        origins: the documents of the examples.
     """
     documents = [origins[index] for index in places[:, 2].tolist()]
     columns = [
@@ -96,7 +95,6 @@ def rows_of_table(table: pyarrow.Table, first_row: int, num_rows: int) -> pyarro
 
 
 def _shifted(table: pyarrow.Table, offset: int) -> pyarrow.Table:
-    """Return a copy of a table with `offset` added to each row number."""
     rows = pyarrow.array(table.column("row").to_numpy() + offset, pyarrow.int32())
     return table.set_column(0, SCHEMA.field("row"), rows)
 
@@ -118,11 +116,7 @@ def table_to_bytes(table: pyarrow.Table) -> bytes:
 
 
 def table_from_bytes(data: bytes) -> pyarrow.Table:
-    """Return the table that `table_to_bytes` has written, with the columns of `SCHEMA`.
-
-    Raises:
-        ValueError: the bytes are not a parquet file, or the file does not have these columns.
-    """
+    """Return the table that `table_to_bytes` has written, with the columns of `SCHEMA`."""
     try:
         # Without threads of Arrow's: one that still held `data` when the interpreter ends would abort the process.
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data), pre_buffer=False)

@@ -51,13 +51,7 @@ Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, al
 def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> None:
     """Run all stages on this machine or on a Ray cluster, and return when the last one is complete.
 
-    Args:
-        config: the preparation.
-        stages: its stages in order.
-        report: receives the progress.
-
     Raises:
-        UserError: a task raised one, for example for a damaged file, or another process uses the work folder.
         TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
@@ -78,7 +72,6 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
 
     Raises:
         NothingSubmitted: sbatch is missing or refuses the first job.
-        UserError: it refuses another job.
     """
     if shutil.which("sbatch") is None:
         raise NothingSubmitted(
@@ -132,18 +125,10 @@ class TaskKilled(Exception):
 
 
 class _WatchedExecutor(LocalPipelineExecutor):
-    """Local executor of datatrove on processes whose death is noticed.
-
-    The pool that datatrove takes waits forever for the task of a process that was killed.
-    """
+    """Local executor of datatrove on processes whose death is noticed."""
 
     def run(self) -> None:
-        """Run the tasks that are not completed.
-
-        Raises:
-            TaskKilled: a worker process was killed; the others are ended.
-            Exception: what a task raised; the other tasks that run are ended.
-        """
+        """Run the tasks that are not completed."""
         self.save_executor_as_json()
         # The workers are forks of one process that has imported everything, and has no threads.
         _shorten_socket_paths()
@@ -181,31 +166,21 @@ def _shorten_socket_paths() -> None:
 
 
 def _workers(pool: ProcessPoolExecutor) -> list[Any]:
-    """Return the worker processes of a pool."""
     return list((pool._processes or {}).values())
 
 
 def _check_workers(pool: ProcessPoolExecutor) -> None:
-    """Raise BrokenProcessPool if a worker has ended.
-
-    The pool checks this, too, but it misses a worker that starts while the pool's own thread lists the workers.
-    """
     if any(process.exitcode is not None for process in _workers(pool)):
         raise BrokenProcessPool
 
 
 def _run_task(pickled: bytes, rank: int) -> None:
-    """Run one task in a worker process; its messages go to a log file only (WORK/STAGE/run/logs)."""
     with contextlib.redirect_stderr(io.StringIO()):
         dill.loads(pickled)._run_for_rank(rank)
 
 
 def _run_locally(config: PrepareConfig, stage: Stage) -> None:
-    """Run one stage by worker processes of this machine.
-
-    Raises:
-        TaskKilled: a worker process was killed.
-    """
+    """Run one stage by worker processes of this machine."""
     executor = _WatchedExecutor(
         stage.steps,
         tasks=stage.num_tasks,
@@ -220,11 +195,7 @@ class _QuotingSlurmExecutor(SlurmPipelineExecutor):
     """Slurm executor of datatrove whose job scripts can hold any path and any option; datatrove quotes neither."""
 
     def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
-        """Return the job script of a stage.
-
-        Raises:
-            UserError: a value cannot be written into an #SBATCH line.
-        """
+        """Return the job script of a stage."""
         folder = str(self.logging_dir.path)
         options = {}
         for name, value in sbatch_args.items():
@@ -278,11 +249,7 @@ def _slurm_executor(
 
 
 def _ray_executor(config: PrepareConfig, stage: Stage) -> Any:
-    """Return datatrove's executor for one stage on a Ray cluster; connect to the cluster at the first call.
-
-    Raises:
-        UserError: the package ray is not installed, or there is no cluster at the address.
-    """
+    """Return datatrove's executor for one stage on a Ray cluster; connect to the cluster at the first call."""
     try:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
@@ -306,11 +273,7 @@ def _ray_executor(config: PrepareConfig, stage: Stage) -> Any:
 
 @contextlib.contextmanager
 def _only_process(work: Path) -> Iterator[None]:
-    """Hold the lock of a work folder on this machine.
-
-    Raises:
-        UserError: another process holds it.
-    """
+    """Hold the lock of a work folder on this machine."""
     with (work / _LOCK_FILE).open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,7 +290,6 @@ def _progress(config: PrepareConfig, stage: Stage, report: Report) -> Iterator[N
     ended = threading.Event()
 
     def watch() -> None:
-        """Count the completed tasks until the stage has ended."""
         while not ended.wait(_PROGRESS_INTERVAL_S):
             report(stage.name, completed_tasks(config, stage), stage.num_tasks)
 

@@ -49,12 +49,7 @@ class Preparation(NamedTuple):
 
 
 def check(config: PrepareConfig) -> Preparation:
-    """Check everything that a preparation needs, and return it with its plan and stages; write nothing.
-
-    Raises:
-        UserError: a file or a package is missing.
-        StoreError: S3 refuses access.
-    """
+    """Check everything that a preparation needs, and return it with its plan and stages; write nothing."""
     for key, path in local_files(config).items():
         if not path.is_file():
             advice = _HOW_TO_GET.get(key, "write it, one entry a line")
@@ -69,11 +64,10 @@ def check(config: PrepareConfig) -> Preparation:
 def run(preparation: Preparation, report: Report) -> None:
     """Run, on this machine or on a Ray cluster, the tasks that are not completed; return when prepare.json is written.
 
-    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may say
-    anything else.
+    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may
+    say anything else.
 
     Raises:
-        UserError: the work folder holds another preparation, or a task raised one, for example for a damaged file.
         TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
     """
     is_new = _begin(preparation)
@@ -89,11 +83,7 @@ def run(preparation: Preparation, report: Report) -> None:
 
 
 def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
-    """Submit the stages that are not complete to Slurm; return stage -> job id.
-
-    Raises:
-        UserError: the work folder holds another preparation, or Slurm refuses a job.
-    """
+    """Submit the stages that are not complete to Slurm; return stage -> job id."""
     is_new = _begin(preparation)
     try:
         return submit(preparation.config, preparation.stages)
@@ -104,11 +94,7 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
 
 
 def finished_report(preparation: Preparation) -> PrepareReport | None:
-    """Return prepare.json if the preparation is complete; None if it is not.
-
-    Raises:
-        UserError: prepare.json is damaged, or belongs to another preparation.
-    """
+    """Return prepare.json if the preparation is complete; None if it is not."""
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
     if not store.exists(REPORT_FILE):
@@ -132,13 +118,7 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 
 
 def _begin(preparation: Preparation) -> bool:
-    """Make the work folder and write plan.json; return whether there was none before.
-
-    If prepare.json was deleted, the last stage, which writes it, is made to run again.
-
-    Raises:
-        UserError: the work folder holds another preparation, or the output has documents of another one.
-    """
+    """Make the work folder and write plan.json; return whether there was none before."""
     work = Path(preparation.config.work)
     output = open_store(preparation.config.output, preparation.config.endpoint_url)
     if not (work / PLAN_FILE).exists():

@@ -53,8 +53,8 @@ class ExactSection(Section):
 class MinhashSection(Section):
     """MinHash deduplication: of each cluster of near-duplicates one document stays.
 
-    Two documents whose sets of word n-grams have Jaccard similarity s match with probability
-    1 - (1 - s^hashes_per_bucket)^num_buckets.
+    Two documents whose sets of word n-grams have Jaccard similarity s match with probability 1 - (1 -
+    s^hashes_per_bucket)^num_buckets.
     """
 
     n_grams: Positive = Field(default=5, description="words in an n-gram; FineWeb took 5")
@@ -129,7 +129,6 @@ class SlurmSection(Section):
     @field_validator("partition", "time", "qos", "options")
     @classmethod
     def _one_line(cls, value: object) -> object:
-        """Return the value unchanged; raise ValueError if it holds a line break, which would begin a shell command."""
         texts = [*value, *value.values()] if isinstance(value, dict) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError("must not contain a line break or a control character")
@@ -153,7 +152,6 @@ class ExecutorSection(Section):
 
     @model_validator(mode="after")
     def _slurm_has_its_section(self) -> ExecutorSection:
-        """Raise ValueError if the tasks run on Slurm and no partition is given."""
         if self.kind == "slurm" and self.slurm is None:
             raise ValueError("kind slurm needs the section slurm; add slurm: {partition: NAME}")
         return self

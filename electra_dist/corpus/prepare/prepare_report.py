@@ -85,12 +85,7 @@ class WriteReport(PipelineStep):
     type = "WRITER"
 
     def __init__(self, config: PrepareConfig, stage_names: Sequence[str]) -> None:
-        """Prepare to write.
-
-        Args:
-            config: the preparation.
-            stage_names: stages with documents, whose records are added up, in their order.
-        """
+        """Prepare to write."""
         super().__init__()
         self._config = config
         self._stage_names = stage_names
@@ -115,16 +110,7 @@ class WriteReport(PipelineStep):
 
 
 def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
-    """Return the content of prepare.json.
-
-    Args:
-        config: the preparation.
-        plan: its files.
-        records: for each stage with documents, in order, the records of its tasks.
-
-    Raises:
-        AssertionError: the counts do not add up.
-    """
+    """Return the content of prepare.json."""
     documents_in = _sum(records[0], "documents_in")
     documents_out = _sum(records[-1], "documents_out")
     dropped: Tree = {}
@@ -166,7 +152,6 @@ def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Seque
 
 
 def _sum(records: Sequence[Tree], key: str) -> Counter[str]:
-    """Return the sum of a count over the tasks of a stage, by source."""
     total: Counter[str] = Counter()
     for record in records:
         total.update(record[key])

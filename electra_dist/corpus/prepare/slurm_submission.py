@@ -47,12 +47,7 @@ _VARIABLE_OF_OPTION = {
 
 
 def environment_of_submission(environment: Mapping[str, str], script_options: Collection[str]) -> dict[str, str]:
-    """Return the variables to run sbatch with, which are also those that the job is given.
-
-    Args:
-        environment: the variables of this process.
-        script_options: names of the options that the batch script sets, such as "time".
-    """
+    """Return the variables to run sbatch with, which are also those that the job is given."""
     left_out = _left_out(script_options)
     return {
         name: value
@@ -62,10 +57,8 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
 
 
 def unset_lines(script_options: Collection[str]) -> str:
-    """Return lines of bash that unset what `environment_of_submission` leaves out, for a shell that runs sbatch next.
-
-    Args:
-        script_options: names of the options that the batch script sets, such as "time".
+    """Return lines of bash that unset what `environment_of_submission` leaves out, for a shell that runs sbatch
+    next.
     """
     return f"""for name in $(compgen -e); do
         case $name in
@@ -77,13 +70,11 @@ def unset_lines(script_options: Collection[str]) -> str:
 
 
 def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
-    """Return the patterns of the variables that a job with these options in its script must not be given."""
     overruling = [name for option, name in _VARIABLE_OF_OPTION.items() if option in script_options]
     return (*_NOT_HANDED_ON, *overruling)
 
 
 def _lines_of(patterns: Sequence[str]) -> str:
-    """Return the patterns of a branch of `case`, several in a line."""
     lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
     return " | \\\n            ".join(lines)
 
@@ -91,11 +82,8 @@ def _lines_of(patterns: Sequence[str]) -> str:
 def directive(value: object) -> str:
     """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
 
-    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
-    value with a backslash is therefore refused.
-
-    Raises:
-        UserError: the value has a backslash or a control character.
+    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes.
+    A value with a backslash is therefore refused.
     """
     text = str(value)
     if "\\" in text or not text.isprintable():

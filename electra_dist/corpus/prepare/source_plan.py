@@ -64,12 +64,7 @@ _PLAN = TypeAdapter(SourcePlan)
 
 
 def make_plan(config: PrepareConfig) -> SourcePlan:
-    """Find the files of all sources, and divide them among the tasks so that each has about the same bytes.
-
-    Raises:
-        UserError: a path is missing or unreadable, or has no file of a known kind.
-        StoreError: S3 refuses access.
-    """
+    """Find the files of all sources, and divide them among the tasks so that each has about the same bytes."""
     files: list[PlannedFile] = []
     inputs_skipped: dict[str, dict[str, dict[str, int]]] = {}
     for source in config.sources:
@@ -81,11 +76,7 @@ def make_plan(config: PrepareConfig) -> SourcePlan:
 def _files_of_source(
     source: SourceSection, endpoint_url: str | None
 ) -> tuple[list[PlannedFile], dict[str, dict[str, int]]]:
-    """Return the files of a source in reading order, and what is left out: reason -> ending -> number.
-
-    Raises:
-        UserError: the path is missing or unreadable, or has no file of a known kind.
-    """
+    """Return the files of a source in reading order, and what is left out: reason -> ending -> number."""
     paths = [source.path]
     is_glob = glob.has_magic(source.path) and "://" not in source.path and not Path(source.path).exists()
     if is_glob:
@@ -121,7 +112,6 @@ def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
-    """Return what decides the result beside the files: the config without places, and the versions of libraries."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
@@ -129,11 +119,7 @@ def _identity(config: PrepareConfig) -> dict[str, Any]:
 
 
 def write_plan(plan: SourcePlan, work: Path) -> None:
-    """Write plan.json into the work folder; leave it as it is if it holds the same plan.
-
-    Raises:
-        UserError: the folder holds another preparation, or a plan that cannot be read.
-    """
+    """Write plan.json into the work folder; leave it as it is if it holds the same plan."""
     path = work / PLAN_FILE
     if path.exists():
         _refuse_other_plan(read_plan(work), plan, path)
@@ -143,11 +129,7 @@ def write_plan(plan: SourcePlan, work: Path) -> None:
 
 
 def read_plan(work: Path) -> SourcePlan:
-    """Return the plan of a preparation from plan.json in its work folder.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Return the plan of a preparation from plan.json in its work folder."""
     path = work / PLAN_FILE
     next_step = f"delete {work} and prepare again"
     tree = read_json_object(path, next_step)

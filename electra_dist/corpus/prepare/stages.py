@@ -79,7 +79,6 @@ class _StageList:
     """Builder of the stages of one preparation."""
 
     def __init__(self, config: PrepareConfig) -> None:
-        """Make all stages."""
         self.stages: list[Stage] = []
         self._config = config
         self._work = Path(config.work)
@@ -103,7 +102,6 @@ class _StageList:
         config = self._config
 
         def steps(recorder: DropRecorder) -> list[Any]:
-            """Return the reader, the extractor and the filters."""
             extractor = ExtractText(config.extraction, recorder)
             filters = filter_steps(config.filters, self._tokenizer, recorder)
             return [ReadSources(config, recorder), *filters.before_extraction, extractor, *filters.after_extraction]
@@ -178,12 +176,7 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage that writes documents; the last such stage formats them and writes to the output.
-
-        Args:
-            name: name of the stage without its number.
-            steps: returns the steps before the writer, for a recorder that they share.
-        """
+        """Add a stage that writes documents; the last such stage formats them and writes to the output."""
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
         folder = self._folder(name)
@@ -197,11 +190,9 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
-        """Add a stage that hands the newest documents to one step, which writes their signatures."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:
-        """Return a reader of the documents that the last stage wrote."""
         return ReadDocuments(self._newest_documents, recorder)
 
     def _add(self, name: str, num_tasks: int, steps: list[Any], *, has_record: bool = False) -> None:
@@ -209,5 +200,4 @@ class _StageList:
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:
-        """Return the folder of the stage that is added next."""
         return self._work / f"{len(self.stages) + 1:02d}-{name}"

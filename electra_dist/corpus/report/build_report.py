@@ -109,15 +109,7 @@ def make_report(
     undecodable: Undecodable,
     notes: SourceNotes,
 ) -> BuildReport:
-    """Combine the counts of a finished build into its report, the content of build.json.
-
-    Args:
-        skipped: counter of the inputs that the search for input files has left out.
-        stream: counts of the files and documents that were read, after the last one.
-        sources: counts of all documents by source (`document_counts.py`), those of the held-out corpus included.
-        undecodable: `corpus.undecodable` of the build.
-        notes: licences of the sources, and the counts of `corpus prepare`.
-    """
+    """Combine the counts of a finished build into its report, the content of build.json."""
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()
     for counts in sources.values():
@@ -172,14 +164,6 @@ def _lengths(counts: Counter[str]) -> dict[str, int]:
 
 
 def _source_report(source: str, counts: Counter[str], stream: StreamCounts, notes: SourceNotes) -> SourceReport:
-    """Return the report of one source.
-
-    Args:
-        source: name of the source.
-        counts: counts of the documents of this source.
-        stream: counts of the files read, for all sources.
-        notes: licences of all sources, and the counts of `corpus prepare`.
-    """
     return SourceReport(
         **_token_counts(counts),
         files=stream.source_files[source],
@@ -197,11 +181,7 @@ def write_report(store: Store, report: BuildReport) -> None:
 
 
 def read_report(store: Store) -> BuildReport | None:
-    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version.
-
-    Raises:
-        UserError: build.json is damaged or of another version of the format.
-    """
+    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version."""
     if not store.exists(REPORT_KEY):
         return None
     try:
@@ -217,9 +197,6 @@ def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
     """Return the tokens and the licence of each source of a corpus, which a run records in environment.json.
 
     The result is empty if build.json is missing or damaged, because a run does not need that file.
-
-    Args:
-        store: store of the corpus.
 
     Returns:
         Name of a source -> {"tokens": tokens of its documents, "licence": its licence, None if it is not stated}.

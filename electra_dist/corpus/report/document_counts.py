@@ -39,7 +39,8 @@ class DocumentCounts(Counter[str]):
     def add_undecodable(self, num_bytes: int) -> None:
         """Count the bytes of a document that are not UTF-8, and the document if there are any.
 
-        Call it for documents that are left out because of these bytes, and for documents that are used without them.
+        Call it for documents that are left out because of these bytes, and for documents that are used without
+        them.
         """
         if num_bytes:
             self["undecodable_documents"] += 1
@@ -48,11 +49,10 @@ class DocumentCounts(Counter[str]):
     def add_kept(self, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
         """Count a document of the training or the held-out corpus, its tokens and [UNK] tokens, and its length.
 
-        The length is counted in bins: the key length/N counts documents of N up to 2N - 1 tokens, for powers of two N.
+        The length is counted in bins: the key length/N counts documents of N up to 2N - 1 tokens, for powers of two
+        N.
 
         Args:
-            outcome: "used" (training corpus) or "heldout" (held-out corpus).
-            sentences: token ids of each line of the document, which has at least one token.
             unk_id: id of [UNK].
         """
         num_tokens = 0

@@ -66,8 +66,8 @@ def source_table(report: BuildReport) -> Table:
 def length_line(report: BuildReport) -> str:
     """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
-    It gives one number of tokens each for 10, 50 and 90 % of the documents. The numbers are powers of two, because the
-    report counts lengths in such bins. Each is the smallest power of two for which the statement is true.
+    It gives one number of tokens each for 10, 50 and 90 % of the documents. The numbers are powers of two, because
+    the report counts lengths in such bins. Each is the smallest power of two for which the statement is true.
     """
     limits = []
     for share in (0.1, 0.5, 0.9):

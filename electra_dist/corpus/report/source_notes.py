@@ -65,10 +65,6 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
         inputs: files, folders and s3:// URLs that the user gave. An input is recognized if it is the folder
             `documents` of a preparation's output, or, on a local disk, the output folder itself.
         endpoint_url: S3 endpoint; None for AWS.
-
-    Raises:
-        UserError: a prepare.json is damaged.
-        StoreError: S3 refuses access.
     """
     prepared: dict[str, PreparedText] = {}
     for location in inputs:
@@ -89,12 +85,7 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
 
 
 def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
-    """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json.
-
-    Raises:
-        UserError: prepare.json is damaged.
-        StoreError: S3 refuses access.
-    """
+    """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json."""
     store = open_store(folder, endpoint_url)
     if not store.exists(_PREPARE_KEY):
         return None

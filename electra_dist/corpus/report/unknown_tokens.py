@@ -42,13 +42,7 @@ def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: flo
     """Return a line for each source with many [UNK]; refuse a source with more than `max_rate`.
 
     Args:
-        counts: name of a source -> counts of its tokens.
         max_rate: largest share of [UNK] that is accepted.
-        key: the setting that holds `max_rate`, for messages.
-        place: what has the sources, such as the URL of a corpus, for messages.
-
-    Raises:
-        UserError: a source has a larger share.
     """
     lines = []
     for source, count in counts.items():

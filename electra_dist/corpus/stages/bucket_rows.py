@@ -75,7 +75,6 @@ class _RowMaker:
     """Maker of the shards of buckets, which keeps the tokenizer and the tables of all spill files in memory."""
 
     def __init__(self, settings: RowSettings) -> None:
-        """Build the tokenizer, and read the tables of all spill files."""
         self._settings = settings
         self._store = open_store(settings.output, settings.endpoint_url)
         self._records = BuildRecords(self._store)
@@ -84,14 +83,7 @@ class _RowMaker:
         self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
 
     def make(self, bucket: int) -> FinishedBucket:
-        """Write the shards of a bucket and then its record; return the record.
-
-        The returned record lacks `heldout_origins`, which `BuildRecords.record_bucket` adds to the one that it writes.
-
-        Raises:
-            StoreError: the output cannot be read or written.
-            ManifestMismatch: a spill file is damaged.
-        """
+        """Write the shards of a bucket and then its record; return the record."""
         chunks: list[ChunkRows] = []
         train_origins: list[pyarrow.Table] = []
         heldout_origins: list[pyarrow.Table] = []
@@ -121,17 +113,7 @@ class _RowMaker:
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write the training rows of a bucket to its shards, with their side files; return the entries of both.
-
-        The rows are divided evenly among `shards_per_bucket` shards. If there are fewer rows than shards, the empty
-        shards are not written, and the corpus has no shards of their numbers.
-
-        Args:
-            bucket: number of the bucket.
-            chunks: training rows of each chunk.
-            tables: for each chunk, the table of the documents of its training rows (`origin_table.py`); empty if the
-                build writes no side files.
-        """
+        """Write the training rows of a bucket to its shards, with their side files; return the entries of both."""
         num_shards = self._settings.order.shards_per_bucket
         rows = self._join_rows(chunk.block for chunk in chunks)
         table = _join_origins(chunks, tables) if self._settings.with_origins else None
@@ -183,11 +165,7 @@ class _RowMaker:
             first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
-        """Return the documents of a bucket in the order of the corpus.
-
-        Documents are ordered by key. A document that is used several times has another key for each copy, so it may
-        occur several times in a bucket.
-        """
+        """Return the documents of a bucket in the order of the corpus."""
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
         most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
@@ -205,12 +183,6 @@ class _RowMaker:
 
 
 def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> pyarrow.Table:
-    """Return one table of documents for the rows of several chunks, one chunk after another.
-
-    Args:
-        chunks: rows of each chunk.
-        tables: table of each chunk, whose rows count from 0.
-    """
     return joined((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
 
 
@@ -233,8 +205,8 @@ def _consecutive(cells: Iterable[int]) -> Iterator[range]:
 def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
     """Cut documents into chunks (groups of consecutive documents), and yield them in order.
 
-    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
-    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
+    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every
+    document counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
     """
     chunk: list[RawDocument] = []
     chunk_size = 0
@@ -253,8 +225,6 @@ def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> Sha
     """Write rows as a shard (a tar file) of a corpus, and return the entry of the shard for corpus.json.
 
     Args:
-        store: the training or the held-out corpus.
-        name: name of the shard in the store.
         rows: ids, [rows, seq_len]; at least one row.
         num_tokens: number of ids in `rows` that are not [PAD].
     """

@@ -152,18 +152,13 @@ class BuildRecords:
     """Reader and writer of the folder progress/ in the output of a corpus build."""
 
     def __init__(self, store: Store) -> None:
-        """Prepare to read and write the records of a build; the store is not touched yet."""
         self._store = store
 
     def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
         """Return the manifest of the corpus if it is finished, otherwise None.
 
-        If it is finished, all files in progress/ are deleted: a build may have been killed after it wrote corpus.json
-        and before it deleted them.
-
-        Args:
-            parameters: JSON values that, with the text, determine the corpus.
-            inputs: JSON values that identify the inputs of a finished corpus without reading them.
+        If it is finished, all files in progress/ are deleted: a build may have been killed after it wrote
+        corpus.json and before it deleted them.
 
         Raises:
             ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
@@ -186,21 +181,10 @@ class BuildRecords:
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
         """Write the parameters and vocab.txt of a build, or compare the parameters with those in the store.
 
-        From then on, a build with other parameters is refused in the same folder. The first call decides whether the
-        build writes side files, so that a corpus has them for all shards or for none; a build that an earlier version
-        began writes no side files. Of the other notes, those of the newest call are used.
-
-        Args:
-            parameters: JSON values that, with the text, determine the corpus.
-            vocabulary_text: content of vocab.txt.
-            notes: settings that affect neither the shards nor corpus.json.
-
-        Returns:
-            Whether the build writes side files.
+        From then on, a build with other parameters is refused in the same folder.
 
         Raises:
             ManifestMismatch: the store holds an unfinished build with other parameters.
-            UserError: the store holds shards, but neither records of a build nor a corpus.json; or another vocab.txt.
         """
         if self._store.exists(_BUILD_KEY):
             self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
@@ -232,11 +216,7 @@ class BuildRecords:
             self._store.delete(VOCAB_FILE)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of the unfinished build in the store.
-
-        Raises:
-            UserError: there is no unfinished build.
-        """
+        """Return the parameters of the unfinished build in the store."""
         if not self._store.exists(_BUILD_KEY):
             raise UserError(
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
@@ -311,8 +291,8 @@ class BuildRecords:
     def buckets(self) -> dict[int, FinishedBucket]:
         """Return the records of the finished buckets, number -> record, without those that lack a shard.
 
-        A bucket lacks a shard if the shard or its side file is missing or has another size than its entry; its shards
-        must be written again.
+        A bucket lacks a shard if the shard or its side file is missing or has another size than its entry; its
+        shards must be written again.
         """
         buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
         return {bucket.number: bucket for bucket in buckets if self._has_files(bucket)}
@@ -324,7 +304,6 @@ class BuildRecords:
             bucket: its record; `heldout_rows` must not be 0, because no file exists for an empty array.
 
         Raises:
-            StoreError: the file is missing or cannot be read.
             ManifestMismatch: the file is damaged.
         """
         key = _heldout_key(bucket.number, "npy")
@@ -344,7 +323,6 @@ class BuildRecords:
             bucket: its record; it must have held-out rows, and the build must write side files.
 
         Raises:
-            StoreError: the file is missing or cannot be read.
             ManifestMismatch: the file is damaged.
         """
         key = _heldout_key(bucket.number, "parquet")
@@ -354,7 +332,6 @@ class BuildRecords:
         return table_from_bytes(data)
 
     def _damaged(self, key: str, error: ValueError | str) -> ManifestMismatch:
-        """Return the error that reports a damaged file in progress/, for the caller to raise."""
         return ManifestMismatch(
             f"{self._store.url}/{key}: damaged, because {error}; delete progress/ in this folder and start the build "
             "again"
@@ -376,8 +353,8 @@ class BuildRecords:
     def clear(self) -> None:
         """Delete the files of the build in progress/; shards, vocab.txt and corpus.json stay, and files of the user.
 
-        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without it
-        never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
+        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without
+        it never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
         """
         for key in self._store.list(_FOLDER):
             if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER)):
@@ -386,7 +363,6 @@ class BuildRecords:
         self._store.delete(_NOTES_KEY)
 
     def _record_keys(self, folder: str) -> list[str]:
-        """Return the keys of the records in groups/ or buckets/; files with other names are passed over."""
         keys = self._store.list(folder)
         return [key for key in keys if _RECORD_NAME.fullmatch(key.removeprefix(folder))]
 
@@ -395,11 +371,6 @@ class BuildRecords:
         self._store.write(key, _with_digest(record.model_dump_json()))
 
     def _read(self, key: str, kind: type[_Record]) -> _Record:
-        """Return a record.
-
-        Raises:
-            ManifestMismatch: the record is damaged, or of another version.
-        """
         try:
             return validate_json(TypeAdapter(kind), parse_json_object(_without_digest(self._store.read(key))))
         except DamagedJson as error:
@@ -409,18 +380,15 @@ class BuildRecords:
             ) from None
 
     def _has_files(self, bucket: FinishedBucket) -> bool:
-        """Return whether the store has all shards and side files of a bucket with the recorded sizes."""
         has_shards = all(self._has_file(entry) for entry in bucket.entries)
         return has_shards and all(self._has_file(file) for file in bucket.origins)
 
     def _has_file(self, entry: ShardEntry | OriginFile) -> bool:
-        """Return whether the store has a shard or side file, with the recorded size; its digest is not checked."""
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_foreign_shards(self) -> None:
-        """Raise UserError if the store holds shards, although no build has written its parameters to it.
-
-        Another program then wrote the shards, and a build would overwrite them.
+        """Raise UserError if the store holds shards, although no build has written its parameters to it. Another
+        program then wrote the shards, and a build would overwrite them.
         """
         if any(key.endswith(".tar") for key in self._store.list("shard-")):
             raise UserError(
@@ -429,16 +397,7 @@ class BuildRecords:
             )
 
     def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
-        """Raise an error if the parameters in the store differ from those of this build.
-
-        Args:
-            stored: parameters in the store; those that only the store has are ignored.
-            given: parameters of this build.
-            description: what the store holds, for the error: "a finished corpus" or "a half-built corpus".
-
-        Raises:
-            ManifestMismatch: a parameter differs; the message names the first one.
-        """
+        """Raise an error if the parameters in the store differ from those of this build."""
         all_stored = {**PARAMETERS_LEFT_OUT, **stored}
         for key, value in json.loads(canonical_json({**PARAMETERS_LEFT_OUT, **given})).items():
             stored_value = all_stored.get(key)
@@ -452,15 +411,11 @@ class BuildRecords:
 def read_output_vocabulary(store: Store) -> Vocabulary:
     """Return the vocabulary in the output of a build, whose digest must be the one that the build has recorded.
 
-    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
-    file is not of a build, and only its form is checked.
-
-    Args:
-        store: output of the build; it holds a vocab.txt.
+    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither,
+    the file is not of a build, and only its form is checked.
 
     Raises:
         ManifestMismatch: the file has another digest.
-        UserError: the file is not a vocabulary, or progress/build.json is damaged.
     """
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
@@ -488,10 +443,5 @@ def _without_digest(data: bytes) -> bytes:
 
 
 def _heldout_key(number: int, ending: str) -> str:
-    """Return the key of a file of the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy.
-
-    Args:
-        number: number of the bucket.
-        ending: "npy" for the rows, "parquet" for their documents.
-    """
+    """Return the key of a file of the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy."""
     return f"{_BUCKETS}{number:06d}.heldout.{ending}"

@@ -37,14 +37,7 @@ def document_key(order_seed: int, file: int, number: int) -> int:
 
 
 def chunk_seed(seed: int, bucket: int, chunk: int, stream: int) -> int:
-    """Return the seed of a stream of random draws for a chunk of documents, in [0, 2**63).
-
-    Args:
-        seed: seed of all chunks.
-        bucket: number of the chunk's bucket.
-        chunk: number of the chunk in its bucket.
-        stream: number of the stream.
-    """
+    """Return the seed of a stream of random draws for a chunk of documents, in [0, 2**63)."""
     digest = blake2b(struct.pack("<QQQQ", seed, bucket, chunk, stream), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -58,7 +51,6 @@ def copy_key(key: int, copy: int) -> int:
     """Return the key of one copy of a document; copy 0 has the document's own key.
 
     Args:
-        key: key of the document.
         copy: number of the copy, from 0.
     """
     if copy == 0:
@@ -77,7 +69,6 @@ def num_copies(key: int, epochs: float) -> int:
     """Return how often a document is used: `epochs` rounded down or up, so that the expected value is `epochs`.
 
     Args:
-        key: key of the document; a hash of the key decides between rounding down and up.
         epochs: how often the documents of its source are used on average, 0 or more.
     """
     whole = int(epochs)
@@ -91,6 +82,5 @@ def cells_of_bucket(bucket: int, num_buckets: int) -> range:
 
     Args:
         bucket: number of the bucket, from 0.
-        num_buckets: number of buckets, at most NUM_CELLS.
     """
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)

@@ -26,7 +26,6 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
     A group ends with the file that brings its size to `group_bytes` or more; only the last group may be smaller.
 
     Args:
-        files: input files in reading order.
         group_bytes: size at which a group is complete, in bytes on disk.
     """
     groups: list[InputGroup] = []

@@ -76,7 +76,6 @@ def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
         endpoint_url: S3 endpoint; None for AWS.
 
     Raises:
-        StoreError: there is no corpus, or the records cannot be deleted.
         ManifestMismatch: corpus.json is damaged.
     """
     store = open_store(output, endpoint_url)
@@ -100,13 +99,9 @@ def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -
     Args:
         output: folder or s3:// prefix of the corpus.
         endpoint_url: S3 endpoint; None for AWS.
-        resumed_shards: shards that were finished before this build began; only passed on in the result.
 
     Raises:
-        UserError: a part is missing, there is no build in the folder, no document gave a row, or a source has too many
-            [UNK].
         ManifestMismatch: vocab.txt is not that of the build.
-        StoreError: the output cannot be read or written.
     """
     return _Join(output, endpoint_url).run(resumed_shards)
 
@@ -115,12 +110,6 @@ class _Join:
     """State of one call of `join_parts`."""
 
     def __init__(self, output: str, endpoint_url: str | None) -> None:
-        """Read all records of the build.
-
-        Raises:
-            UserError: a part is missing, there is no build in the folder, or its parameters are damaged.
-            ManifestMismatch: vocab.txt is not that of the build.
-        """
         self._store = open_store(output, endpoint_url)
         self._heldout_store = _heldout_store(output, endpoint_url)
         self._records = BuildRecords(self._store)
@@ -159,11 +148,7 @@ class _Join:
         )
 
     def _find_order(self) -> CorpusOrder:
-        """Return the record of the order of the corpus.
-
-        Raises:
-            UserError: not all inputs were read.
-        """
+        """Return the record of the order of the corpus."""
         order = self._records.order()
         if order is None:
             raise UserError(
@@ -173,11 +158,7 @@ class _Join:
         return order
 
     def _find_buckets(self) -> list[FinishedBucket]:
-        """Return the records of all buckets, in order.
-
-        Raises:
-            UserError: a bucket is missing.
-        """
+        """Return the records of all buckets, in order."""
         finished = self._records.buckets()
         missing = [number for number in range(self._order.num_buckets) if number not in finished]
         if missing:
@@ -193,11 +174,7 @@ class _Join:
         return [finished[number] for number in range(self._order.num_buckets)]
 
     def _write_heldout(self, with_origins: bool) -> CorpusManifest | None:
-        """Write the held-out corpus; return its manifest, or None if no row was held out.
-
-        Args:
-            with_origins: whether the build writes side files; the held-out corpus then has them, too.
-        """
+        """Write the held-out corpus; return its manifest, or None if no row was held out."""
         pad_id = self._vocabulary.special["[PAD]"]
         entries: list[ShardEntry] = []
         origin_files: list[OriginFile] = []
@@ -218,11 +195,7 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield for each shard of the held-out corpus the buckets of its rows, and the rows, [rows, seq_len].
-
-        The held-out rows of each bucket are in a file of their own, which is much smaller than a shard. Consecutive
-        files are joined until they reach the size of a shard; only the last shard may be smaller.
-        """
+        """Yield for each shard of the held-out corpus the buckets of its rows, and the rows, [rows, seq_len]."""
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
         buckets: list[FinishedBucket] = []
         blocks: list[np.ndarray] = []
@@ -243,12 +216,7 @@ class _Join:
             yield buckets, np.concatenate(blocks)
 
     def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Return the content of corpus.json for the training corpus or the held-out corpus; nothing is written.
-
-        Args:
-            entries: entries of the corpus's shards (name, size, digest, counts), in order.
-            totals: counts of the corpus's documents, tokens and rows.
-        """
+        """Return the content of corpus.json for the training corpus or the held-out corpus; nothing is written."""
         builder = {key: value for key, value in self._records.parameters().items() if key != "tokenizer"}
         ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16
         return CorpusManifest(
@@ -261,12 +229,7 @@ class _Join:
         )
 
     def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
-        """Return the `totals` of corpus.json, added up over all buckets.
-
-        Args:
-            corpus: the corpus (training or held-out) whose bytes, tokens, examples and rows are counted. Documents are
-                counted over both corpora, whichever is given.
-        """
+        """Return the `totals` of corpus.json, added up over all buckets."""
         documents = sum_counts(Counter(bucket.documents) for bucket in self._buckets)
         if corpus == "train":
             counts = sum_counts(Counter(bucket.train) for bucket in self._buckets)
@@ -281,13 +244,7 @@ class _Join:
         }
 
     def _nothing_usable(self, left_out: str) -> UserError:
-        """Return the error for a build in which no document gave a training row.
-
-        Its message counts the documents that were skipped, for each reason, and those that were held out.
-
-        Args:
-            left_out: the inputs that were left out, on one line; "" if there are none.
-        """
+        """Return the error for a build in which no document gave a training row."""
         totals = self._totals("train")
         reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
         if totals["documents_heldout"]:
@@ -303,5 +260,4 @@ class _Join:
 
 
 def _heldout_store(output: str, endpoint_url: str | None) -> Store:
-    """Return the store of the held-out corpus, in OUTPUT/heldout."""
     return open_store(output.rstrip("/") + "/heldout", endpoint_url)

@@ -55,12 +55,7 @@ def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
     records = BuildRecords(store)
 
     def read(task: ReadTask) -> ReadGroup:
-        """Read the files of a group, and return the record of the group.
-
-        Raises:
-            UserError: a file cannot be read to its end, or a table has no column of text.
-            StoreError: a file cannot be downloaded, or the output cannot be written.
-        """
+        """Read the files of a group, and return the record of the group."""
         group = task.group
         stream = DocumentStream([settings.files[position] for position in group.files], settings.text_field)
         writer = _SpillWriter(store, group.number, settings.spill_bytes)
@@ -97,7 +92,6 @@ class _SpillWriter:
     """Writer of the documents of one group to spill files of about `spill_bytes`."""
 
     def __init__(self, store: Store, group: int, spill_bytes: int) -> None:
-        """Start without documents."""
         self.names: list[str] = []  # keys of the files that are written
         self._store = store
         self._group = group
@@ -106,7 +100,6 @@ class _SpillWriter:
         self._size = 0
 
     def add(self, document: OrderedDocument) -> None:
-        """Add a document; write a spill file if it is complete."""
         self._documents.append(document)
         self._size += len(document.document.data or b"") + _DOCUMENT_BYTES
         if self._size >= self._spill_bytes:

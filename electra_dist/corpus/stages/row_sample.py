@@ -23,13 +23,7 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(spills: Sequence[SpillFile], rules: Rules, seed: int) -> RowSample:
-    """Make rows of about the first megabyte of documents in the order of the corpus, and return what they show.
-
-    Args:
-        spills: all spill files of the build.
-        rules: parameters of the rows.
-        seed: seed of the examples' random draws.
-    """
+    """Make rows of about the first megabyte of documents in the order of the corpus, and return what they show."""
     documents: list[RawDocument] = []
     size = 0
     for cell in range(NUM_CELLS):

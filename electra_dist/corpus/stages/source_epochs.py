@@ -14,13 +14,8 @@ def source_epochs(
 
     Args:
         source_bytes: bytes of the documents of each source, undecoded.
-        given_epochs: `corpus.source_epochs`; sources that it does not name are used once.
         given_shares: `corpus.source_shares`, the share of each source in the bytes of the corpus; only the ratios of
-            the shares matter. The mapping is empty or has a share for each source. In the second case the source with
-            the largest ratio of share to bytes is used once and no source more often, so that no document repeats.
-
-    Raises:
-        UserError: a name is not a source, a source has no share, or all shares are 0.
+            the shares matter. The mapping is empty or has a share for each source.
     """
     refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
     refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)
@@ -39,16 +34,7 @@ def source_epochs(
 
 
 def refuse_unknown_sources(key: str, given: Collection[str], sources: Collection[str]) -> None:
-    """Raise an error if a key of the config names a source that the inputs do not have.
-
-    Args:
-        key: the key of the config, such as corpus.licences, for the message.
-        given: names of sources that the user has given under this key.
-        sources: names of the sources of the inputs.
-
-    Raises:
-        UserError: a given name is not a source of the inputs.
-    """
+    """Raise an error if a key of the config names a source that the inputs do not have."""
     unknown = sorted(set(given) - set(sources))
     if unknown:
         all_sources = ", ".join(sorted(sources))

@@ -44,8 +44,6 @@ def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> in
     """Write documents to a spill file; an existing file of this name is replaced. Return the size of the file.
 
     Args:
-        store: store of the corpus.
-        name: key of the file in the store.
         documents: the documents, in any order; sorted in place.
     """
     documents.sort(key=lambda entry: (entry.key, entry.file, entry.number))
@@ -75,12 +73,6 @@ class SpillFile:
     """Reader of one spill file, which keeps the table of its cells in memory."""
 
     def __init__(self, store: Store, name: str) -> None:
-        """Read the table of the file.
-
-        Raises:
-            StoreError: the file is missing or cannot be read.
-            ManifestMismatch: the file is cut off.
-        """
         self._store = store
         self._name = name
         table = store.read_range(name, 0, _TABLE_BYTES, must_exist=True)
@@ -93,9 +85,6 @@ class SpillFile:
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
         """Yield the documents of consecutive cells, in order. Their `source` is empty.
-
-        Args:
-            cells: consecutive cells, in rising order.
 
         Raises:
             ManifestMismatch: the file is damaged.
@@ -122,7 +111,6 @@ class SpillFile:
                 yield from _split_documents(data)
 
     def _damaged(self) -> ManifestMismatch:
-        """Return the error for a file that is not as `write_spill` wrote it."""
         return ManifestMismatch(
             f"{self._store.url}/{self._name}: damaged (an intermediate file of the build); delete this folder's "
             "progress/ and start the build again"

@@ -54,7 +54,6 @@ class WorkerPool(Generic[Task, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        """End the processes after their present tasks."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -62,9 +61,6 @@ class WorkerPool(Generic[Task, Result]):
         """Yield the results of all tasks, in the order in which they are ready.
 
         A task is taken from `tasks` when a worker will soon be free, so the caller may decide late what comes next.
-
-        Raises:
-            UserError: a worker process was killed, for example because memory ran out.
         """
         if self._pool is None:
             work = self._start()
@@ -89,14 +85,7 @@ class WorkerPool(Generic[Task, Result]):
 
 
 def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Set up a worker process before its first task.
-
-    It ignores SIGINT (the main process handles Ctrl-C), and starts a thread that ends the worker when the main process
-    has ended, even if that was killed.
-
-    Args:
-        start: returns the function that does a task.
-    """
+    """Set up a worker process before its first task."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -105,7 +94,6 @@ def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the main process has ended, then end this worker process at once; runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -113,6 +101,5 @@ def _exit_with_parent() -> None:
 
 
 def _do(task: Any) -> Any:
-    """Return the result of a task. Runs in a worker process that `_start_worker` has set up."""
     assert _work is not None
     return _work(task)

@@ -35,26 +35,14 @@ class PhaseUse:
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps of a run belong to each phase of its data.
-
-    Args:
-        from_steps: first step of each phase, ascending; that of the first phase is 0.
-        num_steps: number of steps to count.
-    """
+    """Return how many of the first `num_steps` steps of a run belong to each phase of its data."""
     end_steps = [*from_steps[1:], num_steps]
     ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
     return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]
 
 
 def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:
-    """Return how much of each phase's corpus the first `num_steps` steps of a run have used; [] without phases.
-
-    Args:
-        phases: the entry "phases" of `RunCorpora.sizes` or of environment.json, each element with the keys from_step,
-            fingerprint, rows and tokens; empty for a run without `data.phases`.
-        num_steps: number of steps done.
-        global_batch: rows of a step, summed over all ranks.
-    """
+    """Return how much of each phase's corpus the first `num_steps` steps of a run have used; [] without phases."""
     if not phases:
         return []
     steps = steps_of_phases([phase["from_step"] for phase in phases], num_steps)
@@ -77,13 +65,7 @@ def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
 
 
 def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) -> float:
-    """Return the mean number of tokens in the rows of the first `num_steps` steps of a run, [PAD] not counted.
-
-    Args:
-        sizes: sizes of the run's corpora: the result of `RunCorpora.sizes`.
-        num_steps: number of steps done, at least 1.
-        global_batch: rows of a step, summed over all ranks.
-    """
+    """Return the mean number of tokens in the rows of the first `num_steps` steps of a run, [PAD] not counted."""
     uses = uses_of_phases(sizes.get("phases", ()), num_steps, global_batch)
     if not uses:
         return float(sizes["tokens"] / sizes["rows"])

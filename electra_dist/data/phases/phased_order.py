@@ -1,8 +1,5 @@
 """Compute which row is at each position of a run whose corpus changes at given steps.
 
-A phase is the part of a run that trains on one corpus (config key `data.phases`). A position is the number of a row in
-the run's sequence of rows, counted from 0 over the whole run.
-
 Guarantee: as in `row_order.py`, the row at a position depends only on the position, the seed, the window length, the
 rows per shard of each corpus and the positions at which the phases begin. Within a phase, the rows come in the order
 of a `RowOrder` of the phase's corpus, from that order's position 0 on. So a phase begins with a new epoch, and every
@@ -11,8 +8,6 @@ completed epoch has each row of the corpus once.
 How: a binary search finds the phase of a position, and the `RowOrder` of that phase finds the row. Shards and rows of
 all corpora are numbered one after another in the order of the phases. A row id therefore names one row of one corpus,
 and receipts (checksums of row ids) cover all corpora.
-
-Cost: that of a `RowOrder`, and one binary search per position.
 
 Limits: a phase may end in the middle of an epoch of its corpus; the remaining rows of that epoch are not used.
 """
@@ -27,19 +22,10 @@ from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWin
 
 
 class PhasedOrder:
-    """Infinite sequence of the rows of a run that trains on several corpora in turn. Thread-safe.
-
-    It maps each position to a shard and a row in that shard. It implements `RowSequence`, as `RowOrder` does; the
-    numbers of shards and the ids of rows of a corpus go on where those of the corpus before it end.
-    """
+    """Infinite sequence of the rows of a run that trains on several corpora in turn. Thread-safe."""
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
-        """Store the phases, and number the shards and rows of all corpora in their order.
-
-        Args:
-            orders: For each phase, the sequence of the rows of its corpus.
-            first_positions: For each phase, the position of the run at which it begins; ascending from 0.
-        """
+        """Store the phases, and number the shards and rows of all corpora in their order."""
         assert first_positions[0] == 0
         assert list(first_positions) == sorted(set(first_positions))
         end_positions = [*first_positions[1:], None]
@@ -62,8 +48,6 @@ class PhasedOrder:
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
 
-        Epochs are counted from 0 within each phase. Shards are counted over all corpora, in the order of the phases.
-
         Args:
             positions: [P] int64 positions in the sequence, each >= 0, in any order.
         """
@@ -83,9 +67,6 @@ class PhasedOrder:
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
         """Return the id of each row, [P] int64, unique among the rows of all corpora.
 
-        Ids number the rows of the first phase's corpus from 0 in the order of its manifest, and go on with those of
-        the next phase's corpus.
-
         Args:
             shards: [P] number of each row's shard, counted over the shards of all corpora.
             rows: [P] number of each row within its shard.
@@ -93,12 +74,7 @@ class PhasedOrder:
         return self._shard_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it.
-
-        A window is a range of positions whose rows are shuffled together. A phase may end within a window, which is
-        then cut off there. The result still lists all shards of the whole window, because the rows before the cut may
-        come from any of them.
-        """
+        """Return the window that contains a position, with the shards that must be on the node to read it."""
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self._phases[number]
         window = phase.order.window_at(position - phase.first_position)
@@ -113,12 +89,7 @@ class PhasedOrder:
 
 
 def phase_lengths(phases: Sequence[OrderPhase], num_positions: int) -> list[int]:
-    """Return how many of the first `num_positions` positions of a run belong to each of its phases.
-
-    Args:
-        phases: all phases of the run, as `PhasedOrder.phases` returns them.
-        num_positions: number of positions to count, from position 0 on.
-    """
+    """Return how many of the first `num_positions` positions of a run belong to each of its phases."""
     ends = [num_positions if phase.end_position is None else phase.end_position for phase in phases]
     firsts = [phase.first_position for phase in phases]
     return [max(0, min(end, num_positions) - first) for first, end in zip(firsts, ends, strict=True)]

@@ -9,8 +9,6 @@ the rows of each phase from its corpus. The fingerprint of the joined manifest i
 corpora and of the steps at which their phases begin. When a run starts, it is refused if its corpora do not fit
 together, or if a shard of a later corpus is missing.
 
-Cost: for each later corpus, one read of its manifest and one listing of its files.
-
 Limits: the bytes of a shard of a later corpus are verified only when the shard is first read, as for any corpus.
 """
 
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from electra_dist.config import DataConfig, canonical_json
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
@@ -36,14 +35,11 @@ from electra_dist.store.retry import RetryPolicy
 
 
 class JoinedManifest(CorpusManifest):
-    """Manifest that lists the shards of all corpora of a run with `data.phases`.
-
-    Its field `builder` has the key "phases", a list with the first step and the corpus fingerprint of each phase.
-    """
+    """Manifest that lists the shards of all corpora of a run with `data.phases`."""
 
     @functools.cached_property
+    @override
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the first steps and the corpus fingerprints of all phases, in hexadecimal."""
         return hashlib.sha256(canonical_json(self.builder["phases"]).encode()).hexdigest()
 
 
@@ -59,10 +55,7 @@ class CorpusPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCorpora:
-    """All corpora that a run trains on, in the order in which it reads them.
-
-    There is one phase without `data.phases`. `store`, `manifest` and `row_order` present the corpora as one.
-    """
+    """All corpora that a run trains on, in the order in which it reads them."""
 
     phases: tuple[CorpusPhase, ...]
 
@@ -75,10 +68,7 @@ class RunCorpora:
 
     @functools.cached_property
     def manifest(self) -> CorpusManifest:
-        """Return the manifest of the only corpus or, with `data.phases`, one that lists the shards of all corpora.
-
-        The names of its shards are their keys in `store`.
-        """
+        """Return the manifest of the only corpus or, with `data.phases`, one that lists the shards of all corpora."""
         if len(self.phases) == 1:
             return self.phases[0].manifest
         return _join_manifests(self.phases)
@@ -91,14 +81,7 @@ class RunCorpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowSequence:
-        """Return the infinite sequence of the run's rows, of which each step takes the next `global_batch`.
-
-        Args:
-            seed: config key `seed`.
-            window_shards: config key `data.shuffle_window_shards`.
-            global_batch: config key `train.global_batch`; a phase whose first step is t begins at position
-                t * global_batch of the sequence.
-        """
+        """Return the infinite sequence of the run's rows, of which each step takes the next `global_batch`."""
         orders = [
             RowOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
         ]
@@ -111,11 +94,7 @@ class RunCorpora:
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of the run's corpora, in the form in which environment.json records them.
-
-        The keys "rows" and "tokens" are totals over all corpora; "seq_len" is the row length in tokens. With
-        `data.phases`, "phases" lists from_step, fingerprint, rows and tokens of each phase's corpus.
-        """
+        """Return the sizes of the run's corpora, in the form in which environment.json records them."""
         manifest = self.manifest
         sizes: dict[str, Any] = {
             "rows": manifest.num_rows,
@@ -135,14 +114,7 @@ class RunCorpora:
         return sizes
 
     def check_shards_of_later_phases(self) -> None:
-        """Raise StoreMissing if a shard of a later phase's corpus is missing.
-
-        Otherwise the run would end with that error only when it reaches the phase. The first phase's corpus is not
-        checked, because the run reads it from its first step on.
-
-        Raises:
-            StoreMissing: a shard is missing; the message names the corpus, the shard and the first step of the phase.
-        """
+        """Raise StoreMissing if a shard of a later phase's corpus is missing."""
         for phase in self.phases[1:]:
             keys = set(phase.store.list())
             missing = [shard.name for shard in phase.manifest.shards if shard.name not in keys]
@@ -158,12 +130,7 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
     """Read the manifests of all corpora of a run and check that they fit together.
 
     Args:
-        data: section `data` of the config, which names the corpora, their first steps and the S3 endpoint.
         retry: limits on repeating failed requests to S3; None means those of training.
-
-    Raises:
-        ManifestMismatch: two corpora differ in tokenizer, row length or type of token ids, or are the same corpus.
-        UserError: a manifest cannot be read or is damaged.
     """
     phases = []
     for named in data.training_corpora():
@@ -182,10 +149,7 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
 
 
 def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
-    """Raise ManifestMismatch if one run cannot train on the rows of both corpora.
-
-    They must have the same tokenizer, row length and type of token ids.
-    """
+    """Raise ManifestMismatch if one run cannot train on the rows of both corpora."""
     for property_name, of_first, of_later in (
         ("tokenizer", describe_tokenizer(first.manifest), describe_tokenizer(later.manifest)),
         ("row length", first.manifest.seq_len, later.manifest.seq_len),
@@ -199,10 +163,7 @@ def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
 
 
 def describe_tokenizer(manifest: CorpusManifest) -> str:
-    """Return a text that identifies a corpus's tokenizer and can be shown to the user.
-
-    It has the digest of the vocabulary file, whether text is lower-cased, and the ids of the special tokens.
-    """
+    """Return a text that identifies a corpus's tokenizer and can be shown to the user."""
     tokenizer = manifest.tokenizer
     case = "lower case" if tokenizer.lowercase else "cased"
     special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
@@ -229,10 +190,7 @@ def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
 
 
 def _join_totals(phases: Sequence[CorpusPhase]) -> dict[str, Any]:
-    """Return {"token_counts": how often each token id occurs in all corpora together}.
-
-    The result is {} if the manifest of a corpus lacks these counts.
-    """
+    """Return {"token_counts": how often each token id occurs in all corpora together}."""
     counts_or_none = [phase.manifest.token_counts for phase in phases]
     counts = [count for count in counts_or_none if count is not None]
     if len(counts) < len(phases):

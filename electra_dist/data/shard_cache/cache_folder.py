@@ -8,8 +8,6 @@ How: the temporary directories of the job and of the node are tried in turn; tho
 memory are passed over. The name of the cache folder is the same at every start, so a restart finds the shards of the
 previous start if the temporary directory still exists.
 
-Cost: one reading of the list of mounts.
-
 Limits: whether a file system is local is judged by the name of its type. If no directory is known to be local, the
 default directory for temporary files is used (usually `/tmp`).
 """
@@ -49,17 +47,8 @@ def choose_cache_folder(
 ) -> CacheFolder:
     """Return the folder in which this node caches shards and compiled code.
 
-    The first of these that applies is taken: `configured`; `folder_in_run`, if the run has a single node; a folder in
-    a temporary directory of this node, on a local disk if there is one. Only the last one is created by this call.
-
     Args:
         configured: Config key `data.cache_dir`; None if it is not set.
-        folder_in_run: The folder that a run on a single node uses by default.
-        has_several_nodes: Whether the run has ranks on other nodes, too.
-        environment: Environment variables; SLURM_TMPDIR and TMPDIR are read.
-
-    Raises:
-        StoreError: No temporary directory of this node is writable, or the folder there belongs to another user.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")
@@ -72,13 +61,7 @@ def choose_cache_folder(
 
 
 def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
-    """Return the first writable temporary directory on a local disk; if there is none, Python's default directory.
-
-    Python's default directory (`tempfile.gettempdir`) may be on a network file system or in memory.
-
-    Raises:
-        StoreError: no temporary directory of this node is writable.
-    """
+    """Return the first writable temporary directory on a local disk; if there is none, Python's default directory."""
     mounts = _read_mounts()
     named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
     for candidate in (*named, CacheFolder(Path("/tmp"), "/tmp")):
@@ -93,11 +76,7 @@ def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; do nothing if this user has such a folder already.
-
-    Raises:
-        StoreError: The folder cannot be created, or is not this user's alone.
-    """
+    """Create a folder that only this user can read and write; do nothing if this user has such a folder already."""
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
     if not is_private(path):
@@ -108,10 +87,7 @@ def _make_private(path: Path) -> None:
 
 
 def _read_mounts() -> list[tuple[Path, str]]:
-    """Return the mount points of this machine with the types of their file systems, in the order of mounting.
-
-    The result is [] on a machine without /proc/self/mounts.
-    """
+    """Return the mount points of this machine with the types of their file systems, in the order of mounting."""
     try:
         lines = _MOUNTS.read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -121,12 +97,7 @@ def _read_mounts() -> list[tuple[Path, str]]:
 
 
 def _is_on_local_disk(directory: Path, mounts: list[tuple[Path, str]]) -> bool:
-    """Return whether a directory exists and is on a disk of this node; True if it is under no known mount point.
-
-    Args:
-        directory: The directory to judge.
-        mounts: Mount points and the types of their file systems, in the order of mounting.
-    """
+    """Return whether a directory exists and is on a disk of this node; True if it is under no known mount point."""
     if not directory.is_dir():
         return False
     resolved = directory.resolve()

@@ -26,23 +26,14 @@ class CacheRoom(NamedTuple):
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
     """Return an upper bound on the size of two windows of a corpus together, in bytes.
 
-    A window is a group of shards whose rows are shuffled together. The bound is the size of the largest shards, as
-    many as two windows have.
-
     Args:
         shard_bytes: Size of each shard of the corpus, in bytes.
-        window_shards: Config key `data.shuffle_window_shards`, the number of shards in a window.
     """
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 
 def refetched_share(room: CacheRoom) -> float:
-    """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1].
-
-    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. The
-    cache is full when it holds the kept shards and those shards of two windows that are not kept:
-    capacity = k * corpus + (1 - k) * windows. The result is 1 - k.
-    """
+    """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1]."""
     if room.capacity_bytes >= room.corpus_bytes:
         return 0.0
     if room.corpus_bytes <= room.windows_bytes or room.capacity_bytes <= room.windows_bytes:

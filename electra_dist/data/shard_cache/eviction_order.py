@@ -10,8 +10,6 @@ the shards. Deleting the least recently used shard would be a bad rule, because 
 shard that was used last is the one that is needed again latest. With room for half of the corpus, that rule fetches
 six of seven shards again in each epoch; this module fetches half of them (`benchmarks/shard_cache.py`).
 
-Cost: one sort of the folder's file names for each fetch that needs room.
-
 Limits: shards of other corpora in the same folder are deleted first, the least recently used one before the others.
 Two runs on different corpora that share a folder with too little room therefore fetch more than with separate folders.
 """
@@ -23,14 +21,7 @@ from pathlib import Path
 
 
 def keep_rank(digest: str, preferred: Collection[str] = ()) -> tuple[bool, str]:
-    """Return the sort key of a shard; a cache that is too small keeps the shards with the lowest keys.
-
-    The key is False for a preferred shard and True for any other, followed by the shard's digest.
-
-    Args:
-        digest: SHA-256 of the shard in hexadecimal.
-        preferred: Digests of the shards that are kept before all others.
-    """
+    """Return the sort key of a shard; a cache that is too small keeps the shards with the lowest keys."""
     is_other = digest not in preferred
     return is_other, digest
 
@@ -43,18 +34,7 @@ def eviction_order(
     last_used: Callable[[Path], float],
     preferred: Collection[str] = (),
 ) -> list[Path]:
-    """Return the shards of a cache folder that may be deleted, in the order in which to delete them.
-
-    Shards of other corpora come first, beginning with the least recently used one. The shards of this process's corpus
-    follow in descending order of `keep_rank`, a key computed from the digest; the preferred ones come last.
-
-    Args:
-        paths: Shards in the folder, each a file named `<sha256>.tar`.
-        corpus: Digests of all shards of this process's corpus.
-        wanted: Digests of the shards that this process has open or will read soon; they are left out.
-        last_used: Returns the Unix time at which a file was opened last.
-        preferred: Digests of the shards of the corpus that are kept before all others.
-    """
+    """Return the shards of a cache folder that may be deleted, in the order in which to delete them."""
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)
     own = [path for path in deletable if path.stem in corpus]

@@ -13,8 +13,6 @@ only its shards pass to other owners. While the owner is still fetching a shard,
 that it has fetched so far (`shard_server.py`). The other node waits as long as this number grows, so a slow link to S3
 does not make every node fetch everything.
 
-Cost: one HTTP request per shard; a further one every two seconds while the owner is still fetching.
-
 Limits: the transfer is plain HTTP with a token of the run, so anybody who can read the cluster's network can read the
 shards. All nodes must have the same list of nodes, which they exchange at each start.
 """
@@ -54,19 +52,10 @@ class Address(NamedTuple):
 
 
 class PeerGroup:
-    """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe.
-
-    Each shard has an order of owners, in which all nodes agree. `fetch` asks the first owners for the shard.
-    """
+    """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe."""
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
-        """Remember the nodes; no connection is made until the first `fetch`.
-
-        Args:
-            addresses: Address of each node's server, in an order that all nodes share.
-            own_node: Index of this node in `addresses`.
-            token: Secret of this start of the run, without which a server refuses a request.
-        """
+        """Remember the nodes; no connection is made until the first `fetch`."""
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
         self._addresses = tuple(addresses)
@@ -77,55 +66,21 @@ class PeerGroup:
         self.owners = functools.lru_cache(maxsize=65_536)(self._owners)
 
     def _owners(self, digest: str) -> tuple[int, ...]:
-        """Return the indices of all nodes in the order in which they are asked for a shard; the first is its owner.
-
-        Nodes are sorted by a hash of shard and node, so all nodes compute the same order, and each owns about as many
-        shards as any other.
-
-        Args:
-            digest: SHA-256 of the shard in hexadecimal.
-        """
-
         def weight(node: int) -> bytes:
-            """Return the hash of the shard and a node, by which the nodes are sorted."""
             return hashlib.blake2b(f"{digest} {node}".encode(), digest_size=8).digest()
 
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return the sort key by which this node orders the shards of a window before it fetches them.
-
-        The key is 0 for a shard that this node owns, because other nodes wait for it. For other shards it is how far
-        the index of the owner is above that of this node (cyclically), so that the nodes do not all ask the same owner
-        at the same time.
-
-        Args:
-            digest: SHA-256 of the shard in hexadecimal.
-        """
+        """Return the sort key by which this node orders the shards of a window before it fetches them."""
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return the shards, of those given, that this node fetches from the store for the others (its own shards).
-
-        Args:
-            digests: SHA-256 of each shard in hexadecimal.
-        """
+        """Return the shards, of those given, that this node fetches from the store for the others (its own shards)."""
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
-        """Copy a shard from another node's cache into a file; return whether the file holds it now.
-
-        False means that the caller must fetch the shard from the store: this node is the shard's owner, or the owners
-        that were asked did not deliver it. The bytes are not verified, which the caller must do.
-
-        Args:
-            entry: The shard's entry in the manifest.
-            destination: Existing file, whose content is replaced; after False it may hold a part of the shard.
-
-        Raises:
-            StoreAway: The disk of this node is full or does not respond.
-            StoreError: The file cannot be written for another reason.
-        """
+        """Copy a shard from another node's cache into a file; return whether the file holds it now."""
         num_asked = 0
         for node in self.owners(entry.sha256):
             if node == self._own_node or num_asked == _OWNERS_ASKED:
@@ -148,19 +103,8 @@ class PeerGroup:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard, again and again while the peer is fetching it; return whether the shard has arrived.
-
-        False means that the peer refused, gave an answer that makes no sense, or took too long to fetch the shard.
-
-        Args:
-            address: Address of the peer.
-            entry: The shard's entry in the manifest.
-            destination: Existing file, whose content is replaced.
-
-        Raises:
-            _PeerFailure: The peer cannot be reached, is silent, or sends too slowly.
-            HTTPException: The answer is not HTTP, or ended early.
-            StoreError: The file cannot be written.
+        """Ask a peer for a shard, again and again while the peer is fetching it; return whether the shard has
+        arrived.
         """
         most_fetched_bytes = -1
         asked_at = time.monotonic()
@@ -195,17 +139,7 @@ class _PeerFailure(Exception):
 
 
 def _request(connection: http.client.HTTPConnection, digest: str, token: str) -> http.client.HTTPResponse:
-    """Connect to a peer, send the request for a shard, and return the answer, whose body is not read yet.
-
-    Args:
-        connection: Connection to the peer that is not open yet.
-        digest: SHA-256 of the shard in hexadecimal.
-        token: Secret of this start of the run.
-
-    Raises:
-        _PeerFailure: The peer cannot be reached or is silent.
-        HTTPException: The answer is not HTTP.
-    """
+    """Connect to a peer, send the request for a shard, and return the answer, whose body is not read yet."""
     try:
         connection.connect()
         connection.sock.settimeout(_READ_S)
@@ -216,17 +150,7 @@ def _request(connection: http.client.HTTPConnection, digest: str, token: str) ->
 
 
 def _receive(answer: http.client.HTTPResponse, num_bytes: int, destination: Path) -> None:
-    """Write the body of a peer's answer to a file and sync the file to the disk.
-
-    Args:
-        answer: The answer, whose body has not been read.
-        num_bytes: Number of bytes that the body must have.
-        destination: Existing file, whose content is replaced.
-
-    Raises:
-        _PeerFailure: The connection broke, the body ended early, or it came more slowly than `LEAST_BYTES_PER_S`.
-        StoreError: The file cannot be written.
-    """
+    """Write the body of a peer's answer to a file and sync the file to the disk."""
     deadline = time.monotonic() + _READ_S + num_bytes / LEAST_BYTES_PER_S
     num_received = 0
     with writable(destination), destination.open("r+b") as out:

@@ -12,8 +12,6 @@ fetched after that, or too many requests are being answered, the answer is 202 (
 that this node has fetched so far, so that the other node sees whether the fetch makes progress. While a file is sent,
 a shared flock keeps the cache from deleting it.
 
-Cost: a thread that sleeps, and one for each request; the file is sent by the operating system (sendfile).
-
 Limits: the transfer is not encrypted.
 """
 
@@ -65,23 +63,10 @@ class _Connection:
 
 
 class ShardServer:
-    """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end.
-
-    The server listens from the moment it is created, so that its address can be sent to the other nodes. It sends
-    shards once `serve` has been called; before that, its answer to every request is 202 (Accepted).
-    """
+    """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end."""
 
     def __init__(self, host: str, token: str, port: int = 0) -> None:
-        """Listen on a port, and answer requests in background threads.
-
-        Args:
-            host: Address of this node in the cluster's network; the server can be reached at this address only.
-            token: Secret of this start of the run; requests without it get the answer 403 (Forbidden).
-            port: TCP port to listen on; 0 means any free port.
-
-        Raises:
-            OSError: The address is not one of this node, or the port is in use.
-        """
+        """Listen on a port, and answer requests in background threads."""
         self._token = token.encode()
         self._served: _ServedCache | None = None
         self._listener = socket.create_server((host, port), backlog=_BACKLOG)
@@ -97,14 +82,7 @@ class ShardServer:
         self._thread.start()
 
     def serve(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
-        """Serve the shards of a corpus from now on; a shard that is not in the cache is fetched from the store.
-
-        Args:
-            cache: The cache of this node.
-            store: Store of the corpus.
-            manifest: Manifest of the corpus.
-            fetch_threads: Number of shards that are fetched for other nodes at the same time.
-        """
+        """Serve the shards of a corpus from now on; a shard that is not in the cache is fetched from the store."""
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
@@ -186,9 +164,8 @@ class ShardServer:
         threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
 
     def _answer(self, connection: _Connection, path: str) -> None:
-        """Answer a request with the token, and close the connection. The body of a thread.
-
-        A connection that breaks is ignored, because the other node then fetches the shard from the store.
+        """Answer a request with the token, and close the connection. A connection that breaks is ignored, because the
+        other node then fetches the shard from the store.
         """
         try:
             with contextlib.suppress(OSError), connection.socket:
@@ -209,21 +186,18 @@ class ShardServer:
                         connection.socket.shutdown(socket.SHUT_RDWR)  # Its thread then closes it.
 
     def _forget(self, connection: _Connection) -> None:
-        """No longer wait for the request of a connection."""
         self._waiting.remove(connection)
         self._selector.unregister(connection.socket)
 
     def _drop(self, connection: _Connection) -> None:
-        """Close a connection whose request has not been answered."""
         self._forget(connection)
         connection.socket.close()
 
 
 class _ServedCache:
-    """The cache of this node, together with the fetches of shards that other nodes have asked for. Thread-safe."""
+    """The cache of this node, together with the fetches of shards that other nodes have asked for."""
 
     def __init__(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
-        """Prepare to fetch shards of a corpus; the arguments are those of `ShardServer.serve`."""
         self.cache = cache
         self.entries = {entry.sha256: entry for entry in manifest.shards}
         self._store = store
@@ -235,15 +209,7 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Wait up to `_HOLD_S` seconds until a shard is in the cache; start a thread that fetches it if necessary.
-
-        Args:
-            digest: SHA-256 of the shard in hexadecimal, a key of `entries`.
-
-        Raises:
-            UserError: The shard cannot be fetched.
-            FutureTimeout: The shard is still being fetched.
-        """
+        """Wait up to `_HOLD_S` seconds until a shard is in the cache; start a thread that fetches it if necessary."""
         entry = self.entries[digest]
         if self.cache.holds(entry):
             return
@@ -257,10 +223,7 @@ class _ServedCache:
         fetch.result(timeout=_HOLD_S)
 
     def _fetch(self, entry: ShardEntry, fetch: Future[None]) -> None:
-        """Fetch a shard from the store as soon as fewer than `fetch_threads` fetches are running.
-
-        This is the body of a thread. `fetch` receives None when the shard is in the cache, or the error.
-        """
+        """Fetch a shard from the store as soon as fewer than `fetch_threads` fetches are running."""
         with self._slots:
             try:
                 self.cache.ensure(self._store, entry, verify=False, ask_peers=False)
@@ -272,11 +235,8 @@ class _ServedCache:
             del self._fetches[entry.sha256]  # A later request tries again.
 
     def fetched_bytes(self) -> int:
-        """Return about how many bytes this node has fetched into its cache; the number never decreases.
-
-        Other nodes use it only to see whether it grows. It is the sum of the growth of the cache folder, unfinished
-        downloads included, from one listing to the next. Files that are deleted between two listings make the growth
-        smaller, but it never counts as less than 0.
+        """Return about how many bytes this node has fetched into its cache; the number never decreases. Files that are
+        deleted between two listings make the growth smaller, but it never counts as less than 0.
         """
         with self._lock:
             if time.monotonic() - self._counted_at > _SCAN_S:
@@ -288,14 +248,7 @@ class _ServedCache:
 
 
 def _answer_request(connection: _Connection, path: str, served: _ServedCache | None) -> None:
-    """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not.
-
-    202: the shard is still being fetched. 404: the corpus has no such shard. 503: the shard cannot be fetched. (The
-    token was checked before: 403.)
-
-    Raises:
-        OSError: The connection broke.
-    """
+    """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not."""
     if served is None:
         time.sleep(_SCAN_S)
         _send_head(connection.socket, HTTPStatus.ACCEPTED)
@@ -325,15 +278,6 @@ def _answer_request(connection: _Connection, path: str, served: _ServedCache | N
 
 
 def _send_head(connection: socket.socket, status: HTTPStatus, fetched_bytes: int = 0, content_bytes: int = 0) -> None:
-    """Send the status and the headers of an answer.
-
-    Args:
-        fetched_bytes: Number of bytes that this node has fetched, for a node that waits for a shard.
-        content_bytes: Size of the body.
-
-    Raises:
-        OSError: The connection broke.
-    """
     lines = [f"HTTP/1.0 {status.value} {status.phrase}", f"Content-Length: {content_bytes}"]
     lines += [f"{PROGRESS_HEADER}: {fetched_bytes}", "", ""]
     connection.sendall("\r\n".join(lines).encode("ascii"))

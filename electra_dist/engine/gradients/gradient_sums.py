@@ -36,26 +36,9 @@ _OVERLAPPED_BUCKETS = 16  # with overlap, a small model has at least about as ma
 
 
 class _Bucket:
-    """Consecutive parameters of one parameter group whose gradients are added up and exchanged together.
-
-    Attributes:
-        index: Number of the bucket, from 0.
-        sums: The fp32 sums of the gradients of all parameters in the bucket, 1-D; a view of DeepSpeed's flat tensor.
-        num_parameters: Number of parameters in the bucket.
-        gradients: Gradients of the current backward pass that are not added to the sums yet.
-        targets: For each tensor in `gradients`, the view of `sums` to add it to, in the shape of the parameter.
-        num_added: Number of gradients of the current backward pass that are added to the sums already.
-        is_exchanging: Whether the all-reduce of the sums has been started and its result is not yet in use.
-    """
+    """Consecutive parameters of one parameter group whose gradients are added up and exchanged together."""
 
     def __init__(self, index: int, sums: torch.Tensor, num_parameters: int) -> None:
-        """Create a bucket without gradients.
-
-        Args:
-            index: number of the bucket, from 0.
-            sums: the fp32 sums of its parameters, 1-D; written to by `add_gradients`.
-            num_parameters: number of its parameters.
-        """
         self.index = index
         self.sums = sums
         self.num_parameters = num_parameters
@@ -77,23 +60,12 @@ class _Bucket:
 class GradientSums:
     """The fp32 sums of the gradients of a BF16_Optimizer, which are added up bucket by bucket.
 
-    The constructor replaces methods of the optimizer. From then on DeepSpeed calls this object for every gradient, so
-    the caller need not keep a reference to it.
+    The constructor replaces methods of the optimizer. From then on DeepSpeed calls this object for every gradient,
+    so the caller need not keep a reference to it.
     """
 
     def __init__(self, optimizer: Any, is_last_micro_batch: Callable[[], bool], *, overlaps: bool) -> None:
-        """Divide the parameters into buckets, and replace the methods with which the optimizer adds up gradients.
-
-        With `immediate_grad_update` these are `accumulate_hp_grads_and_remove_lp`, which DeepSpeed's autograd hooks
-        call for each parameter, and `backward_epilogue`. Otherwise it is `_update_hp_grad`, which DeepSpeed calls for
-        each parameter after the backward pass.
-
-        Args:
-            optimizer: BF16_Optimizer of deepspeed.initialize, before the first backward pass.
-            is_last_micro_batch: returns whether the current backward pass is the last one of its step.
-            overlaps: whether to exchange buckets during the backward pass. The optimizer must then have been built
-                with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
-        """
+        """Divide the parameters into buckets, and replace the methods with which the optimizer adds up gradients."""
         self._optimizer = optimizer
         self._is_last_micro_batch = is_last_micro_batch
         self._overlaps = overlaps
@@ -118,15 +90,8 @@ class GradientSums:
             optimizer._update_hp_grad = self._add_gradient
 
     def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor, most_elements: int) -> None:
-        """Divide the parameters of one parameter group into buckets, and append these to the lists of this object.
-
-        A new bucket begins where the current one would exceed `most_elements`; a single parameter may be larger. Sets
-        the attribute `_hp_grad` of each parameter to its part of the sums, as DeepSpeed's own code does.
-
-        Args:
-            parameters: the parameters of the group, whose sums follow one another in `flat_sums`.
-            flat_sums: the group's fp32 sums, 1-D, with padding at the end.
-            most_elements: limit of a bucket.
+        """Divide the parameters of one parameter group into buckets, and append these to the lists of this object. A
+        new bucket begins where the current one would exceed `most_elements`; a single parameter may be larger.
         """
         parameters_of_buckets: list[list[torch.Tensor]] = []
         bucket_numel = 0  # elements of the newest bucket
@@ -155,16 +120,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        """Add the gradient of one parameter to its fp32 sum; takes the place of DeepSpeed's `_update_hp_grad`.
-
-        A parameter without a gradient is ignored.
-
-        Args:
-            parameter: the bf16 parameter.
-            group: index of its parameter group.
-            index: index of the parameter in the group.
-            clear_lp_grads: whether to set the bf16 gradient to zero afterwards.
-        """
+        """Add the gradient of one parameter to its fp32 sum; takes the place of DeepSpeed's `_update_hp_grad`."""
         if parameter.grad is None:
             return
         self._targets[group][index].add_(parameter.grad)
@@ -174,21 +130,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
-        """Take over the gradient of one parameter during the backward pass, as soon as autograd has computed it.
-
-        The gradient is held until every parameter of its bucket has one. Then all gradients of the bucket are added to
-        the fp32 sums. With overlap, in the last micro-batch of a step, the all-reduces of completed buckets are then
-        started. DeepSpeed's autograd hooks call this method in place of `accumulate_hp_grads_and_remove_lp`.
-
-        Args:
-            parameter: the bf16 parameter; its attribute `grad` is set to None.
-            group: index of its parameter group.
-            index: index of the parameter in the group.
-
-        Raises:
-            RuntimeError: the all-reduce of the parameter's bucket has been started already, because the parameter gets
-                a second gradient in the same backward pass.
-        """
+        """Take over the gradient of one parameter during the backward pass, as soon as autograd has computed it."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
@@ -214,15 +156,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _end_backward(self, **options: Any) -> None:
-        """Add the gradients of incomplete buckets and, with overlap in the last micro-batch, finish the exchange.
-
-        A bucket is incomplete if the backward pass has left a parameter of it without a gradient. DeepSpeed calls this
-        method in place of its own `backward_epilogue`, which this method calls at its end. Collective with overlap in
-        the last micro-batch.
-
-        Args:
-            options: arguments for DeepSpeed's `backward_epilogue`.
-        """
+        """Add the gradients of incomplete buckets and, with overlap in the last micro-batch, finish the exchange."""
         for bucket in self._buckets:
             bucket.add_gradients()
             bucket.num_added = 0
@@ -232,11 +166,7 @@ class GradientSums:
         self._deepspeed_epilogue(**options)
 
     def _start_completed(self) -> None:
-        """Start the all-reduces of the next buckets in the order of exchange, up to the first incomplete bucket.
-
-        A completed bucket that comes later in the order is not started, because all ranks must start the collectives
-        in the same order.
-        """
+        """Start the all-reduces of the next buckets in the order of exchange, up to the first incomplete bucket."""
         assert self._exchange_order is not None
         for index in self._exchange_order[self._num_started :]:
             if index not in self._completed:
@@ -252,11 +182,7 @@ class GradientSums:
         self._all_reduces.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
 
     def _finish_exchange(self) -> None:
-        """Start the all-reduces that are not started yet, wait for all, and divide the sums by the number of ranks.
-
-        DeepSpeed expects these means. On a GPU the device waits for the all-reduces, and the host does not. At the
-        first call all ranks adopt rank 0's order of the buckets. Collective.
-        """
+        """Start the all-reduces that are not started yet, wait for all, and divide the sums by the number of ranks."""
         if self._exchange_order is None:
             incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
             self._exchange_order = from_rank_0(lambda: self._completed + incomplete)
@@ -272,25 +198,10 @@ class GradientSums:
 
 @contextlib.contextmanager
 def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
-    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it.
-
-    A context manager for DeepSpeed's `step`. It replaces functions in two modules of DeepSpeed, and restores them at
-    the end. DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite,
-    and to decide whether to clip. Inside the block DeepSpeed skips no step. Instead the engine reads the norm when
-    DeepSpeed calls the base optimizer, and decides then. Gradients within the limit are multiplied by a factor of 1,
-    whereas DeepSpeed would leave them alone.
-
-    Args:
-        optimizer: the optimizer that deepspeed.initialize returned.
-        fused: whether to compute the norms of all gradients of a BF16_Optimizer with one operation. On a GPU its
-            rounding differs from that of one operation for each gradient.
-    """
+    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it."""
 
     def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
-        """Return the 2-norm over all tensors as a scalar on the device; it is the 2-norm of the tensors' 2-norms.
-
-        Takes the place of DeepSpeed's `get_global_norm_of_tensors`, with the same operations.
-        """
+        """Return the 2-norm over all tensors as a scalar on the device; it is the 2-norm of the tensors' 2-norms."""
         if fused:
             norms = list(torch._foreach_norm(list(input_tensors)))
         else:
@@ -298,22 +209,16 @@ def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
         return torch.stack(norms).pow(2.0).sum().pow(0.5)
 
     def clip(max_norm: float, global_norm: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
-        """Scale this rank's partitions of the gradients to a global norm of at most `max_norm`; return the old norm.
-
-        Takes the place of DeepSpeed's `clip_tensors_by_global_norm`. Other ranks' partitions need no clipping, because
-        this rank does not read them afterwards.
-        """
         factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
         for partition in optimizer.fp32_groups_gradient_flat_partition:
             partition.mul_(factor)
         return global_norm
 
     def is_never_invalid(norm: Any) -> bool:
-        """Return False, so that DeepSpeed skips no step. Takes the place of `is_invalid_grad_norm`."""
+        """Return False, so that DeepSpeed skips no step."""
         return False
 
-    def leave_norm(*_: Any, **__: Any) -> None:
-        """Leave a norm that is not finite as it is. Takes the place of `mask_nan_or_inf_with_val_inplace`."""
+    def leave_norm(*_: Any, **__: Any) -> None: ...
 
     replacements: dict[Any, dict[str, Callable[..., Any]]] = {
         bf16_optimizer: {

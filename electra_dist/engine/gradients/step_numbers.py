@@ -23,39 +23,25 @@ class StepNumbers:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Store the tensors; nothing is copied to the host yet.
-
-        Args:
-            tensors: 1-D tensors of dtype float64 or int64 on one device. They must not change until they are read.
-        """
+        """Store the tensors; nothing is copied to the host yet."""
         self._tensors = list(tensors)
         self._values: list[list[Any]] | None = None
 
     def read_with(self, norm: torch.Tensor) -> float:
-        """Copy all numbers and the norm of the gradients to the host with one copy, and return the norm.
-
-        The host waits until the device has finished its work. `values` returns the other numbers.
-
-        Args:
-            norm: scalar of any floating-point dtype on the device of the tensors.
-        """
+        """Copy all numbers and the norm of the gradients to the host with one copy, and return the norm."""
         norm_on_host, *self._values = _read([norm.double().reshape(1), *self._tensors])
         return float(norm_on_host[0])
 
     def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers, in the order of the tensors.
-
-        The host waits for the device only if neither `read_with` nor this method has been called before.
-        """
+        """Return the elements of each tensor as Python numbers, in the order of the tensors."""
         if self._values is None:
             self._values = _read(self._tensors)
         return self._values
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Copy 1-D tensors of dtype float64 or int64 to the host with one copy; return their elements as Python numbers.
-
-    The bits of all tensors are copied as one tensor of integers, and interpreted on the host by the dtype of each.
+    """Copy 1-D tensors of dtype float64 or int64 to the host with one copy; return their elements as Python
+    numbers.
     """
     words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
     host_words = np.array(words.tolist(), np.int64)

@@ -20,16 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def moments_of(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the first and the second moments of `params`, creating moments of zero where there are none yet.
-
-    Args:
-        optimizer: any optimizer that keeps its moments under torch's names, `exp_avg` and `exp_avg_sq`.
-        params: parameters of that optimizer.
-
-    Returns:
-        Two lists in the order of `params`. They hold the optimizer's own tensors, so that in-place changes update its
-            state. New moments have the shape, the dtype and the device of their parameter.
-    """
+    """Return the first and the second moments of `params`, creating moments of zero where there are none yet."""
     first_name, second_name = MOMENTS
     first_moments = []
     second_moments = []
@@ -46,31 +37,19 @@ def moments_of(
 class ForeachAdamW(torch.optim.Optimizer):
     """AdamW without bias correction, computed by torch._foreach operations over lists of tensors.
 
-    It compiles nothing and runs on any device. CPUs use it, and it is the reference for the fused optimizers of apex
-    and DeepSpeed. Its state is two moments per parameter, in the dtype of the parameter (fp32 under the engine).
+    It compiles nothing and runs on any device. CPUs use it, and it is the reference for the fused optimizers of
+    apex and DeepSpeed.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting.
-
-        Args:
-            params: parameters, or dicts with a list `params` and settings of that group.
-            lr: learning rate.
-            betas: decay rates of the first and of the second moment.
-            eps: added to the square root of the second moment.
-            weight_decay: each update also subtracts `lr * weight_decay * p` from a parameter p.
-        """
+        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update in place every parameter that has a gradient and at least one element.
-
-        With parameter p, gradient g, moments m and v: p -= lr * (m / (sqrt(v) + eps) + decay * p). Gradients are read
-        and not cleared. Clipping is the caller's task.
-        """
+        """Update in place every parameter that has a gradient and at least one element."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -79,12 +58,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group in place.
-
-        Args:
-            group: parameter group with the settings.
-            params: its parameters that have a gradient and at least one element.
-        """
+        """Update parameters of one group in place."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]

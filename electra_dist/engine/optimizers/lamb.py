@@ -35,26 +35,12 @@ class ForeachLamb(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting.
-
-        Args:
-            params: parameters, or dicts with a list `params` and settings of that group.
-            lr: learning rate; the norm of a step with decay is `lr` times the norm of the parameter.
-            betas: decay rates of the first and of the second moment.
-            eps: added to the square root of the second moment.
-            weight_decay: each step adds `weight_decay * p` to Adam's update of a parameter p before the scaling by
-                norms; 0 also switches that scaling off.
-        """
+        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update in place every parameter that has a gradient and at least one element.
-
-        With parameter p and moments m and v: r = m / (sqrt(v) + eps) + decay * p, then p -= lr * (|p| / |r|) * r. In a
-        group without decay the step is lr * r, without the ratio of norms. Gradients are read and not cleared.
-        Clipping is the caller's task.
-        """
+        """Update in place every parameter that has a gradient and at least one element."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -81,9 +67,8 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return |p| / |r| for each parameter p and its update r, and 1 where either norm is 0.
-
-    The ratios are scalar tensors on the device of the parameters, so that the host does not wait for them.
+    """Return |p| / |r| for each parameter p and its update r, and 1 where either norm is 0. The ratios are scalar
+    tensors on the device of the parameters, so that the host does not wait for them.
     """
     param_norms = torch._foreach_norm(params)
     update_norms = torch._foreach_norm(updates)

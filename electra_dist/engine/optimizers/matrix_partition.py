@@ -7,8 +7,6 @@ How: at these stages DeepSpeed lays the parameters of a group one after another 
 equal partitions, one for each rank. A rank therefore needs one contiguous span: from the first element of the matrix
 in which its partition begins, to the last element of the matrix in which its partition ends. The ranks exchange the
 parts of these spans in one all-to-all.
-
-Cost: a rank receives the missing elements of at most two matrices, and holds its span twice during the exchange.
 """
 
 from __future__ import annotations
@@ -38,21 +36,12 @@ class Span(NamedTuple):
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: Span) -> slice:
-        """Return the slice of this span in a tensor that holds the elements of `outer` and nothing more.
-
-        Every element of this span must be in `outer`.
-        """
+        """Return the slice of this span in a tensor that holds the elements of `outer` and nothing more."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 class WholeMatrix(NamedTuple):
-    """A whole matrix, and the range of its elements that are in this rank's own partition.
-
-    Attributes:
-        values: the whole matrix, [rows, columns].
-        own: slice of the flattened matrix with the elements that are in this rank's partition.
-        in_partition: slice of this rank's partition, a 1-D tensor, with the same elements.
-    """
+    """A whole matrix, and the range of its elements that are in this rank's own partition."""
 
     values: torch.Tensor
     own: slice
@@ -70,18 +59,7 @@ class MatrixPartition:
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        """Compute for each rank the range of elements in its partition, and the range that it must receive.
-
-        Args:
-            shapes: (rows, columns) of the matrices, in the order in which they are in the flat tensor.
-            partition_numel: number of elements of each rank's partition. Elements behind the last matrix are padding.
-            rank: number of this rank, from 0.
-            num_ranks: number of ranks that share the flat tensor.
-            device: where the matrices are gathered; the process group must be able to communicate on it.
-
-        Raises:
-            RuntimeError: the partitions together are smaller than the matrices.
-        """
+        """Compute for each rank the range of elements in its partition, and the range that it must receive."""
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
@@ -100,25 +78,13 @@ class MatrixPartition:
         self._needed_spans = [self._span_of_touched_matrices(partition) for partition in self.partitions]
 
     def _span_of_touched_matrices(self, partition: Span) -> Span:
-        """Return the range of the flat tensor that holds all matrices of which a partition has at least one element.
-
-        The range begins with the first element of the first of these matrices, and ends after the last element of the
-        last one. It is empty if the partition has only padding.
-        """
         matrices = [matrix for matrix in self._matrix_spans if matrix.overlap(partition).numel]
         if not matrices:
             return Span(partition.start, partition.start)
         return Span(matrices[0].start, matrices[-1].stop)
 
     def outgoing(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the elements that each rank needs from this one, in the order of the ranks.
-
-        Args:
-            values: this rank's partition, 1-D.
-
-        Returns:
-            Views of `values`, one for each rank; empty for a rank that needs nothing.
-        """
+        """Return the elements that each rank needs from this one, in the order of the ranks."""
         own = self.partitions[self.rank]
         return [values[needed.overlap(own).within(own)] for needed in self._needed_spans]
 
@@ -128,15 +94,7 @@ class MatrixPartition:
         return [partition.overlap(needed).numel for partition in self.partitions]
 
     def whole_matrices(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Cut the elements that this rank has received into whole matrices.
-
-        Args:
-            values: the elements that all ranks sent to this one, in the order of the ranks, 1-D.
-
-        Returns:
-            The matrices of which at least one element is in this rank's partition, in their order, as views of
-            `values`.
-        """
+        """Cut the elements that this rank has received into whole matrices."""
         own = self.partitions[self.rank]
         needed = self._needed_spans[self.rank]
         matrices = []
@@ -149,14 +107,7 @@ class MatrixPartition:
         return matrices
 
     def gather(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Return the whole matrices of which at least one element is in this rank's partition. Collective.
-
-        Args:
-            values: this rank's partition, 1-D, of the same dtype on all ranks.
-
-        Returns:
-            The matrices in their order, on `device`.
-        """
+        """Return the whole matrices of which at least one element is in this rank's partition. Collective."""
         parts = self.outgoing(values.to(self.device))
         if self.num_ranks == 1:
             return self.whole_matrices(parts[0])

@@ -18,10 +18,6 @@ shares with other ranks (`matrix_partition.py`), and applies its own part of O(u
 engine is built and raises unless the optimizer's update of a test matrix is orthogonal. DeepSpeed's own Muon is not
 used: it takes the gradient norm over orthogonal updates, and changes the momentum before a step can be refused.
 
-Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on a CPU; nothing was measured on a GPU.
-At stage 0 every rank computes all of them, at stages 1 and 2 those of the matrices of which it keeps an element. The
-state is that of AdamW, whose second moment stays zero for these matrices, so that checkpoints have one layout.
-
 Limits: not at ZeRO stage 3 (`config.check_optimizer`). Tested with DeepSpeed 0.19.8, whose partitions this file
 reads.
 """
@@ -34,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from electra_dist.engine.optimizers.adamw import ForeachAdamW, moments_of
 from electra_dist.engine.optimizers.matrix_partition import MatrixPartition
@@ -49,13 +46,7 @@ _TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine i
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of `matrix` and singular values between about 0.7 and 1.2.
-
-    Singular values below about 1 % of the Frobenius norm come out smaller.
-
-    Args:
-        matrix: fp32, 2-D. On a GPU the products are computed in bf16.
-    """
+    """Return a matrix with the singular vectors of `matrix` and singular values between about 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
     x = matrix / (matrix.norm() + 1e-7)
     if matrix.device.type == "cuda":
@@ -74,34 +65,21 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 class ForeachMuon(ForeachAdamW):
     """Muon for parameter groups with a key `num_matrices`, AdamW without bias correction for all other groups.
 
-    `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and value,
-    otherwise 1. Under ZeRO stages 1 and 2 call `adopt_partitions` before the first step.
+    `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and
+    value, otherwise 1. Under ZeRO stages 1 and 2 call `adopt_partitions` before the first step.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting.
-
-        Args:
-            params: parameters, or dicts with a list `params` and settings of that group.
-            lr: learning rate.
-            betas: decay rates of the moments of AdamW; Muon's momentum does not depend on them.
-            eps: added to the square root of AdamW's second moment.
-            weight_decay: each update also subtracts `lr * weight_decay * p` from a parameter p.
-        """
+        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         # ZeRO replaces the parameters of a group by one flat partition of them.
         self.whole_parameters = [list(group["params"]) for group in self.param_groups]
 
     @torch.no_grad()
+    @override
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group in place, by Muon if the group has `num_matrices`.
-
-        Args:
-            group: parameter group with the settings.
-            params: its parameters that have a gradient and at least one element.
-        """
         if "num_matrices" not in group:
             super().update_group(group, params)
             return
@@ -121,13 +99,7 @@ class ForeachMuon(ForeachAdamW):
 
 
 def _update_partition(group: dict[str, Any], partition: torch.Tensor, blend: torch.Tensor) -> None:
-    """Update this rank's partition of the parameters of a group in place, by Muon. Collective.
-
-    Args:
-        group: parameter group with the settings and a `MatrixPartition` under the key `partition`.
-        partition: this rank's elements of the parameters, 1-D.
-        blend: the same elements of (1 - b) g + b m, for gradients g, momenta m and b = 0.95.
-    """
+    """Update this rank's partition of the parameters of a group in place, by Muon."""
     matrices: MatrixPartition = group["partition"]
     partition.mul_(1.0 - group["lr"] * group["weight_decay"])
     for matrix in matrices.gather(blend):
@@ -137,18 +109,7 @@ def _update_partition(group: dict[str, Any], partition: torch.Tensor, blend: tor
 
 
 def adopt_partitions(optimizer: Any, device: torch.device) -> None:
-    """Let Muon update the flat partitions that ZeRO stage 1 or 2 has put into its groups; do nothing at stage 0.
-
-    Call it once on every rank, after deepspeed.initialize and before the first step.
-
-    Args:
-        optimizer: the optimizer that deepspeed.initialize returned for a `ForeachMuon`.
-        device: the device of this rank, on which matrices are gathered.
-
-    Raises:
-        RuntimeError: the partitions do not hold the parameters one after another. Another version of DeepSpeed may
-            have another layout.
-    """
+    """Let Muon update the flat partitions that ZeRO stage 1 or 2 has put into its groups; do nothing at stage 0."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     if base is optimizer or not isinstance(base, ForeachMuon):
         return
@@ -165,16 +126,7 @@ def adopt_partitions(optimizer: Any, device: torch.device) -> None:
 
 
 def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
-    """Raise unless this rank's partition holds the parameters one after another, by DeepSpeed's own record of it.
-
-    Args:
-        parameters: the whole parameters of a group. DeepSpeed has recorded in `_hp_mapping` which elements of each
-            are in this rank's partition, and where; it is None if all are on other ranks.
-        partition: the division of their matrices.
-
-    Raises:
-        RuntimeError: a parameter is at another place.
-    """
+    """Raise unless this rank's partition holds the parameters one after another, by DeepSpeed's own record of it."""
     own = partition.partitions[partition.rank]
     start = 0
     for parameter in parameters:
@@ -190,17 +142,7 @@ def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
 
 
 def check_update(optimizer: Any) -> None:
-    """Raise unless an optimizer has groups for Muon, and its update of a test matrix in such a group is orthogonal.
-
-    At ZeRO stages 1 and 2 the test matrix is divided among the ranks, and the call is collective.
-
-    Args:
-        optimizer: the optimizer that deepspeed.initialize returned, after `adopt_partitions`. Its parameters and its
-            state are not changed.
-
-    Raises:
-        RuntimeError: the optimizer does not run Muon.
-    """
+    """Raise unless an optimizer has groups for Muon, and its update of a test matrix in such a group is orthogonal."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     muon_groups = [group for group in base.param_groups if "num_matrices" in group]
     if not muon_groups or not isinstance(base, ForeachMuon):
@@ -219,15 +161,7 @@ def check_update(optimizer: Any) -> None:
 
 
 def _update_of_test_matrix(optimizer: ForeachMuon, group: dict[str, Any]) -> torch.Tensor | None:
-    """Return an optimizer's update of a matrix of zeros by a random gradient. Collective where parameters are divided.
-
-    Args:
-        optimizer: computes the update; its state is not changed.
-        group: a parameter group for Muon, whose settings are used, except for a learning rate of 1.
-
-    Returns:
-        The update, [24, 16]. None if the matrix is divided among so many ranks that this one keeps no element of it.
-    """
+    """Return an optimizer's update of a matrix of zeros by a random gradient."""
     gradient = torch.randn(_TEST_SHAPE, generator=torch.Generator().manual_seed(0))
     test_group = {**group, "lr": 1.0, "num_matrices": 1}
     partition: MatrixPartition | None = group.get("partition")

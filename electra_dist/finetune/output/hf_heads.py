@@ -32,13 +32,7 @@ _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
     """Return whether a classifier has too many labels to be written in Hugging Face's format.
 
-    This is so if its head is one linear layer (`head: reference`) with more than H / 2 labels. A head of two layers is
-    written as it is, with any number of labels.
-
-    Args:
-        num_labels: number of the classifier's labels.
-        width: hidden size H of the encoder.
-        settings: settings of the fine-tuning, of which `head` is used.
+    This is so if its head is one linear layer (`head: reference`) with more than H / 2 labels.
     """
     return settings.head == "reference" and 2 * num_labels > width
 
@@ -49,13 +43,6 @@ def classifier_head(
     """Convert the head of a `Classifier` to that of ElectraForSequenceClassification or its ModernBERT counterpart.
 
     The result is for ModernBertForSequenceClassification if the first of the layers is a `ModernFeatures`.
-
-    Args:
-        layers: the head. It has one linear layer, or two with a GELU between them, with dropout before each; or it
-            consists of `ModernFeatures`, dropout and one linear layer.
-        labels: names of the labels; empty for a regression.
-        span: lowest and highest label of a regression, in the units of the labels; not used for a classification.
-        dropout: dropout probability before each linear layer.
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
@@ -88,13 +75,7 @@ def classifier_head(
 
 
 def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
-    """Convert the head of a tagging model to that of Hugging Face's class for token classification.
-
-    Args:
-        head: one linear layer, which gives the head of ElectraForTokenClassification; or a Sequential of
-            `ModernFeatures` and one linear layer, which gives that of ModernBertForTokenClassification.
-        tags: names of the tags, in the order of their numbers.
-    """
+    """Convert the head of a tagging model to that of Hugging Face's class for token classification."""
     # Tagging models are trained without dropout in the head, and would get Hugging Face's default otherwise.
     config = {"classifier_dropout": 0.0, **label_names(tags)}
     if isinstance(head, nn.Sequential):
@@ -105,13 +86,7 @@ def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
 
 
 def span_head(head: nn.Module) -> TaskHead:
-    """Convert the linear head for answers to that of ElectraForQuestionAnswering or ModernBertForQuestionAnswering.
-
-    Args:
-        head: one linear layer, which gives the head of ElectraForQuestionAnswering; or a Sequential of
-            `ModernFeatures` and one linear layer, which gives that of ModernBertForQuestionAnswering. The two outputs
-            are the logits of the start and of the end of the answer.
-    """
+    """Convert the linear head for answers to that of ElectraForQuestionAnswering or ModernBertForQuestionAnswering."""
     if isinstance(head, nn.Sequential):
         config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
         return TaskHead("ModernBertForQuestionAnswering", _modern_weights(head), config)
@@ -129,13 +104,8 @@ def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
-    """Return the weights of a head of the architecture `modern` under the names of Hugging Face's ModernBERT classes.
-
-    Args:
-        layers: the layers of the head, of which the first is a `ModernFeatures` and the last the linear output layer.
-
-    Returns:
-        Name -> weight, fp32 copies on the host.
+    """Return the weights of a head of the architecture `modern` under the names of Hugging Face's ModernBERT
+    classes.
     """
     features = layers[0]
     output_layer = layers[-1]
@@ -149,11 +119,7 @@ def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
 
 
 def _linear_as_two_layers(linear: nn.Linear) -> dict[str, torch.Tensor]:
-    """Return Hugging Face's two layers that compute what one linear layer [N, H] computes, for 2 N <= H.
-
-    Output n is GELU(z) - GELU(-z), where z is the output of the linear layer: rows n and N + n of the first layer hold
-    the weights and their negatives. The other rows are 0.
-    """
+    """Return Hugging Face's two layers that compute what one linear layer [N, H] computes, for 2 N <= H."""
     weight_NH = _host(linear.weight)
     bias_N = _host(linear.bias)
     num_labels, width = weight_NH.shape

@@ -3,9 +3,6 @@
 Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
 its file finetune.json has the identity of the result, so a folder of another model, task or setting is recognised and
 never replaced. The bytes of a folder depend on the identity, the seed and the name of the pretrained model only.
-
-Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
-seed's own folder where the file system has hard links.
 """
 
 from __future__ import annotations
@@ -53,16 +50,7 @@ def write_seed_folder(
     In an older folder, files of these names are replaced, and other ones stay.
 
     Args:
-        folder: the folder to write, such as OUTPUT/seed-0.
-        encoder: the pretrained encoder, for its shape, vocabulary and name.
-        model: the trained model, whose encoder is written.
         head: the model's head under Hugging Face's names; None to write no model.
-        settings: the settings of the training.
-        result: the result of the seed.
-        predictions: files with predictions, relative to the folder.
-
-    Raises:
-        StoreError: the folder cannot be written, for example because the disk is full.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     record = {
@@ -87,11 +75,7 @@ def write_seed_folder(
 def _write_model(
     folder: Path, encoder: Pretrained, model: TaskModel, head: TaskHead, settings: FinetuneConfig
 ) -> None:
-    """Write a model as a Hugging Face folder.
-
-    Raises:
-        StoreError: safetensors cannot write the weights.
-    """
+    """Write a model as a Hugging Face folder."""
     # The export converts a discriminator, so the encoder's layers get a discriminator's names, whichever tower it was.
     weights = {}
     for name, tensor in model.backbone.state_dict().items():
@@ -121,11 +105,7 @@ def _write_model(
 
 
 def read_identity(folder: Path) -> str | None:
-    """Return the identity of the result that a folder holds; None if there is no such folder.
-
-    Raises:
-        UserError: the folder exists, but was not written by fine-tuning.
-    """
+    """Return the identity of the result that a folder holds; None if there is no such folder."""
     if not folder.exists():
         return None
     try:
@@ -143,14 +123,6 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
     """Raise an error if a folder contains models of another task, encoder, data or settings than this command's.
 
     Results of several commands would otherwise be mixed in one folder.
-
-    Args:
-        folder: folder that contains the folders seed-N and best; it may be missing.
-        identity: identity of the results that are going to be written.
-        task: name of the task, for the message.
-
-    Raises:
-        UserError: a folder of a seed, or of the best one, has another identity, or was not written by fine-tuning.
     """
     for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
         found = read_identity(path)
@@ -164,20 +136,10 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
     """Copy the folder of the seed with the highest score to FOLDER/best, and return the path of the copy.
 
-    Of several seeds with the highest score, the one with the lowest number is taken. The complete copy takes the
-    place of an existing FOLDER/best, of which files with names of their own stay. The two folders share the
-    bytes of the weights by a hard link where the file system has hard links.
-
-    Args:
-        folder: folder that contains the folders seed-0, seed-1, ... of one task.
-        results: results of the seeds of that task. The folder of every seed with a score must exist. A seed without a
-            score, because its loss diverged, is passed over.
+    Of several seeds with the highest score, the one with the lowest number is taken.
 
     Returns:
         FOLDER/best; None if no seed has a score, and then nothing is copied or removed.
-
-    Raises:
-        StoreError: the folder cannot be written.
     """
     scored = [(result.score, -result.seed) for result in results if result.score is not None]
     if not scored:
@@ -194,10 +156,7 @@ def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy a file and return the path of the copy; make a hard link instead if it is the file of the weights.
-
-    The weights are the only large file. They are copied, too, where the file system has no hard links.
-    """
+    """Copy a file and return the path of the copy; make a hard link instead if it is the file of the weights."""
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)

@@ -31,11 +31,7 @@ class TaskRequest:
 
 
 def open_task(request: TaskRequest) -> Task:
-    """Open a task, and read its data.
-
-    Raises:
-        UserError: an unknown task, a custom task without its columns, or data that are missing or not valid.
-    """
+    """Open a task, and read its data."""
     name = request.name
     if name in GLUE:
         return TextTask(GLUE[name], request.data, with_test=request.with_test)

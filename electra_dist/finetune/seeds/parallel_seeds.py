@@ -7,10 +7,6 @@ parent. If this process ends, for whatever reason, its processes end, too.
 How: `concurrent.futures` with spawned (not forked) processes. Each process loads the model and the data by itself.
 Before each seed it compares the identity of the result with the one that its parent computed, so that a checkpoint
 that was written in the meantime is noticed. With N GPUs, process i computes on GPU i modulo N.
-
-Cost: each process holds the model and the data in memory, and takes some seconds to start. On a CPU, N processes with
-T threads each need N x T cores: set OMP_NUM_THREADS to the number of cores divided by N. A command without --parallel
-gives the same bits with the same OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -58,25 +54,14 @@ class SeedProcesses:
         tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
         progress: Progress = quiet,
     ) -> None:
-        """Store what the processes need; none is started yet.
-
-        Args:
-            num_processes: largest number of processes that run at the same time.
-            model: the pretrained encoder.
-            tasks: name of a task -> its data and settings.
-            progress: called after each result with ("seeds", results done, results in total).
-        """
+        """Store what the processes need; none is started yet."""
         self._num_processes = num_processes
         self._model = model
         self._tasks = tasks
         self._progress = progress
 
     def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
-        """Compute jobs, and yield each with its result as soon as it is finished.
-
-        Raises:
-            UserError: a process was killed, or the model or the data have changed since this process read them.
-        """
+        """Compute jobs, and yield each with its result as soon as it is finished."""
         if not jobs:
             return
         num_processes = min(self._num_processes, len(jobs))
@@ -110,13 +95,7 @@ class SeedProcesses:
 
 
 def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> str:
-    """Return one line of advice if processes on a CPU would need more cores than there are; empty if they do not.
-
-    Args:
-        num_processes: processes that compute at the same time.
-        num_threads: threads of each process.
-        num_cores: cores that this process may use.
-    """
+    """Return one line of advice if processes on a CPU would need more cores than there are; empty if they do not."""
     if num_processes == 1 or num_processes * num_threads <= num_cores:
         return ""
     return (
@@ -126,12 +105,7 @@ def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> s
 
 
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
-    """Prepare a new process: set its number of threads, select its GPU, and let it end when the parent ends.
-
-    Args:
-        numbers: queue with one number for each process; this process takes one of them, which selects its GPU.
-        num_threads: number of threads for operations on a CPU.
-    """
+    """Prepare a new process: set its number of threads, select its GPU, and let it end when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)
@@ -140,7 +114,6 @@ def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent process has ended, then end this one at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -148,11 +121,7 @@ def _end_with_parent() -> None:
 
 
 def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Result:
-    """Compute the result of one seed in this process. The model and the task stay in memory for the next seed.
-
-    Raises:
-        UserError: the model or the data have changed since the parent process read them.
-    """
+    """Compute the result of one seed in this process."""
     encoder = _load(model)
     task = _open(task_request)
     if identity(encoder, task, settings, "finetune") != job.identity:
@@ -168,5 +137,4 @@ _open = lru_cache(maxsize=1)(open_task)
 
 @lru_cache(maxsize=1)
 def _load(request: ModelRequest) -> Pretrained:
-    """Load the pretrained encoder of a request, or return the one in memory if the last request was the same."""
     return load_pretrained(request.spec, request.tower, request.vocab)

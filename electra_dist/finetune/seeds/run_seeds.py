@@ -59,32 +59,7 @@ def run_all(
     save_to: Mapping[str, Path] | None = None,
     compute_jobs: ComputeJobs | None = None,
 ) -> list[Result]:
-    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
-
-    After an interrupt, the same call resumes: the results of finished seeds are read from the file, the others are
-    computed. A seed that was interrupted starts again from its first step.
-
-    Args:
-        encoder: the pretrained weights to fine-tune or to probe.
-        work: tasks, each with its settings.
-        seeds: seeds of fine-tuning; a probe has one result per task, with seed 0.
-        output: folder of results.jsonl; created if missing.
-        device: where the models run.
-        probe: fit a linear model to frozen states instead of fine-tuning.
-        progress: called with (activity, parts done, parts in total) during training and prediction.
-        note: called with one line of text for each result, for each remark about a task's data, such as the number of
-            lines that were left out, and for the folder of the best model.
-        save_to: name of a task -> folder for its models: seed-0, seed-1, ... and best, the one with the best score.
-            Tasks that it lacks, and probes, have no models.
-        compute_jobs: computes the results of jobs in another way than one after another in this process.
-
-    Returns:
-        All results, new ones and earlier ones, by task and then by seed.
-
-    Raises:
-        UserError: the output folder cannot be written, or has models of another task, encoder or settings;
-            results.jsonl is damaged; or a task has no linear probe.
-    """
+    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains."""
     mode = "probe" if probe else "finetune"
     task_seeds = [PROBE_SEED] if probe else seeds
     work_of = {task.name: (task, settings) for task, settings in work}
@@ -152,11 +127,6 @@ def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: Finetu
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:
-    """Return whether the model of a finished seed need not be computed again.
-
-    This is so if its folder holds the model of this result, if no models are saved (`folder` is None), or if the seed
-    has no model because its loss diverged.
-    """
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
@@ -174,14 +144,7 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
 
 
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file.
-
-    The identity is a digest of weights, data and settings. If two lines agree in task, seed and identity, the later
-    one is returned. A last line without newline, from an interrupted write, is ignored.
-
-    Raises:
-        UserError: a line is no result, for example because another program wrote the file.
-    """
+    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file."""
     results = []
     for number, record in enumerate(read_records(file), start=1):
         try:
@@ -194,13 +157,7 @@ def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
 
 
 def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)".
-
-    Args:
-        result: the result. The line of a probe shows no seed; the line of a failed result ends with the reason.
-        origin: how the result was obtained: the time that it took, or "already there" if it was read from
-            results.jsonl.
-    """
+    """Format a result as one line for the terminal, such as "rte seed 0 accuracy 0.6643 (41 s)"."""
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"
     if result.layer is not None:

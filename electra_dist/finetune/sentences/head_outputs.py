@@ -21,11 +21,7 @@ SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package score
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the encoder's pretraining head predicts tokens.
-
-    False if it detects replaced tokens, or if the encoder was loaded without a head. The two kinds of heads differ in
-    their weights: only a head that predicts tokens has a `bias`, with one value per entry of the vocabulary.
-    """
+    """Return whether the encoder's pretraining head predicts tokens."""
     return "bias" in encoder.head_state()
 
 
@@ -35,9 +31,6 @@ def discriminator_output_function(encoder: Pretrained, device: torch.device) -> 
     Returns:
         A function from padded token ids [B, S] to the output of the head for every token, fp32 [B, S]. The output is
         the logit of "replaced" or, for the discriminator of Electric, the energy of the token.
-
-    Raises:
-        UserError: the model has no discriminator head.
     """
     head = _head(encoder, device, "dense.weight", "out.weight")
     backbone = encoder.backbone().to(device).eval()
@@ -60,13 +53,10 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
     """Build a model that restores replaced tokens, with its head, from the weights that `encoder` holds.
 
     Returns:
-        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32
-        [B, S]. Without a copy gate it is log p(token), where p is the distribution that the head predicts at the
-        token's position. A copy gate (All-Tokens MLM) also predicts the probability c that the token was not replaced,
-        and the result is log(c + (1 - c) * p(token)). Logarithms are natural.
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
+        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32 [B,
+        S]. Without a copy gate it is log p(token), where p is the distribution that the head predicts at the token's
+        position. A copy gate (All-Tokens MLM) also predicts the probability c that the token was not replaced, and the
+        result is log(c + (1 - c) * p(token)). Logarithms are natural.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     gate = {name: weight.to(device) for name, weight in encoder.head_state().items() if name.startswith("copy_gate.")}
@@ -94,9 +84,6 @@ def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
         A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
         E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
         where E is the embedding width.
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
     """
     head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
     table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
@@ -118,14 +105,7 @@ def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`, keyed by their names within the head.
-
-    The names `needed` are those that the caller's kind of head has, for example "out.weight" for a discriminator.
-
-    Raises:
-        UserError: one of the names `needed` is missing, because the model was loaded without its head or has another
-            kind of head.
-    """
+    """Return the weights of the pretraining head on `device`, keyed by their names within the head."""
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]
     if missing:

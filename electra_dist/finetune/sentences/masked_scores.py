@@ -23,15 +23,11 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Build a function that masks the tokens of a row in turn, and returns how probable the model finds each of them.
-
-    For each row of S tokens it returns log p(token | all other tokens), natural logarithm, of all tokens but [CLS] and
-    the last [SEP], as an fp32 tensor [S - 2] on the host. Only a call of this function, not `masked_scorer` itself,
-    raises UserError if the model has no head that predicts tokens.
+    """Build a function that masks the tokens of a row in turn, and returns how probable the model finds each of
+    them.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return log p(token | all other tokens) of the tokens of each row; the model reads one copy per token."""
         # All places but [CLS] and the last [SEP].
         places = [(row, position) for row, row_ids in enumerate(ids) for position in range(1, len(row_ids) - 1)]
         logp_C = masked_log_probs(encoder, ids, places, device, progress)
@@ -45,17 +41,8 @@ def masked_log_probs(
 ) -> torch.Tensor:
     """Return log p(token | all other tokens) of the tokens at C places of rows, fp32 [C] on the host.
 
-    The model reads one copy of a row for each place, in which the token at this place is masked.
-
     Args:
-        encoder: a masked language model.
         ids: rows of token ids with [CLS] and [SEP], without padding.
-        places: (index of the row, position in the row) of each token.
-        device: where the model runs.
-        progress: called after each batch with ("predict", copies done, copies in total).
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     backbone = encoder.backbone().to(device).eval()

@@ -13,9 +13,6 @@ How: the score of a sentence depends on the head with which the encoder was pret
 
 A standard error is that of the choice of pairs: sqrt(p (1 - p) / n) for n pairs of one kind, and over all pairs the
 same with the kinds as strata.
-
-Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator and some 17,000 for an MLM. All
-67,000 pairs of BLiMP are 134,000 sentences for a discriminator, and about ten times as many for an MLM.
 """
 
 from __future__ import annotations
@@ -61,7 +58,6 @@ class _SingleTokens:
     """Container of the words that are a single token, both at the beginning of a text and after a space."""
 
     def __init__(self, encoder: Pretrained) -> None:
-        """Store the model, whose tokenizer decides; its vocabulary may have other tokens for a word after a space."""
         self._encoder = encoder
         self._is_single: dict[object, bool] = {}  # the words that were looked up before
 
@@ -79,22 +75,9 @@ def score_minimal_pairs(
 ) -> list[PairScore]:
     """Score an encoder with its pretraining head on minimal pairs: two sentences, one of which is ungrammatical.
 
-    The sentences of a pair differ in one word, which has the right grammatical number in one of them only, as in "the
-    boy is tired" and "the boy are tired". The score is the share of pairs whose grammatical sentence scores higher.
-
     Args:
         encoder: the model with its vocabulary; the score of a sentence depends on the kind of its head and on
             `reads_masks`, which is true if it was trained on text with [MASK].
-        num_pairs: pairs requested for each phenomenon (kind of agreement); a small vocabulary may give fewer.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-        seed: seed of the pairs.
-
-    Returns:
-        One score for each phenomenon with at least one pair, then one for all pairs together, named `ALL`.
-
-    Raises:
-        UserError: the model has no pretraining head, or its vocabulary lacks the words to form any pair.
     """
     pairs_of = make_pairs(_SingleTokens(encoder), num_pairs, seed)  # phenomenon -> its pairs
     all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
@@ -112,23 +95,7 @@ def score_minimal_pairs(
 def score_sentence_pairs(
     encoder: Pretrained, pairs: Sequence[SentencePair], device: torch.device, progress: Progress = quiet
 ) -> list[PairScore]:
-    """Score an encoder with its pretraining head on minimal pairs of whole sentences, such as those of BLiMP.
-
-    The score of a sentence is the sum over all its tokens that `sentence_log_probs` returns: log P(original) of a
-    discriminator, minus the energy of that of Electric, the pseudo-log-likelihood of a masked language model.
-
-    Args:
-        encoder: the model with its vocabulary and its pretraining head.
-        pairs: at least one pair, from `read_pair_files`.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Returns:
-        One score for each kind of pair, in the order in which the kinds occur, then one for all pairs, named `ALL`.
-
-    Raises:
-        UserError: the model has no pretraining head, or a sentence has more tokens than the model has positions.
-    """
+    """Score an encoder with its pretraining head on minimal pairs of whole sentences, such as those of BLiMP."""
     special = encoder.special
     sentences = []  # for each pair, the grammatical sentence, then the ungrammatical one
     for pair in pairs:
@@ -150,13 +117,7 @@ def score_sentence_pairs(
 
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
-    """Return the accuracy of each kind of pair, then that of all pairs, with standard errors.
-
-    Args:
-        kinds: kind of each of the N pairs.
-        scores: scores of the sentences, [2 * N]: those of a pair follow each other, the grammatical sentence first.
-        examples: kind -> an example of it; its keys have the order of the result.
-    """
+    """Return the accuracy of each kind of pair, then that of all pairs, with standard errors."""
     good_scores = scores[0::2]
     bad_scores = scores[1::2]
     is_hit = (good_scores > bad_scores).tolist()  # a tie counts as a miss
@@ -194,13 +155,7 @@ def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str,
 def _sentence_scores(
     encoder: Pretrained, pairs: Sequence[Pair], device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    """Return a score for each sentence, fp32 [2 * pairs]; a higher score means a more natural sentence.
-
-    The order is: grammatical sentence of the first pair, its ungrammatical one, then those of the second pair, and so
-    on. A discriminator gives minus its logit of "replaced" at the word that differs. A masked language model gives the
-    pseudo-log-likelihood of the sentence. A model that restores replaced tokens without [MASK] gives the
-    log-probability that the word that differs is the original one. Scores of different kinds are not comparable.
-    """
+    """Return a score for each sentence, fp32 [2 * pairs]; a higher score means a more natural sentence."""
     special = encoder.special
     ids = []
     positions = []  # for each row, the index of the word that differs
@@ -219,10 +174,6 @@ def _sentence_scores(
 
 
 def _example(pair: Pair) -> str:
-    """Format a pair as one sentence with both forms of the word that differs, as in "the boy is/*are tired .".
-
-    The star marks the ungrammatical form, as is usual in linguistics.
-    """
     position = pair.position
     words = list(pair.good)
     words[position] = f"{pair.good[position]}/*{pair.bad[position]}"

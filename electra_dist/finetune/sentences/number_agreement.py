@@ -50,8 +50,8 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a temp
 class Pair(NamedTuple):
     """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only.
 
-    Each word is one token of the model, so both sentences have the same number of tokens. The phenomenon is the kind
-    of agreement that the pair tests.
+    Each word is one token of the model, so both sentences have the same number of tokens. The phenomenon is the
+    kind of agreement that the pair tests.
     """
 
     phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
@@ -60,11 +60,7 @@ class Pair(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Return the index, counted from 0, of the word that differs between the two sentences.
-
-        Raises:
-            ValueError: the two sentences are equal, which is an error of a template.
-        """
+        """Return the index, counted from 0, of the word that differs between the two sentences."""
         for index, (good_word, bad_word) in enumerate(zip(self.good, self.bad)):
             if good_word != bad_word:
                 return index
@@ -72,11 +68,7 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one open place, and the correct and the incorrect word for that place.
-
-    The frame holds the words of the sentence, with `_SLOT` at the open place; each of the two words makes one sentence
-    of a minimal pair.
-    """
+    """Sentence with one open place, and the correct and the incorrect word for that place."""
 
     frame: Words
     good_word: str
@@ -84,26 +76,18 @@ class _Contrast(NamedTuple):
 
 
 class _NoWords(Exception):
-    """Error: the vocabulary contains none of the words from which a sentence template must choose.
-
-    The caller then makes no further pairs from this template.
-    """
+    """Error: the vocabulary contains none of the words from which a sentence template must choose."""
 
 
 class _WordSampler:
     """Random generator that draws words from lists, limited to the words of a vocabulary."""
 
     def __init__(self, vocabulary: Container[str], seed: int) -> None:
-        """Create a sampler that draws only words of `vocabulary`; equal seeds give equal draws."""
         self._vocabulary = vocabulary
         self._generator = np.random.default_rng(seed)
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """Draw one word from a list of (singular, plural) forms, and return both forms.
-
-        Raises:
-            _NoWords: there is no word both of whose forms are in the vocabulary.
-        """
+        """Draw one word from a list of (singular, plural) forms, and return both forms."""
         known_words = []
         for singular, plural in words:
             if singular in self._vocabulary and plural in self._vocabulary:
@@ -111,11 +95,6 @@ class _WordSampler:
         return self.choose(known_words)
 
     def draw_word(self, words: Sequence[str]) -> str:
-        """Draw one of those `words` that the vocabulary contains.
-
-        Raises:
-            _NoWords: the vocabulary contains none of `words`.
-        """
         return self.choose([word for word in words if word in self._vocabulary])
 
     def draw_number(self) -> int:
@@ -123,22 +102,13 @@ class _WordSampler:
         return self.choose((0, 1))
 
     def choose(self, options: Sequence[T]) -> T:
-        """Return one of `options`, each with equal probability; they are not limited to the words of the vocabulary.
-
-        Raises:
-            _NoWords: `options` is empty.
-        """
         if not options:
             raise _NoWords
         return options[int(self._generator.integers(len(options)))]
 
 
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject.
-
-    The word in brackets is the one that differs in the ungrammatical sentence, which has the verb in the other number
-    ("are").
-    """
+    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -149,11 +119,7 @@ def _subject_verb(sampler: _WordSampler) -> _Contrast:
 
 
 def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the boy near the houses [is] tired.", where a noun of the other number misleads.
-
-    The verb agrees with its subject ("boy"), not with the noun just before it ("houses"). The word in brackets is the
-    one that differs in the ungrammatical sentence, which has the verb in the other number ("are").
-    """
+    """Draw a sentence such as "the boy near the houses [is] tired.", where a noun of the other number misleads."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -165,12 +131,7 @@ def _subject_verb_across_phrase(sampler: _WordSampler) -> _Contrast:
 
 
 def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the boy who saw the houses [has] come.", with a clause between subject and verb.
-
-    The verb agrees with its subject ("boy"), not with the noun of the clause ("houses"), which has the other number.
-    The word in brackets is the one that differs in the ungrammatical sentence, which has the verb in the other number
-    ("have").
-    """
+    """Draw a sentence such as "the boy who saw the houses [has] come.", with a clause between subject and verb."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(HAVE)
@@ -181,12 +142,7 @@ def _subject_verb_across_clause(sampler: _WordSampler) -> _Contrast:
 
 
 def _determiner_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the teacher saw this [house].", where the noun agrees with its determiner.
-
-    The word in brackets is the one that differs in the ungrammatical sentence, which has the noun in the other number
-    ("houses"). The subject ("teacher") is singular or plural at random; its number does not matter, because the verb
-    is in the past tense.
-    """
+    """Draw a sentence such as "the teacher saw this [house].", where the noun agrees with its determiner."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     determiner = sampler.choose(DEMONSTRATIVES)[number]
@@ -197,11 +153,7 @@ def _determiner_noun(sampler: _WordSampler) -> _Contrast:
 
 
 def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "they saw many [houses] near the river.", where the noun agrees with its quantifier.
-
-    The word in brackets is the one that differs in the ungrammatical sentence, which has the noun in the other number
-    ("house").
-    """
+    """Draw a sentence such as "they saw many [houses] near the river.", where the noun agrees with its quantifier."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     action = sampler.draw_word(ACTIONS)
@@ -213,11 +165,7 @@ def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
 
 
 def _demonstrative(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "[these] old houses are small.", where the determiner agrees with noun and verb.
-
-    The word in brackets is the one that differs in the ungrammatical sentence, which has the determiner in the other
-    number ("this").
-    """
+    """Draw a sentence such as "[these] old houses are small.", where the determiner agrees with noun and verb."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
     verb = sampler.draw_forms(BE)
@@ -239,19 +187,7 @@ TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
 
 
 def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dict[str, list[Pair]]:
-    """Generate distinct sentence pairs for every phenomenon (kind of number agreement) in `TEMPLATES`.
-
-    A pair is a grammatical and an ungrammatical sentence that differ in one word.
-
-    Args:
-        vocabulary: the words that sentences may use; each must be one token of the model.
-        num_pairs: pairs requested for each phenomenon.
-        seed: seed of the draws; equal arguments give equal pairs.
-
-    Returns:
-        Phenomenon -> pairs, in the order of `TEMPLATES`. A list is shorter than `num_pairs`, and may be empty, if the
-        vocabulary has too few words for the template.
-    """
+    """Generate distinct sentence pairs for every phenomenon (kind of number agreement) in `TEMPLATES`."""
     pairs_of = {}
     for number, phenomenon in enumerate(TEMPLATES):
         phenomenon_seed = seed * len(TEMPLATES) + number  # distinct for all seeds and phenomena
@@ -260,17 +196,7 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
 
 
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
-    """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws.
-
-    A draw may repeat an earlier pair, which is then ignored, so the function makes up to 50 draws per requested pair.
-    It returns fewer pairs, perhaps none, if the vocabulary has too few words for the phenomenon's template.
-
-    Args:
-        phenomenon: a key of `TEMPLATES`.
-        vocabulary: the words that sentences may use.
-        num_pairs: number of pairs to draw.
-        seed: seed of the draws.
-    """
+    """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws."""
     draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
     pairs: dict[Pair, None] = {}  # used as an ordered set: only the keys matter
@@ -289,5 +215,4 @@ def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, see
 
 
 def _fill_slot(frame: Words, word: str) -> Words:
-    """Return the words of the sentence `frame` with `word` at its open place, the element equal to `_SLOT`."""
     return tuple(word if frame_word == _SLOT else frame_word for frame_word in frame)

@@ -42,10 +42,7 @@ class PairFiles(NamedTuple):
     sha256: str  # of the names and the bytes of all files
 
     def sample(self, per_kind: int | None) -> PairFiles:
-        """Return a fixed random sample of at most `per_kind` pairs of each kind, in the order of the files.
-
-        The same pairs and the same number always give the same sample. None returns all pairs.
-        """
+        """Return a fixed random sample of at most `per_kind` pairs of each kind, in the order of the files."""
         if per_kind is None:
             return self
         rows_of: dict[str, list[int]] = {}
@@ -59,15 +56,7 @@ class PairFiles(NamedTuple):
 
 
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
-    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name.
-
-    Args:
-        paths: files in BLiMP's (.jsonl) or Zorro's (.txt) format, or folders of such files.
-
-    Raises:
-        UserError: a path does not exist, has another suffix, is not UTF-8, or has a line that belongs to no pair; the
-            message names the file and the line.
-    """
+    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name."""
     digest = hashlib.sha256()
     pairs: list[SentencePair] = []
     for file in _files(paths):
@@ -87,10 +76,8 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, in the order of their names.
-
-    Raises:
-        UserError: a path does not exist, a folder has no such file, or a file has another suffix.
+    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, in the order of their
+    names.
     """
     files: list[Path] = []
     for path in paths:
@@ -111,16 +98,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
-    """Return the pair that a line of a .jsonl file holds.
-
-    Args:
-        file: the file, for messages; its name is the kind if the object names none.
-        number: number of the line, from 1.
-        line: text of the line.
-
-    Raises:
-        UserError: the line is not a JSON object, lacks one of the two sentences, or has a value that is no text.
-    """
+    """Return the pair that a line of a .jsonl file holds."""
     json_line = parse_json_line(file, number, line)
     record = json_line.record
     for key in ("sentence_good", "sentence_bad"):
@@ -132,11 +110,7 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
 
 
 def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:
-    """Return the pairs of a .txt file: each ungrammatical sentence is followed by its grammatical one.
-
-    Raises:
-        UserError: a line is blank, or the last sentence has no second one.
-    """
+    """Return the pairs of a .txt file: each ungrammatical sentence is followed by its grammatical one."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             raise UserError(f"{file}:{number}: a blank line; remove it, because the lines are read in pairs")

@@ -8,8 +8,6 @@ How: a model reads a token in one of four ways.
 - A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
   MLM and All-Tokens MLM) gives the probability that the token is the original one, from the unmasked sentence.
 
-Cost: one forward pass of a sentence; for a masked language model one pass for each of its tokens.
-
 Source of the pseudo-log-likelihood: Salazar et al., "Masked language model scoring", ACL 2020.
 
 Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the vocabulary, C copies of rows.
@@ -42,13 +40,6 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
     - discriminator of Electric: minus the energy, which is log p(token | all other tokens) up to a constant;
     - masked language model: log p(token | all other tokens);
     - model that restores replaced tokens: log P(the token is the original one), given the sentence.
-
-    Args:
-        encoder: a model with its pretraining head.
-        device: where the model runs.
-
-    Raises:
-        UserError: the model has no pretraining head.
     """
     if predicts_tokens(encoder):
         if encoder.reads_masks:
@@ -81,18 +72,8 @@ def score_places(
 ) -> torch.Tensor:
     """Return the scores of the tokens at some places of rows, fp32 [n] on the host.
 
-    The scores are those of `build_token_scorer`. A masked language model reads one copy of a row for each place, every
-    other model reads each row once.
-
     Args:
-        encoder: a model with its pretraining head.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
-        places: (index of the row, position in the row) of each of n tokens. No token is the first or last of its row.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Raises:
-        UserError: the model has no pretraining head.
     """
     if predicts_tokens(encoder) and encoder.reads_masks:
         return masked_log_probs(encoder, ids, places, device, progress)
@@ -105,17 +86,8 @@ def sentence_log_probs(
 ) -> torch.Tensor:
     """Return the log-probability that the encoder gives to each whole sentence, natural logarithm, fp32 [N].
 
-    It is the sum of the scores of `build_token_scorer` over the tokens of a sentence, without [CLS] and [SEP]. For a
-    masked language model this is the pseudo-log-likelihood; for Electric it is that up to a constant for each token.
-
     Args:
-        encoder: a model with its pretraining head.
         ids: N rows of token ids, `[CLS] sentence [SEP]`, without padding.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Raises:
-        UserError: the model has no pretraining head.
     """
     return _row_sums(build_token_scorer(encoder, device)(ids, progress))
 
@@ -125,17 +97,8 @@ def replaced_logits(
 ) -> torch.Tensor:
     """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N].
 
-    A positive logit means that the discriminator takes the token at this position for a replaced one.
-
     Args:
-        encoder: a model with a discriminator head.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
-        positions: for each row, the index of the token in question.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Raises:
-        UserError: the model has no discriminator head.
     """
     replaced_logit = discriminator_output_function(encoder, device)
     return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
@@ -146,17 +109,8 @@ def kept_log_probs(
 ) -> torch.Tensor:
     """Return the log-probability that the token at one position of each row is the original one, fp32 [N].
 
-    The model reads the row without [MASK]. `kept_log_prob_function` gives the formula; logarithms are natural.
-
     Args:
-        encoder: a model with a head that predicts tokens.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
-        positions: for each row, the index of the token in question.
-        device: where the model runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
     """
     return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
 
@@ -166,20 +120,8 @@ def pseudo_log_likelihood(
 ) -> torch.Tensor:
     """Return the pseudo-log-likelihood of each row, natural logarithm, fp32 [N].
 
-    It is the sum of log p(token | all other tokens) over the tokens between the first ([CLS]) and the last ([SEP]).
-    Each of these tokens is masked in a copy of its row, so the model reads one copy per token. Rows must be single
-    sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
-
-    Source: Salazar et al., "Masked language model scoring", ACL 2020.
-
     Args:
-        encoder: a model with a head that predicts tokens.
         ids: N rows of token ids with [CLS] and [SEP], without padding.
-        device: where the model runs.
-        progress: called after each batch with ("predict", copies done, copies in total).
-
-    Raises:
-        UserError: the model has no head that predicts tokens.
     """
     return _row_sums(masked_scorer(encoder, device)(ids, progress))
 
@@ -192,15 +134,8 @@ def _at_positions(
     device: torch.device,
     progress: Progress,
 ) -> torch.Tensor:
-    """Compute a value for every token in batches; return the value at one position of each row, fp32 [N] on the host.
-
-    Args:
-        function: maps padded ids [B, S] to one value per token, [B, S].
-        encoder: provides the id of the padding.
-        ids: N rows of token ids without padding.
-        positions: for each row, the index of the token whose value is returned.
-        device: where `function` runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
+    """Compute a value for every token in batches; return the value at one position of each row, fp32 [N] on the
+    host.
     """
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
@@ -216,16 +151,8 @@ def _values_between_ends(
     device: torch.device,
     progress: Progress,
 ) -> list[torch.Tensor]:
-    """Compute a value for every token in batches; return the values between the first and the last token of each row.
-
-    The first token, [CLS], and the last one, [SEP], are left out. The result is one fp32 tensor on the host per row.
-
-    Args:
-        function: maps padded ids [B, S] to one value per token, [B, S].
-        encoder: provides the id of the padding.
-        ids: N rows of token ids without padding.
-        device: where `function` runs.
-        progress: called after each batch with ("predict", rows done, rows in total).
+    """Compute a value for every token in batches; return the values between the first and the last token of each
+    row.
     """
     values = [torch.empty(0)] * len(ids)
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):

@@ -13,15 +13,7 @@ Span = tuple[float, int, int]  # (log-probability, first token, last token), tok
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
     """Return the best allowed answer span of each window among its candidate starts and ends.
 
-    A window is a row with the question and a part of the passage; windows of one passage overlap. Each token of the
-    passage is owned by one of the windows that contain it: the one with the most context around the token. A span is
-    allowed if it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and starts at a
-    token that the window owns. The best span has the highest log p(start) + log p(end | start).
-
-    Args:
-        windows: the windows of a batch.
-        scores: candidate starts and ends of the windows, in the same order: K starts, each with K ends.
-        max_answer: longest answer, in tokens.
+    A window is a row with the question and a part of the passage; windows of one passage overlap.
 
     Returns:
         For each window (log-probability, first token, last token), the tokens numbered within the passage; None if
@@ -49,12 +41,7 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span of tokens may be the answer that a window gives.
-
-    It must lie in the window's part of the passage, have 1 to `max_answer` tokens and start at a token that this
-    window owns (has the most context for). `start` and `end`, both included, are counted from the first passage token
-    of the window.
-    """
+    """Return whether a span of tokens may be the answer that a window gives."""
     is_inside = 0 <= start <= end < len(window.owned)
     if not is_inside:
         return False

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.span_head import OUTSIDE, AnswerModel, SpanScores
@@ -43,10 +44,6 @@ class LinearSpanModel(AnswerModel):
         """Add a new linear head to an encoder of hidden size `width`.
 
         Args:
-            backbone: the encoder; it is used, not copied.
-            width: hidden size of the encoder.
-            settings: `beam`, the number of candidate starts and ends in `search`, is used.
-            seed: seed of the head's initial weights.
             features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
                 becomes part of this model, without a copy. None for the architecture `bert`.
         """
@@ -69,30 +66,16 @@ class LinearSpanModel(AnswerModel):
         start_logit_BS, end_logit_BS = logit_BS2.unbind(-1)
         return start_logit_BS, end_logit_BS
 
+    @override
     def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean loss of a batch as an fp32 scalar: the mean of the cross-entropies of start and end.
-
-        Args:
-            ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64. Padding takes no part in the loss.
-            target_B3: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and a number
-                that is not used.
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
-        """
         start_logit_BS, end_logit_BS = self.logits(ids_BS, dropout_keys)
         is_pad_BS = ids_BS == self.backbone.special.pad
         start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 0])
         end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 1])
         return (start_loss + end_loss) / 2
 
+    @override
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the K most probable starts and the K most probable ends of each row, and its logit of "no answer".
-
-        The ends do not depend on the start, so each start gets the same K ends. K is the setting `beam`, but at most
-        S, the number of tokens of a row.
-
-        Args:
-            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
-        """
         is_outside_BS = ~self.allowed(ids_BS)
         start_logit_BS, end_logit_BS = self.logits(ids_BS)
         start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
@@ -112,13 +95,7 @@ class LinearSpanModel(AnswerModel):
 
 
 def _best_span_logp(scores: SpanScores) -> torch.Tensor:
-    """Return the log-probability of the most probable answer span of each row, natural logarithm, fp32 [B].
-
-    A span is a pair of one of the K best starts and one of the K best ends of a row, and its log-probability is
-    log p(start) + log p(end). A pair is no span if it starts at [CLS], which stands for "no answer", or if it ends
-    before it starts. A row without any span gets the lowest finite number of fp32. Subtracted from the logit of "no
-    answer", it makes that logit larger than any other.
-    """
+    """Return the log-probability of the most probable answer span of each row, natural logarithm, fp32 [B]."""
     logp_BKK = scores.start_logp_BK[..., None] + scores.end_logp_BKK
     start_BK1 = scores.start_BK[..., None]
     is_span_BKK = (start_BK1 > 0) & (scores.end_BKK >= start_BK1)

@@ -68,11 +68,7 @@ class Passage(NamedTuple):
     offsets: list[tuple[int, int]]  # [start, end) of each token, in characters of the text
 
     def answer(self, first: int, last: int) -> str:
-        """Return the text of the passage from token `first` to token `last`, both included.
-
-        Combining marks that follow the last token (such as the accent of a decomposed character) are included: the
-        tokenizer strips them, so no token covers them.
-        """
+        """Return the text of the passage from token `first` to token `last`, both included."""
         start, _ = self.offsets[first]
         _, end = self.offsets[last]
         while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":  # nonspacing mark
@@ -96,8 +92,8 @@ class Passage(NamedTuple):
 class AnswerWindow(NamedTuple):
     """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`.
 
-    A passage that is too long for one row has several windows, which overlap. Each token is owned by the window with
-    the most context around it; only that window may predict an answer that starts at the token.
+    A passage that is too long for one row has several windows, which overlap. Each token is owned by the window
+    with the most context around it; only that window may predict an answer that starts at the token.
     """
 
     question: int  # number of the question within the file
@@ -135,16 +131,7 @@ class _LeftOut(Exception):
 
 
 def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
-    """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
-
-    Args:
-        file: JSON in the official format, UTF-8.
-        version: 1 or 2; in version 2, questions may have no answer.
-        unique_ids: whether to leave out a question with the id of an earlier one, because predictions are by id.
-
-    Raises:
-        UserError: the file is not a SQuAD file of that version, or has no question that can be used.
-    """
+    """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted."""
     try:
         with readable(file):
             content = read_regular(file, MOST_DATA_BYTES)
@@ -180,27 +167,13 @@ def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
 
 
 def _other_format(file: Path, version: int, reason: str) -> UserError:
-    """Return the error for a file that is not in the format of a version of SQuAD."""
     return UserError(
         f"{file}: not a SQuAD {version} file: {reason}; replace it with the official file of this version"
     )
 
 
 def _parse_question(entry: object, passage: int, passage_text: str | None, version: int) -> Question:
-    """Convert one entry of the list `qas` of a SQuAD file into a `Question`.
-
-    In version 2 a question without gold answers, or that is marked `is_impossible`, has none, as in the official
-    script. Gold answers without text are dropped.
-
-    Args:
-        entry: the entry as parsed JSON.
-        passage: number of its passage in the file.
-        passage_text: the passage, in which the first gold answer is located; None if it is no text.
-        version: 1 or 2; only questions of version 2 may have no answer.
-
-    Raises:
-        _LeftOut: the question cannot be used.
-    """
+    """Convert one entry of the list `qas` of a SQuAD file into a `Question`."""
     if passage_text is None:
         raise _LeftOut("their passage is no text")
     if not isinstance(entry, dict):
@@ -221,11 +194,7 @@ def _parse_question(entry: object, passage: int, passage_text: str | None, versi
 
 
 def _parse_answers(answers: object) -> list[tuple[str, int]]:
-    """Return the gold answers of a question that have text, each with its `answer_start`, or 0 if that is negative.
-
-    Raises:
-        _LeftOut: they are no list of objects with a text and a number.
-    """
+    """Return the gold answers of a question that have text, each with its `answer_start`, or 0 if that is negative."""
     parsed = []
     try:
         for answer in validate_json(_LIST, answers):
@@ -246,11 +215,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
-    """Return the index of the occurrence of `answer` in a passage that is nearest to `start`; -1 if there is none.
-
-    Indices count characters. `start` is the index that the file gives for the answer; it is wrong for some questions.
-    Of two equally near occurrences, the earlier one is returned.
-    """
+    """Return the index of the occurrence of `answer` in a passage that is nearest to `start`; -1 if there is none."""
     if passage_text.startswith(answer, start):
         return start
     last_before = passage_text.rfind(answer, 0, start + len(answer))
@@ -274,18 +239,7 @@ def make_windows(
     """Build the windows of one question: rows with the question and consecutive, overlapping parts of its passage.
 
     Args:
-        number: number of the question within the file.
-        query: ids of the question, without special tokens; truncated to `settings.max_query`.
-        passage: the passage in tokens.
         special: ids of [CLS] and [SEP].
-        settings: `max_length` is the longest row, `doc_stride` the distance between the starts of neighbouring
-            windows, both in tokens.
-
-    Returns:
-        The windows in the order of the passage; none for a passage without tokens.
-
-    Raises:
-        UserError: `max_length` leaves no room for the passage beside the question.
     """
     question_ids = query[: settings.max_query]
     num_special = 3  # [CLS] and two [SEP]
@@ -316,11 +270,6 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
     """Return the range [start, end) of passage tokens in each of the windows that cover a passage.
 
     With 10 tokens, a room of 6 and a stride of 3, for instance, the windows are [0, 6), [3, 9) and [6, 10).
-
-    Args:
-        num_tokens: tokens of the passage; 0 gives no window.
-        room: largest number of passage tokens in a window, at least 1.
-        stride: distance between the starts of neighbouring windows; it is lowered to `room`, so no token is skipped.
     """
     spans = []
     start = 0
@@ -336,15 +285,7 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """Return the training target of a window: (start position, end position, 1 if the question has no answer).
 
-    Positions are indices into the window's ids, both included. They are 0, the position of [CLS], if the window does
-    not contain the whole answer. The third number depends on the question only: it is 0 for a window without the
-    answer if another part of the passage has it.
-
-    Args:
-        window: one row for the model, with the question and a part of the passage.
-        first: first token of the answer, numbered within the passage.
-        last: last token of the answer; below `first` for an empty answer.
-        impossible: whether the question has no answer.
+    Positions are indices into the window's ids, both included.
     """
     window_end = window.first + len(window.owned)  # the window has the passage tokens [window.first, window_end)
     if impossible:
@@ -357,31 +298,13 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
-    """Return for each token of a passage the number of the window that owns it, the one with the most context.
-
-    An answer may be predicted only by the window that owns its first token. Otherwise several overlapping windows
-    would score the same answer, some of them with little context. `spans` are the ranges [start, end) of passage
-    tokens in each window.
-    """
     if len(spans) <= 1:
         return [0] * num_tokens
     return [_owner(spans, token) for token in range(num_tokens)]
 
 
 def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
-    """Return the number of the window in which `token` has the most context, the first of equally good ones.
-
-    The context is the number of tokens to the left or to the right in the window, whichever is smaller, plus 0.01 per
-    token of the window, which decides for the longer window if the contexts are equal. Token 5, for instance, without
-    this small term, has min(5, 0) = 0 tokens of context in the window [0, 6) and min(2, 3) = 2 in the window [3, 9),
-    which is therefore the one that owns it.
-
-    Args:
-        spans: range [start, end) of passage tokens in each window.
-        token: number of the token within the passage; at least one window contains it.
-
-    Source: `max context` of the reference, finetune/qa/qa_tasks.py.
-    """
+    """Return the number of the window in which `token` has the most context, the first of equally good ones."""
 
     def context(window: int) -> float:
         """Return the context of `token` in one window: tokens to the nearer end, plus 0.01 per token of the window."""

@@ -14,9 +14,6 @@ cross-entropy of the no-answer logit.
 
 Guarantee: losses and scores are fp32 whatever the precision of the states.
 
-Cost: the first Dense(2H -> W) of the end is split into a half for the start and a half for the token, so that the
-product with a token's state is computed once instead of once per start.
-
 Source: google-research/electra, finetune/qa/qa_tasks.py.
 
 Shapes: B rows, S tokens, H hidden width, K beam, W span_width (512 by default).
@@ -29,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.task_heads import TaskModel, init_head
@@ -59,13 +57,7 @@ class SpanHead(nn.Module):
     """
 
     def __init__(self, width: int, settings: FinetuneConfig, seed: int) -> None:
-        """Build the head with initial weights from `seed`.
-
-        Args:
-            width: hidden size of the encoder.
-            settings: `beam` (candidates in `search`) and `span_width` (width of the hidden layers) are used.
-            seed: seed of the initial weights.
-        """
+        """Build the head with initial weights from `seed`."""
         super().__init__()
         self.beam = settings.beam
         self.start = nn.Linear(width, 1)
@@ -76,26 +68,14 @@ class SpanHead(nn.Module):
         init_head(self, seed)
 
     def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's start at each token, fp32 [B, S].
-
-        Args:
-            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
-            allowed_BS: bool, true at the positions that may be a start; the logits of the others are lowered by 1000.
-        """
+        """Return the logits of the answer's start at each token, fp32 [B, S]."""
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
 
     def end_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor, start_BK: torch.Tensor) -> torch.Tensor:
         """Return the logits of the answer's end at each token for each of K given starts, fp32 [B, K, S].
 
-        The logit is Dense(GELU(Dense([state of the start ; state of the token]))). The weight of the first Dense is
-        split into a half for the start and a half for the token, W x H each, so that the product with a token's state
-        is computed once instead of once per start. Suffixes: B rows, S tokens, K starts, H hidden and W span width.
-
-        Args:
-            state_BSH: states of the encoder.
-            allowed_BS: bool, true at the positions that may be an end; the logits of the others are lowered by 1000.
-            start_BK: positions of the starts, int64.
+        The logit is Dense(GELU(Dense([state of the start ; state of the token]))).
         """
         hidden_size = state_BSH.shape[-1]
         start_index_BKH = start_BK[..., None].expand(-1, -1, hidden_size)
@@ -114,12 +94,7 @@ class SpanHead(nn.Module):
     def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
         """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none.
 
-        It is Dense(GELU(Dense([state of CLS ; expected state of the start]))). The expected state is the mean of the
-        states, each weighted by the probability that its token is the start (softmax of the start logits).
-
-        Args:
-            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
-            start_logit_BS: result of `start_logits`.
+        It is Dense(GELU(Dense([state of CLS ; expected state of the start]))).
         """
         start_prob_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
         expected_start_BH = torch.einsum("bs,bsh->bh", start_prob_BS, state_BSH)
@@ -132,14 +107,6 @@ class SpanHead(nn.Module):
         """Return the candidate answer spans of each row: its K best starts, and for each start the K best ends.
 
         An end may lie before its start, or outside the passage: the caller rejects such spans.
-
-        Args:
-            state_BSH: states of the encoder, for B rows of S tokens with hidden width H.
-            allowed_BS: bool, true at the positions that may be a start or an end.
-
-        Returns:
-            The candidates of each row, with its no-answer logit. K is the setting `beam`, but at most S, the tokens of
-            a row.
         """
         num_tokens = state_BSH.shape[1]
         beam = min(self.beam, num_tokens)
@@ -167,9 +134,6 @@ class AnswerModel(TaskModel):
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which positions may be the start or the end of an answer, bool [B, S].
 
-        These are the tokens of the passage with its final [SEP], as in google-research/electra, and [CLS], which
-        stands for "no answer".
-
         Args:
             ids_BS: B rows `[CLS] question [SEP] passage [SEP]`, int64; the passage has token type 1.
         """
@@ -179,8 +143,6 @@ class AnswerModel(TaskModel):
 
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row, and its logit of "no answer".
-
-        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
 
         Args:
             ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
@@ -197,21 +159,11 @@ class SpanModel(AnswerModel):
     head: SpanHead
 
     def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
-        """Add a new SQuAD head to an encoder of hidden size `width`; `seed` determines the head's initial weights."""
         super().__init__(backbone, SpanHead(width, settings, seed))
         self.answerable_weight = settings.answerable_weight
 
+    @override
     def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean loss of a batch, as an fp32 scalar: (start + end) / 2 + answerable_weight * answerability.
-
-        Start and end have a cross-entropy over the row's S positions, answerability has a binary cross-entropy.
-
-        Args:
-            ids_BS: windows `[CLS] question [SEP] passage [SEP]`, int64.
-            target_B3: int64 [B, 3]: start and end position (0, the [CLS], if the window has no answer), and 1 if the
-                question has no answer.
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
-        """
         start_B, end_B, impossible_B = target_B3.unbind(1)
         state_BSH = self.backbone(ids_BS, dropout_keys)
         allowed_BS = self.allowed(ids_BS)
@@ -226,7 +178,7 @@ class SpanModel(AnswerModel):
         answerable_loss = F.binary_cross_entropy_with_logits(no_answer_logit_B, impossible_B.float())
         return span_loss + self.answerable_weight * answerable_loss
 
+    @override
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
-        """Return the candidate answer spans of each row, and its logit of "no answer"; see `AnswerModel.search`."""
         state_BSH = self.backbone(ids_BS)
         return self.head.search(state_BSH, self.allowed(ids_BS))

@@ -41,13 +41,7 @@ def exact(predicted: str, gold: str) -> float:
 
 
 def f1(predicted: str, gold: str, version: int) -> float:
-    """Return the harmonic mean of precision and recall over the words of two normalized answers, in [0, 1].
-
-    Args:
-        predicted: the predicted answer.
-        gold: one gold answer.
-        version: 1 or 2. If an answer has no words, version 1 gives 0; version 2 gives 1 if neither has any, else 0.
-    """
+    """Return the harmonic mean of precision and recall over the words of two normalized answers, in [0, 1]."""
     predicted_words = normalized(predicted).split()
     gold_words = normalized(gold).split()
     is_one_empty = not predicted_words or not gold_words
@@ -63,11 +57,8 @@ def f1(predicted: str, gold: str, version: int) -> float:
 
 
 def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]:
-    """Return the metrics of SQuAD 1.1 in per cent: `exact` (share of exact matches) and `f1` (mean F1 of the words).
-
-    Args:
-        predicted: question id -> predicted answer; a question without a prediction counts as wrong.
-        gold: question id -> gold answers, at least one each.
+    """Return the metrics of SQuAD 1.1 in per cent: `exact` (share of exact matches) and `f1` (mean F1 of the
+    words).
     """
     return {
         "exact": _mean_score(predicted, gold, score=exact),
@@ -78,15 +69,7 @@ def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
     """Return the metrics of SQuAD 2.0, in per cent.
 
-    A question is left unanswered if its no-answer score is above a threshold. `best_exact` and `best_f1` are the
-    scores at the threshold that is best for each of them, and `best_exact_threshold` and `best_f1_threshold` are these
-    thresholds. `has_answer_exact` and `has_answer_f1` are the scores over the questions that have an answer, with
-    every question answered.
-
-    Args:
-        predicted: question id -> best answer, as if every question had one. Every question needs a prediction.
-        no_answer: question id -> no-answer score; the higher, the less likely the question has an answer.
-        gold: question id -> gold answers; empty for a question without an answer.
+    A question is left unanswered if its no-answer score is above a threshold.
     """
     answerable_questions = [question for question in gold if gold[question]]
     # Gold answers that normalize to "" do not count; "" is the gold answer of a question that has no others.
@@ -111,19 +94,8 @@ def best_threshold(
 ) -> tuple[float, float]:
     """Find the no-answer threshold with the best mean score, as the official script does.
 
-    The search starts with "" as the prediction for every question, which is right for the questions without an answer.
-    Then it raises the threshold past one question after the other, from the lowest no-answer score on, and gives that
-    question the model's answer. The total grows by the answer's score if the question has an answer, and loses 1, the
-    point for "", if it has none and the model's answer is not "".
-
     Args:
         scores: question id -> score of its predicted answer, in [0, 1].
-        predicted: question id -> predicted answer.
-        no_answer: question id -> no-answer score; questions with a score up to the threshold are answered.
-        gold: question id -> gold answers; empty for a question without an answer.
-
-    Returns:
-        (best mean score in per cent, its threshold); the threshold is 0 if answering never improves the score.
     """
     num_unanswerable = sum(not answers for answers in gold.values())
     total = float(num_unanswerable)
@@ -141,10 +113,7 @@ def best_threshold(
 
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    """Return the mean of `score` over all questions of `gold`, in per cent.
-
-    If a question has several gold answers, the highest score counts. A question without a prediction counts as 0.
-    """
+    """Return the mean of `score` over all questions of `gold`, in per cent."""
     scores = []
     for question, answers in gold.items():
         if question in predicted:
@@ -153,9 +122,4 @@ def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, 
 
 
 def _best_score(predicted: str, gold: Sequence[str], score: Callable[[str, str], float]) -> float:
-    """Return the highest `score` of a predicted answer over the gold answers, of which there is at least one.
-
-    Raises:
-        ValueError: there is no gold answer.
-    """
     return max(score(predicted, answer) for answer in gold)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -59,17 +60,10 @@ class SquadTask(Task):
     def __init__(self, version: int, data: Path) -> None:
         """Read the training and development files.
 
-        Questions that cannot be used, and training questions whose answer does not occur in the passage, are left out;
-        remarks in `notes` have their numbers.
-
         Args:
-            version: 1 for SQuAD 1.1, 2 for SQuAD 2.0.
             data: folder of train-v1.1.json and dev-v1.1.json (v2.0 for version 2), or a folder whose folder squad/ has
                 them. In place of a missing training file dev-v1.1.split-train.json is read, in place of a missing
                 development file dev-v1.1.split-heldout.json.
-
-        Raises:
-            UserError: a file is missing, is not a SQuAD file of that version, or has no question that can be used.
         """
         self.version = version
         self.name = f"squad{version}"
@@ -95,13 +89,8 @@ class SquadTask(Task):
         if num_lost > 0:
             self.notes.append(f"{train_file}: {num_lost} questions whose answer is not in the passage are left out")
 
+    @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return every window of every training question: a row with the question and a part of its passage.
-
-        A target is (start position, end position, 1 if the question has no answer); the positions are indices into the
-        row, 0 if the answer is not in the window. If a question has several gold answers, the first one is the target.
-        Questions whose answer does not occur in the passage are left out.
-        """
         passages, windows = _windows(self.train, encoder, settings)
         ids = []
         targets = []
@@ -119,39 +108,24 @@ class SquadTask(Task):
             targets.append(target)
         return Examples(ids=ids, target_NK=torch.tensor(targets))
 
+    @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> AnswerModel:
-        """Build a model on the host: a copy of the encoder with a new SQuAD head.
-
-        `seed` determines the initial weights of the head; `settings` give its kind (`span_head`), its width, its beam
-        (candidates in prediction) and the encoder's dropout.
-        """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         width = encoder.tower.hidden_size
         if settings.span_head == "linear":
             return LinearSpanModel(backbone, width, settings, seed, new_features(encoder, seed))
         return SpanModel(backbone, width, settings, seed)
 
+    @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for the reference's."""
         if isinstance(model, LinearSpanModel):
             return span_head(model.head)
         return None
 
+    @override
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Predict an answer to every development question with a trained model, and score the answers.
-
-        A question has one window (row) for each part of a long passage. Its answer is the span with the highest
-        log-probability of all its windows; its no-answer logit is the lowest of all, because one window with an answer
-        is enough.
-
-        Args:
-            model: a model from `model`, trained, in evaluation mode.
-            encoder: provides the tokenizer and the special ids.
-            settings: the limits of lengths, the window stride and the batch size are used.
-            progress: called after each batch with ("predict", rows done, rows in total).
-        """
         assert isinstance(model, AnswerModel)
         passages, windows = _windows(self.dev, encoder, settings)
         device = next(model.parameters()).device
@@ -173,19 +147,7 @@ class SquadTask(Task):
         return self.score(passages, best, no_answer)
 
     def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Compute the official metrics from the predicted spans of the development questions.
-
-        Args:
-            passages: the passages of the development file in tokens.
-            best: number of a question -> its best span, (log-probability, first token, last token); a question without
-                one is answered with "".
-            no_answer: number of a question -> its no-answer logit. A question that is missing, because its passage has
-                no tokens, counts with 0.
-
-        Returns:
-            The metrics in per cent. The outcome counts as failed if every predicted answer is "" or, in version 2, if
-            no no-answer threshold gives a better F1 than leaving all questions unanswered.
-        """
+        """Compute the official metrics from the predicted spans of the development questions."""
         predicted: dict[str, str] = {}
         no_answer_scores: dict[str, float] = {}
         gold: dict[str, tuple[str, ...]] = {}
@@ -214,42 +176,22 @@ class SquadTask(Task):
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:
-    """Return a mapping from the ids of questions as JSON text, in the form that the official scripts read."""
     return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
 def _find(data: Path, *names: str) -> Path:
-    """Return the first existing file with one of `names`, searched in the folder `data`, then in its folder squad/.
-
-    Raises:
-        UserError: there is no such file; the message lists all paths that were tried.
-    """
     candidates = [folder / name for folder in (data, data / "squad") for name in names]
     return find_file(candidates)
 
 
 def _is_lost(question: Question) -> bool:
-    """Return whether a question cannot be used for training.
-
-    That is so if it has a gold answer, but the text of that answer does not occur in its passage. A question without a
-    gold answer (version 2) is used.
-    """
     return bool(question.answers) and question.start < 0
 
 
 def _windows(
     file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
 ) -> tuple[list[Passage], list[AnswerWindow]]:
-    """Encode the passages of a file, and build the windows of all questions.
-
-    A window is one row for the model: a question with a part of its passage.
-
-    Returns:
-        (passages in the order of the file, windows in the order of the questions).
-
-    Raises:
-        UserError: `settings.max_length` leaves no room for the passage beside a question.
-    """
+    """Encode the passages of a file, and build the windows of all questions."""
     passages = encode_passages(file.passages, encoder.tokenizer)
     question_ids = encoder.tokenizer.encode([question.text for question in file.questions])
     windows: list[AnswerWindow] = []

@@ -27,15 +27,7 @@ def are_bio_tags(tags: Sequence[str]) -> bool:
 def spans_of(tags: Sequence[str]) -> list[Span]:
     """Return the spans that the tags of a sentence mark, in their order.
 
-    A span is (type, index of its first word, index of its last word). Indices begin at 0, and the last word belongs to
-    the span: B-PER I-PER O B-LOC gives ("PER", 0, 1) and ("LOC", 3, 3).
-
-    Tags are in one of the schemes IOB1, BIO and BIOES (or its variant BILOU). A tag I- or E- that continues no span,
-    because the word before is outside of all spans, in a span of another type or at the end of its span, begins a new
-    one. A sequence that the scheme does not allow is therefore no error.
-
-    Args:
-        tags: the tag of each word: "O", or a prefix of the scheme, "-" and the type.
+    A span is (type, index of its first word, index of its last word).
     """
     spans: list[Span] = []
     open_type = ""  # type of the span that this word may continue; empty if there is none
@@ -56,12 +48,7 @@ def spans_of(tags: Sequence[str]) -> list[Span]:
 def entity_metrics(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return `f1`, `precision` and `recall` of the predicted spans of all sentences, as fractions.
 
-    Spans are counted over all sentences and all types before the fractions are taken (micro average). A fraction with
-    the denominator 0 is returned as 0.
-
-    Args:
-        true: the correct tags of each sentence.
-        predicted: the predicted tags of each sentence, as many as in `true`.
+    Spans are counted over all sentences and all types before the fractions are taken (micro average).
     """
     counts: Counter[str] = Counter()
     for true_tags, predicted_tags in zip(true, predicted, strict=True):

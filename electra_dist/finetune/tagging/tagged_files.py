@@ -46,26 +46,17 @@ class _Line(NamedTuple):
 
     @property
     def layout(self) -> tuple[bool, int]:
-        """Return whether tabs separate the columns, and the number of columns."""
         return self.has_tabs, len(self.columns)
 
     @classmethod
     def parse(cls, number: int, text: str) -> _Line:
-        """Divide a line without spaces at its ends into columns."""
         has_tabs = "\t" in text
         columns = [column.strip(" ") for column in text.split("\t")] if has_tabs else re.split(" +", text)
         return cls(number, text, columns, has_tabs)
 
 
 def find_tagged_file(folder: Path, split: str) -> Path:
-    """Return the file of a folder with the sentences of "train" or "dev".
-
-    The name is train, or for "dev" one of dev, valid, validation and testa, with one of the suffixes .conllu, .txt,
-    .conll, .tsv, .bio and .iob2. Names of treebank files, *-train.conllu and *-dev.conllu, are found, too.
-
-    Raises:
-        UserError: there is no such file, or more than one.
-    """
+    """Return the file of a folder with the sentences of "train" or "dev"."""
     suffixes = (".conllu", *_COLUMN_SUFFIXES)
     files = [folder / f"{name}{suffix}" for name in _NAMES_OF_SPLIT[split] for suffix in suffixes]
     found = [file for file in files if file.is_file()] + sorted(folder.glob(f"*-{split}.conllu"))
@@ -82,11 +73,7 @@ def find_tagged_file(folder: Path, split: str) -> Path:
 
 
 def read_tagged_file(file: Path) -> list[TaggedSentence]:
-    """Return the sentences of a file in CoNLL-U or in columns, decided by its suffix.
-
-    Raises:
-        UserError: the file is not UTF-8, has no sentence, or has a line that does not fit the format.
-    """
+    """Return the sentences of a file in CoNLL-U or in columns, decided by its suffix."""
     if file.suffix == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
     sentences = []
@@ -108,11 +95,7 @@ def tags_of(sentences: Sequence[TaggedSentence]) -> tuple[str, ...]:
 
 
 def _sentence_lines(file: Path) -> list[list[_Line]]:
-    """Return the lines of each sentence of a file in columns, without comments.
-
-    Raises:
-        UserError: the file is not UTF-8, or a line is no word with its tag.
-    """
+    """Return the lines of each sentence of a file in columns, without comments."""
     blocks: list[list[_Line]] = [[]]
     for number, text in enumerate(split_lines(read_regular(file, MOST_DATA_BYTES), file), start=1):
         if not text.strip(" \t"):
@@ -138,7 +121,6 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
 
 
 def _num_marked(block: Sequence[_Line]) -> int:
-    """Return how many lines at the beginning of a sentence look like comments: # and a space or a tab."""
     for number, line in enumerate(block):
         if line.columns[0] != "#" and not line.columns[0].startswith("# "):
             return number
@@ -147,9 +129,7 @@ def _num_marked(block: Sequence[_Line]) -> int:
 
 def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
     """Raise UserError for the first line that is no word with its tag, or that has another width than those before.
-
-    Lines with tabs may leave out the columns between word and tag. Lines with spaces may not, because a word with a
-    space in it looks like that.
+    Lines with spaces may not, because a word with a space in it looks like that.
     """
     first_of: dict[bool, _Line] = {}  # the first line with tabs, and the first one without
     for line in lines:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -56,10 +57,6 @@ class TaggingModel(TaskModel):
         """Add a new head for tags to an encoder.
 
         Args:
-            backbone: the encoder, which becomes part of this model without a copy.
-            width: hidden size of the encoder.
-            num_tags: number of different tags.
-            seed: seed of the initial weights of the output layer.
             features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
                 becomes part of this model, without a copy. None for the architecture `bert`.
         """
@@ -71,21 +68,13 @@ class TaggingModel(TaskModel):
         """Return the logits of the tags at every token, fp32 [B, S, N].
 
         Args:
-            ids_BS: token ids with padding, int64.
             dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
                 evaluation.
         """
         return self.head(self.backbone(ids_BS, dropout_keys)).float()
 
+    @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean cross-entropy over the words of a batch, as a scalar.
-
-        Args:
-            ids_BS: token ids with padding, int64.
-            target_BK: number of the tag at the first piece of each word, -100 elsewhere, int64 [B, K] with K >= S. The
-                columns from S on belong to longer rows of other batches, and are not used.
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function.
-        """
         logit_BSN = self.predict(ids_BS, dropout_keys)
         target_BS = target_BK[:, : ids_BS.shape[1]]
         return F.cross_entropy(logit_BSN.flatten(0, 1), target_BS.flatten(), ignore_index=_NO_WORD)
@@ -103,15 +92,7 @@ class TaggingTask(Task):
     """Tagging of words, scored by accuracy (`tagging`) or by the F1 of the spans that BIO tags mark (`ner`)."""
 
     def __init__(self, name: str, data: Path) -> None:
-        """Read the training and development files.
-
-        Args:
-            name: "ner" or "tagging".
-            data: folder with the files train and dev, in CoNLL-U or in columns (see `tagged_files`).
-
-        Raises:
-            UserError: a file is missing or not valid, or the tags of "ner" are no BIO tags.
-        """
+        """Read the training and development files."""
         train_file = find_tagged_file(data, "train")
         dev_file = find_tagged_file(data, "dev")
         self.name = name
@@ -139,8 +120,8 @@ class TaggingTask(Task):
                 f"{dev_file}: tags that the training data lack count as wrong: {', '.join(unknown_tags)}"
             )
 
+    @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the rows of the training sentences, and the number of the tag of each word at its first piece."""
         rows = tagged_rows(self.train, encoder, settings.max_length)
         number_of = {tag: number for number, tag in enumerate(self.tags)}
         tags_left = [list(reversed(sentence.tags)) for sentence in self.train]
@@ -151,18 +132,15 @@ class TaggingTask(Task):
                 target_NK[number, place] = number_of[tags_left[row.sentence].pop()]
         return Examples(ids=[row.ids for row in rows], target_NK=target_NK)
 
+    @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaggingModel:
-        """Build a tagging model on the host: a copy of the encoder with a new head, initialized from `seed`."""
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         return TaggingModel(backbone, encoder.tower.hidden_size, len(self.tags), seed, new_features(encoder, seed))
 
+    @override
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Predict the tag of every development word with a trained `TaggingModel`, and score the predictions.
-
-        The arguments are those of `Task.evaluate`. The outcome counts as failed if all words get the same tag.
-        """
         assert isinstance(model, TaggingModel)
         rows = tagged_rows(self.dev, encoder, settings.max_length)
         device = next(model.parameters()).device
@@ -196,8 +174,8 @@ class TaggingTask(Task):
             failure = f"degenerate: all {num_words} predictions are `{different_tags.pop()}`"
         return TaskOutcome(metrics, failure, (self._predictions_file(predicted),))
 
+    @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
-        """Return the head of a trained `TaggingModel` in the form of Hugging Face's class for token classification."""
         return tag_head(model.head, self.tags)
 
     def _predictions_file(self, predicted: Sequence[Sequence[str]]) -> TextFile:
@@ -213,12 +191,9 @@ class TaggingTask(Task):
 def tagged_rows(sentences: Sequence[TaggedSentence], encoder: Pretrained, max_length: int) -> list[TaggedRow]:
     """Return rows `[CLS] words [SEP]` of at most `max_length` tokens, which together have all words in their order.
 
-    A sentence that does not fit into one row is cut between two words. A word of which the tokenizer leaves nothing,
-    such as a control character, becomes [UNK]; one that does not fit into a row by itself is cut.
+    A sentence that does not fit into one row is cut between two words.
 
     Args:
-        sentences: the sentences.
-        encoder: provides the tokenizer and the special ids.
         max_length: longest row in tokens, with [CLS] and [SEP].
     """
     special = encoder.special

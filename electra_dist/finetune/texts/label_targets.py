@@ -19,27 +19,10 @@ from electra_dist.finetune.texts.text_specs import TextSpec
 
 
 class LabelTargets:
-    """Translation between the labels in the files of a task and the targets and outputs of a model.
-
-    Attributes:
-        labels: the labels of a classification, in the order of their numbers; empty for a regression.
-        span: two labels of a regression, (low, high): `low` becomes the target 0, and `high` becomes 1. It is (0, 1)
-            for a classification, where it is not used.
-        num_outputs: number of outputs of the task's head: one per label, or 1 for a regression.
-    """
+    """Translation between the labels in the files of a task and the targets and outputs of a model."""
 
     def __init__(self, spec: TextSpec, train: Texts) -> None:
-        """Find the labels of a task, or the range of them for a regression.
-
-        Args:
-            spec: the kind of the task; its labels and its range, if it defines them.
-            train: the whole training file, whose labels are used otherwise.
-
-        Raises:
-            UserError: the range of a regression is taken from `train`, and a label in it is not a finite number; or
-                the labels of a classification are, and there is only one, an empty one, one with a tab or a line end,
-                or one number written in two ways.
-        """
+        """Find the labels of a task, or the range of them for a regression."""
         self.labels: tuple[str, ...] = ()
         self.span = (0.0, 1.0)
         if spec.kind == "classification":
@@ -55,13 +38,7 @@ class LabelTargets:
         self._has_limits = spec.span is not None
 
     def targets(self, texts: Texts) -> torch.Tensor:
-        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
-
-        If the range of a regression is that of the training labels, targets of other files may lie outside [0, 1].
-
-        Raises:
-            UserError: a label is unknown or not a finite number; the message names the line.
-        """
+        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression."""
         if self.labels:
             number_N = torch.tensor(_label_numbers(texts, self.labels))
             return number_N[:, None]
@@ -71,17 +48,11 @@ class LabelTargets:
         return scaled_N[:, None].float()
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
-        """Return what a model's outputs [N, L] predict for each example, [N], on the scale of the targets.
-
-        These are the numbers of the labels with the highest outputs, or the only output for a regression.
-        """
+        """Return what a model's outputs [N, L] predict for each example, [N], on the scale of the targets."""
         return output_NL.argmax(1) if self.labels else output_NL[:, 0]
 
     def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
-        """Return the predicted label of each example as it would be written in a file, from outputs [N, L].
-
-        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
-        """
+        """Return the predicted label of each example as it would be written in a file, from outputs [N, L]."""
         predicted_N = self.predictions(output_NL)
         if self.labels:
             return [self.labels[number] for number in predicted_N]
@@ -93,12 +64,7 @@ class LabelTargets:
 
 
 def _labels_of(train: Texts) -> tuple[str, ...]:
-    """Return the labels of a file for a classification, sorted, each once.
-
-    Raises:
-        UserError: a label is empty or has a tab or a line end in it, or two labels are one number written in two ways,
-            such as 1 and 1.0; the message names the file and the line.
-    """
+    """Return the labels of a file for a classification, sorted, each once."""
     labels = tuple(sorted(set(train.label)))
     label_of: dict[Decimal, str] = {}
     for label in labels:
@@ -126,11 +92,7 @@ def _number_in(label: str) -> Decimal | None:
 
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
-    """Return the index of each example's label in `labels`.
-
-    Raises:
-        UserError: a label is not one of `labels`; the message names the file and the line.
-    """
+    """Return the index of each example's label in `labels`."""
     number_of = {label: number for number, label in enumerate(labels)}
     numbers = []
     for label, line in zip(texts.label, texts.line, strict=True):
@@ -144,12 +106,7 @@ def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
 
 
 def _label_values(texts: Texts) -> list[float]:
-    """Return each example's label as a number, for a regression.
-
-    Raises:
-        UserError: a label is not a finite number; the message names the file, the line and the alternative, a
-            classification.
-    """
+    """Return each example's label as a number, for a regression."""
     values = []
     for label, line in zip(texts.label, texts.line, strict=True):
         try:
@@ -166,11 +123,7 @@ def _label_values(texts: Texts) -> list[float]:
 
 
 def _range_of(values: list[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of `values`, the labels of a regression.
-
-    If all values are equal, the second number is larger by 1 or by the size of the value, so that callers can divide
-    by the difference, also where a smaller number would be lost in rounding.
-    """
+    """Return the lowest and the highest of `values`, the labels of a regression."""
     low = min(values)
     high = max(values)
     if high == low:

@@ -40,11 +40,7 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """Return a random sample of `size` examples, in the order of the file.
-
-        The random seed is fixed, so the same file and size always give the same sample. If there are no more than
-        `size` examples, all are returned.
-        """
+        """Return a random sample of `size` examples, in the order of the file."""
         num_examples = len(self.a)
         if size >= num_examples:
             return self
@@ -59,11 +55,7 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """Return the first of the paths `places` at which there is a file.
-
-    Raises:
-        UserError: there is no file at any of these paths; the message lists them all.
-    """
+    """Return the first of the paths `places` at which there is a file."""
     for place in places:
         if place.is_file():
             return place
@@ -80,16 +72,7 @@ def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column)
     """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
 
     Args:
-        file: UTF-8 text; blank lines are ignored. Lines of a TSV file with too few columns are left out and counted in
-            `skipped` of the result.
-        text_a: column of the first text: its title in the header or key in the JSON objects, or its index, from 0, in
-            a TSV file without header.
         text_b: column of the second text, of the same kind; None for a task on single texts.
-        label: column of the label, of the same kind.
-
-    Raises:
-        UserError: the file is not UTF-8, has no examples, a column is missing, a line of TSV has more columns than the
-            header, or a line of JSONL is not a JSON object with text in these columns.
     """
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
@@ -124,12 +107,8 @@ def encode_texts(
     """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
 
     Args:
-        a: first texts.
         b: second texts, as many as in `a`; None for single texts. An empty second text is left out with its [SEP].
-        tokenizer: the model's tokenizer.
         special: ids of [CLS] and [SEP].
-        max_length: longest row in tokens, with the special tokens. A longer single text is cut at its end; a longer
-            pair loses the last token of its longer text, again and again, until it fits.
     """
     all_first_ids = tokenizer.encode(a)
     if b is None:
@@ -148,11 +127,7 @@ def encode_texts(
 
 
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
-    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
-
-    The longer text loses its last id, again and again, until both fit; of two equally long texts, the second one does.
-    With a maximum of 4, for instance, texts of 5 and 2 ids are cut to 2 and 2.
-    """
+    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does."""
     first_length = len(first)
     second_length = len(second)
     while first_length + second_length > max_total:
@@ -167,21 +142,7 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split the lines of a TSV file at tabs, without any quoting rules, and select columns.
-
-    Args:
-        file: the file, for messages.
-        lines: (line number, text) of all lines that are not blank.
-        columns: either all are titles of columns, and the first line is the header; or all are indices from 0, and the
-            file has no header.
-
-    Returns:
-        (line number, cells of the columns) for each line except the header. The cells are None for a line that lacks
-        one of the columns.
-
-    Raises:
-        UserError: the header lacks a column, or a line has cells with text after those of the header.
-    """
+    """Split the lines of a TSV file at tabs, without any quoting rules, and select columns."""
     has_header = not isinstance(columns[0], int)
     if has_header:
         header_line = lines[0][1] if lines else ""
@@ -213,13 +174,7 @@ def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index, from 0, of each of the named `columns` in the header of a TSV file.
-
-    Spaces around the titles in the header are ignored. If a title occurs twice, its first column counts.
-
-    Raises:
-        UserError: the header lacks a column.
-    """
+    """Return the index, from 0, of each of the named `columns` in the header of a TSV file."""
     header = [name.strip() for name in header_line.split("\t")]
     missing = [column for column in columns if column not in header]
     if missing:
@@ -231,20 +186,7 @@ def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> 
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse each line of a JSONL file as a JSON object, and select the values of some keys.
-
-    Args:
-        file: the file, for messages.
-        lines: (line number, text) of all lines that are not blank.
-        columns: the keys to select.
-
-    Returns:
-        (line number, values of the keys) for each line, in the order of `columns`. The last one, the label, may be a
-        number; the others are texts.
-
-    Raises:
-        UserError: a line is not a JSON object, lacks a key, or has a value that is no text.
-    """
+    """Parse each line of a JSONL file as a JSON object, and select the values of some keys."""
     *text_keys, label_key = map(str, columns)
     rows: list[Row] = []
     for number, line in lines:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.output.hf_heads import classifier_head, has_too_many_labels
@@ -40,15 +41,7 @@ class TextTask(Task):
         """Read the training and development files of the task.
 
         Args:
-            spec: names of files, columns and labels.
-            data: for a GLUE task, the folder of the download, which has the task's folder (such as MRPC/) in it or in
-                its folder glue/. For a custom task, the folder of the files train and dev, as .tsv or .jsonl.
             max_train: number of training examples to use, drawn with a fixed seed; None for all.
-            with_test: also read the test sets that exist, for `predict_test_sets`.
-
-        Raises:
-            UserError: a file or a column is missing; a label is unknown or not a finite number; or a classification
-                has only one label.
         """
         self.spec = spec
         self.name = spec.name
@@ -80,12 +73,8 @@ class TextTask(Task):
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 
+    @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples as rows of token ids with their targets.
-
-        If the order of the two texts has no meaning (MRPC, STS) and `settings.both_orders` is set, each pair (A, B) is
-        also returned as (B, A): with N pairs, rows i and i + N are the two orders of pair i.
-        """
         first_texts = self.train.a
         second_texts = self.train.b
         target_N1 = self.train_target
@@ -97,51 +86,32 @@ class TextTask(Task):
         return Examples(ids=ids, target_NK=target_N1)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """Return the examples of one development file as rows of token ids, in the order of the file.
-
-        `prefix` selects the file. It is the text before the names of the file's metrics: "mismatched_" for the second
-        file of MNLI, and "" for the main file of a task.
-        """
+        """Return the examples of one development file as rows of token ids, in the order of the file."""
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
+    @override
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> Classifier:
-        """Build a classifier on the host: a copy of the encoder with a new head.
-
-        The head has one output per label, or a single one for a regression. `seed` determines its initial weights,
-        `settings` its layers and the dropout.
-        """
         backbone = encoder.backbone(settings.hidden_dropout, settings.attention_dropout)
         features = new_features(encoder, seed)
         return Classifier(
             backbone, encoder.tower.hidden_size, self._label_targets.num_outputs, settings, seed, features
         )
 
+    @override
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Predict with a trained `Classifier` for every development file, and score the predictions.
-
-        Args:
-            model: a model from `model`, trained, in evaluation mode.
-            encoder: provides the tokenizer and the special ids.
-            settings: `max_length` and `batch` are used.
-            progress: called after each batch with ("predict", rows done, rows in total). The count starts again with
-                each development file.
-        """
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
             outputs[prefix] = self._outputs(model, ids, encoder, settings, progress)
         return self.score(outputs)._replace(predictions=self._dev_predictions(outputs))
 
+    @override
     def predict_test_sets(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> tuple[TextFile, ...]:
-        """Return one file with predictions for each test set of the task; those of GLUE have the benchmark's format.
-
-        The arguments are those of `evaluate`.
-        """
         files = []
         for test_set in self.test_sets:
             texts = test_set.texts
@@ -150,20 +120,13 @@ class TextTask(Task):
             files.append(predictions_file(test_set, self._label_targets.predicted_labels(output_NL)))
         return tuple(files)
 
+    @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
-        """Return the head of a trained `Classifier` under Hugging Face's names.
-
-        A regression then predicts labels as they are in the files, not scaled to [0, 1].
-        """
         assert isinstance(model.head, torch.nn.Sequential)
         return classifier_head(model.head, self.labels, self._label_targets.span, settings.head_dropout)
 
+    @override
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
-        """Return why the trained head cannot be saved in Hugging Face's format, for an error message; "" if it can.
-
-        It cannot if a linear head of an ELECTRA model has too many labels (`has_too_many_labels`), or if `head: dense`
-        is set for a model of the architecture `modern`, whose Hugging Face class has no second dense layer.
-        """
         if encoder.model.architecture == "modern":
             if settings.head == "reference":
                 return ""
@@ -193,10 +156,7 @@ class TextTask(Task):
         return output_NL
 
     def _dev_predictions(self, outputs: dict[str, np.ndarray]) -> tuple[TextFile, ...]:
-        """Return a table of predictions and labels for each development file, such as dev_predictions.tsv.
-
-        `outputs` are the model's outputs by the prefix of a file, as for `score`.
-        """
+        """Return a table of predictions and labels for each development file, such as dev_predictions.tsv."""
         files = []
         for prefix, stem in self.spec.dev_files:
             answers = self._label_targets.predicted_labels(outputs[prefix])
@@ -208,17 +168,10 @@ class TextTask(Task):
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
         """Compute the metrics of a model's outputs on the development files.
 
-        A task may have several development files, each with a prefix for the names of its metrics, such as
-        `mismatched_` for the second one of MNLI and "" for the first.
-
         Args:
             outputs: prefix of a file -> outputs in the order of its N examples. A classification has one value per
                 label, [N, L], and the label with the highest value is the prediction; a regression has predicted
                 numbers, [N, 1].
-
-        Returns:
-            The metrics of all files, as fractions. The outcome counts as failed if all predictions for a file are
-            equal; the reason describes the first such file.
         """
         metrics: dict[str, float] = {}
         failures = []
@@ -238,26 +191,13 @@ class TextTask(Task):
         return TaskOutcome(metrics=metrics, failure=first_failure)
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
-        """Return the standard error of the task's score over the choice of its development examples.
-
-        Args:
-            outputs: a model's outputs, as for `score`; those of the main file, with the prefix "", are used.
-        """
+        """Return the standard error of the task's score over the choice of its development examples."""
         predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0].numpy()
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
     def _read(self, data: Path, stem: str) -> Texts:
-        """Read the examples of one of the task's files, such as MRPC/train.tsv.
-
-        Args:
-            data: folder of the data. The folder of a GLUE task (such as MRPC/) is in it or in its folder glue/; the
-                files of a custom task are in `data` itself, as .tsv or .jsonl. If both exist, the .tsv file is read.
-            stem: name of the file without suffix, such as "train".
-
-        Raises:
-            UserError: there is no such file, or it is not valid.
-        """
+        """Read the examples of one of the task's files, such as MRPC/train.tsv."""
         spec = self.spec
         is_glue = spec.folder != ""
         if is_glue:

@@ -39,7 +39,6 @@ class UnlabelledSet(NamedTuple):
 
 
 def _glue(path: str, output: str, text_a: str, text_b: str | None = None, index: str = "index") -> UnlabelledSpec:
-    """Return the description of one of the benchmark's test files, whose predictions go to `submission/OUTPUT`."""
     return UnlabelledSpec(path, text_a, text_b, index, f"{SUBMISSION_DIR}/{output}")
 
 
@@ -64,14 +63,7 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
     """Read the test files of a task that exist; a missing file is no error.
 
     Args:
-        task: name of a GLUE task, or of a custom one, whose test file is test.tsv or, without that, test.jsonl.
-        data: folder of the data. The folders of GLUE are in it or in its folder glue/.
-        text_a: column of the first text of a custom task.
         text_b: column of the second text of a custom task; None for single texts.
-
-    Raises:
-        UserError: a file is not valid, or a line has too few columns. No line may be left out, because a submission
-            needs a prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
         for name in ("test.tsv", "test.jsonl"):
@@ -87,11 +79,7 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
 
 
 def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
-    """Read one test file.
-
-    Raises:
-        UserError: the file is not valid, or a line has too few columns.
-    """
+    """Read one test file."""
     # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
     texts = read_texts(file, spec.text_a, spec.text_b, label=index_column)

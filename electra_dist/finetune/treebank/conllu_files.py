@@ -51,9 +51,6 @@ def read_treebank(folder: Path) -> Treebank:
     """Read the files of a folder whose names end in `train.conllu` and `test.conllu`.
 
     Published treebanks have such names, for example `en_ewt-ud-train.conllu`.
-
-    Raises:
-        UserError: there is no such file or more than one, or a file is not valid.
     """
     files = [_only_file(folder, "train"), _only_file(folder, "test")]
     digest = hashlib.sha256()
@@ -64,11 +61,7 @@ def read_treebank(folder: Path) -> Treebank:
 
 
 def read_conllu(file: Path) -> list[Sentence]:
-    """Return the sentences of a CoNLL-U file.
-
-    Raises:
-        UserError: the file is not UTF-8, has no sentence, or has a line that does not fit the format.
-    """
+    """Return the sentences of a CoNLL-U file."""
     sentences = []
     for first_line, columns_of_words in _blocks(file, split_lines(read_regular(file, MOST_DATA_BYTES), file)):
         num_words = len(columns_of_words)
@@ -97,10 +90,6 @@ def check_words(words: Sequence[str], place: str) -> None:
     """Raise UserError if a sentence has underscores in place of its words, as treebanks without their text have.
 
     A sentence of one such word may be a ruled line of a text.
-
-    Args:
-        words: the words of the sentence.
-        place: file and line of the sentence, for the message.
     """
     if len(words) > 1 and not "".join(words).strip("_"):
         raise UserError(
@@ -110,11 +99,7 @@ def check_words(words: Sequence[str], place: str) -> None:
 
 
 def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield each sentence: the number of its first word's line, from 1, and the columns of its syntactic words.
-
-    Raises:
-        UserError: a line that is no comment has another number of columns than 10.
-    """
+    """Yield each sentence: the number of its first word's line, from 1, and the columns of its syntactic words."""
     words: list[list[str]] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):
@@ -138,11 +123,7 @@ def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]
 
 
 def _only_file(folder: Path, split: str) -> Path:
-    """Return the file of a folder whose name is SPLIT.conllu or ends in -SPLIT.conllu.
-
-    Raises:
-        UserError: there is no such file, or more than one.
-    """
+    """Return the file of a folder whose name is SPLIT.conllu or ends in -SPLIT.conllu."""
     files = sorted(folder.glob(f"*-{split}.conllu")) + sorted(folder.glob(f"{split}.conllu"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"

@@ -11,8 +11,6 @@ begin at 0 and are trained by Adam, whose learning rate falls linearly to 0, on 
 order, for 10 epochs and at least 400 steps. The held-out accuracy is computed after each tenth of the steps, and the
 weights with the highest one are used. Both training problems are convex.
 
-Cost: seconds of one core for each layer, with 2,000 training sentences and a width of 256.
-
 Limits: punctuation counts as words, and the heads of a sentence need not form a tree.
 
 Shapes: B sentences, W places ([CLS] and words) of the longest one, H hidden width, C classes: tags, or places.
@@ -70,17 +68,8 @@ def probe_words(
     device: torch.device,
     progress: Progress = quiet,
 ) -> WordProbeResult:
-    """Train a probe at every layer of a frozen encoder, and score the one of the layer that is best on held-out data.
-
-    Args:
-        encoder: the pretrained weights; they are not changed.
-        treebank: training and test sentences; those that are too long for the model are left out.
-        target: "tags" for the part of speech of each word, "heads" for the word on which it depends.
-        device: where the encoder runs and the probes are trained.
-        progress: called with ("predict", sentences done, in total), then with ("fit layers", layers done, in total).
-
-    Raises:
-        UserError: no sentence fits into the model's positions.
+    """Train a probe at every layer of a frozen encoder, and score the one of the layer that is best on held-out
+    data.
     """
     train = compute_word_states(encoder, treebank.train, device, progress)
     test = compute_word_states(encoder, treebank.test, device, progress)
@@ -115,7 +104,6 @@ def probe_words(
 
 
 def _new_probe(target: Target, hidden_size: int, num_tags: int) -> nn.Module:
-    """Return an untrained probe for tags or heads, on the host; `num_tags` is used for tags only."""
     if target == "heads":
         return _HeadProbe(hidden_size)
     return _TagProbe(hidden_size, num_tags)
@@ -125,12 +113,10 @@ class _Standardization:
     """Shift and scale that give each feature of the training states mean 0 and standard deviation 1."""
 
     def __init__(self, state_TH: torch.Tensor) -> None:
-        """Compute mean and standard deviation of each feature over all places of the training sentences."""
         self._mean_H = state_TH.mean(0)
         self._std_H = state_TH.std(0).clamp_min(1e-6)
 
     def __call__(self, state_WH: torch.Tensor) -> torch.Tensor:
-        """Return standardized states of the same shape."""
         return (state_WH - self._mean_H) / self._std_H
 
 
@@ -138,7 +124,6 @@ class _TagProbe(nn.Module):
     """Linear model from the state of a word to its part of speech; all weights begin at 0."""
 
     def __init__(self, hidden_size: int, num_tags: int) -> None:
-        """Create the weights for states of `hidden_size` features and `num_tags` classes."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size, num_tags))
         self.bias = nn.Parameter(torch.zeros(num_tags))
@@ -153,16 +138,12 @@ class _HeadProbe(nn.Module):
     """Bilinear model that scores every place of a sentence as the head of a word; all weights begin at 0."""
 
     def __init__(self, hidden_size: int) -> None:
-        """Create the weights for states of `hidden_size` features."""
         super().__init__()
         self.product = nn.Parameter(torch.zeros(hidden_size, hidden_size))
         self.candidate = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, batch: _Batch) -> torch.Tensor:
-        """Return the logits of all places as the head of each place, [B, W, W].
-
-        Padding and the place itself, which cannot be the head, have the logit -inf.
-        """
+        """Return the logits of all places as the head of each place, [B, W, W]."""
         hidden_size = len(self.candidate)
         query_BWH = batch.state_BWH @ self.product / hidden_size
         logits_BWW = query_BWH @ batch.state_BWH.transpose(1, 2) + (batch.state_BWH @ self.candidate)[:, None, :]
@@ -196,10 +177,7 @@ def _batches(
 
 
 def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.Tensor:
-    """Return the class of each place of a sentence, int64 [W]: the number of the tag, or the place of the head.
-
-    [CLS] has the class `_NO_WORD`. A tag that the training data lack gets a number that no model predicts.
-    """
+    """Return the class of each place of a sentence, int64 [W]: the number of the tag, or the place of the head."""
     if target == "heads":
         return torch.tensor([_NO_WORD, *sentence.heads])
     number_of = {tag: number for number, tag in enumerate(tags)}
@@ -207,11 +185,7 @@ def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.T
 
 
 def _fit(probe: nn.Module, batches: Sequence[_Batch], held_out_batches: Sequence[_Batch]) -> float | None:
-    """Train a probe in place, and keep the weights with the best accuracy on the held-out sentences.
-
-    Returns:
-        That accuracy; None if nothing is held out, and then the weights are those of the last step.
-    """
+    """Train a probe in place, and keep the weights with the best accuracy on the held-out sentences."""
     optimizer = torch.optim.Adam(probe.parameters(), lr=_LR)
     best_score: float | None = None
     best_weights = {}
@@ -247,16 +221,11 @@ def _counts(probe: nn.Module, batches: Sequence[_Batch]) -> list[tuple[int, int]
 
 
 def _accuracy(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the share of right words over all sentences, from (right words, words) of each sentence."""
     return sum(right for right, _ in counts) / sum(words for _, words in counts)
 
 
 def _standard_error(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the standard error of the accuracy over the choice of sentences, whose words are not independent.
-
-    It is that of a ratio estimator for n sentences: sqrt(n / (n - 1) * sum of (right_i - accuracy * words_i)^2),
-    divided by all words (Cochran, Sampling Techniques, 1977, section 2.11). With a single sentence it is NaN.
-    """
+    """Return the standard error of the accuracy over the choice of sentences, whose words are not independent."""
     num_sentences = len(counts)
     if num_sentences < 2:
         return math.nan

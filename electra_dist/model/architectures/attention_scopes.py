@@ -6,11 +6,6 @@ which a token sees its whole example, and local ones, in which it sees a window 
 Guarantee: a token never sees a token of another example. In a local layer, a token sees itself and the tokens of its
 example that are at most half a window away. The pads of a row count as one more example.
 
-Cost: one mask per kind of layer and batch, which all layers of both towers read. With the backend sdpa a mask is a
-bias [B, 1, S, S]; with flex it is a list of blocks, and blocks outside the window are never computed. With a bias,
-local attention in long rows is computed by blocks of queries against the keys that they can see. `blocks_are_faster`
-documents from which length.
-
 Shapes: B rows, N heads, S tokens, D features of a head.
 """
 
@@ -28,18 +23,7 @@ from electra_dist.model.row_layout import RowLayout
 def new_attention_mask(
     model: ModelConfig, layout: RowLayout, dtype: torch.dtype, backend: str
 ) -> torch.Tensor | BlockMask | AttentionScopes:
-    """Return the attention mask of a batch, in the form that the encoders of the architecture expect.
-
-    Args:
-        model: gives the architecture and the window of its local layers.
-        layout: positions and examples of the tokens in each row, from `row_layout.derive`.
-        dtype: dtype of the bias for sdpa; not used for flex.
-        backend: "sdpa" or "flex".
-
-    Returns:
-        For the architecture `bert`, one mask for all layers: with sdpa a bias [B, 1, S, S] of 0 and -inf, with flex a
-        BlockMask. For `modern`, an AttentionScopes with one such mask for each kind of layer.
-    """
+    """Return the masks of a batch: for `bert` one, for `modern` an AttentionScopes with one for each kind of layer."""
     global_mask = same_example(layout, dtype, backend)
     if model.architecture == "bert":
         return global_mask
@@ -55,18 +39,7 @@ def new_attention_mask(
 def attend_in_windows(
     query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, bias_B1SS: torch.Tensor, reach: int
 ) -> torch.Tensor:
-    """Return the attention output of a local layer without dropout, [B, N, S, D].
-
-    The queries are split into blocks of 2 x `reach` tokens. Each block attends only to the keys that its queries can
-    see, so the cost grows linearly with S. The result equals that of attention with the whole bias, up to rounding.
-
-    Args:
-        query_BNSD: queries of all heads.
-        key_BNSD: keys of all heads.
-        value_BNSD: values of all heads.
-        bias_B1SS: bias of a local layer, -inf where query and key are more than `reach` tokens apart.
-        reach: largest distance, in tokens, at which a query sees a key.
-    """
+    """Return the attention output of a local layer without dropout, [B, N, S, D]."""
     num_tokens = query_BNSD.shape[2]
     block_outputs = []
     for first in range(0, num_tokens, 2 * reach):
@@ -98,11 +71,6 @@ def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
 
     The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not
     measured and is treated as bf16.
-
-    Args:
-        num_tokens: number of tokens in a row.
-        reach: largest distance, in tokens, at which a query sees a key.
-        dtype: dtype of the bias, which is also that of the queries.
     """
     fewest_tokens = 512 if dtype == torch.float32 else 1024
     # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
@@ -110,11 +78,8 @@ def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
 
 
 def _window_bias(bias_B1SS: torch.Tensor, reach: int) -> torch.Tensor:
-    """Return an attention bias [B, 1, S, S] with further -inf where query and key are more than `reach` tokens apart.
-
-    Args:
-        bias_B1SS: bias of a global layer, which separates the examples of a row.
-        reach: largest distance, in tokens, at which a query sees a key.
+    """Return an attention bias [B, 1, S, S] with further -inf where query and key are more than `reach` tokens
+    apart.
     """
     index_S = torch.arange(bias_B1SS.shape[-1], device=bias_B1SS.device)
     distance_SS = (index_S[:, None] - index_S[None, :]).abs()
@@ -122,17 +87,13 @@ def _window_bias(bias_B1SS: torch.Tensor, reach: int) -> torch.Tensor:
 
 
 def _window_blocks(layout: RowLayout, reach: int) -> BlockMask:
-    """Return FlexAttention's mask of a local layer, in which tokens of one example see each other up to `reach` apart.
-
-    Args:
-        layout: positions and examples of the tokens in each row.
-        reach: largest distance, in tokens, at which a query sees a key.
+    """Return FlexAttention's mask of a local layer, in which tokens of one example see each other up to `reach`
+    apart.
     """
     example_BS = layout.example_BS
     num_rows, num_tokens = example_BS.shape
 
     def in_window(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return whether a query sees a key; FlexAttention calls this `mask_mod` with tensors of indices."""
         is_near = (query - key).abs() <= reach
         return is_near & (example_BS[row, query] == example_BS[row, key])
 

@@ -16,39 +16,21 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
-    """Return a new module that embeds token ids.
-
-    Args:
-        model: gives the architecture, the sizes of the tables, eps and dropout.
-        width: number of features of an entry of the tables.
-    """
+    """Return a new module that embeds token ids."""
     if model.architecture == "modern":
         return ModernEmbeddings(model, width)
     return SharedEmbeddings(model, width)
 
 
 def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return a new module with the layers of one tower.
-
-    Args:
-        model: gives the architecture, eps and dropout.
-        tower: number and sizes of the layers.
-        embedding_size: width of the embeddings that the layers read. If it differs from the width of the layers, a
-            linear projection precedes them.
-    """
+    """Return a new module with the layers of one tower."""
     if model.architecture == "modern":
         return ModernEncoder(model, tower, embedding_size)
     return Encoder(model, tower, embedding_size)
 
 
 def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> GeneratorHead:
-    """Return a new head that predicts the token at each masked slot.
-
-    Args:
-        model: gives the architecture, the size of the vocabulary and eps.
-        hidden_size: width of the states that the head reads.
-        embedding_size: width of the token table, which is also the output matrix of the head (tied weights).
-    """
+    """Return a new head that predicts the token at each masked slot."""
     if model.architecture == "modern":
         return ModernTokenHead(model, hidden_size, embedding_size)
     return GeneratorHead(model, hidden_size, embedding_size)

@@ -27,6 +27,7 @@ from electra_kernels.keyed_dropout import keyed_dropout
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
+from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
 from electra_dist.model.architectures.attention_scopes import attend_in_windows, blocks_are_faster
@@ -57,25 +58,13 @@ class ModernEmbeddings(Embeddings):
     """Embeddings of the architecture `modern`: a table of tokens, a LayerNorm without bias, and dropout."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
-        """Create the token table and the LayerNorm.
-
-        Args:
-            model: gives the size of the vocabulary, eps and dropout.
-            width: number of features of an entry of the table.
-        """
         super().__init__()
         self.word = nn.Embedding(model.padded_vocab_size, width)
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.dropout = model.hidden_dropout
 
+    @override
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the table entry of each token, [B, S, E], before LayerNorm and dropout.
-
-        Args:
-            ids_BS: int64 token ids.
-            position_BS: not used, because positions are rotary and have no table.
-            token_type_BS: not used, because token types have no table.
-        """
         return self.word(ids_BS)
 
 
@@ -83,19 +72,12 @@ class ModernAttention(SelfAttention):
     """Multi-head self-attention of the architecture `modern`: rotary positions, optional windows, no biases."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
-        """Create the linear layers; `tower` gives the sizes, `model` the dropout of attention probabilities."""
         super().__init__(model, tower, bias=False)
 
+    @override
     def forward(  # type: ignore[override]
         self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the projected attention output, [T, H], before dropout and residual.
-
-        Args:
-            hidden_TH: states after the LayerNorm, of B rows laid end to end.
-            scope: which tokens each token sees, and the rotations of its position.
-            dropout_keys: random keys for dropout of the attention probabilities.
-        """
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
@@ -107,14 +89,6 @@ class ModernAttention(SelfAttention):
         return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
 
     def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
-        """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask.
-
-        This holds in local layers with a bias and without dropout, if the rows are so long that `blocks_are_faster`.
-
-        Args:
-            scope: mask and reach of the layer.
-            num_tokens: number of tokens in a row.
-        """
         if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
             return False
         has_dropout = self.training and self.dropout > 0
@@ -122,20 +96,10 @@ class ModernAttention(SelfAttention):
 
 
 class ModernLayer(nn.Module):
-    """Transformer layer of the architecture `modern`: attention, then a gated feed-forward network.
-
-    A LayerNorm precedes each of the two sub-layers, and the sub-layer's input is added to its output.
-    """
+    """Transformer layer of the architecture `modern`: attention, then a gated feed-forward network."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
-        """Create the sub-layers.
-
-        Args:
-            model: gives dropout and eps.
-            tower: gives the sizes of the sub-layers.
-            number: number of the layer in the tower, from 0. Layer 0 has no LayerNorm before attention, because the
-                embeddings are normalised already.
-        """
+        """Create the sub-layers."""
         super().__init__()
         width = tower.hidden_size
         self.dropout = model.hidden_dropout
@@ -149,13 +113,7 @@ class ModernLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
-        """Return the states after this layer, [T, H].
-
-        Args:
-            hidden_TH: states of the previous layer, or the (projected) embeddings, of B rows laid end to end.
-            scope: which tokens each token sees in this layer, and the rotations of its position.
-            dropout_keys: random keys for dropout in this layer.
-        """
+        """Return the states after this layer, [T, H]."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + self._drop(attended_TH, dropout_keys.attention_output)
@@ -164,12 +122,7 @@ class ModernLayer(nn.Module):
         return hidden_TH + self._drop(output_TH, dropout_keys.feed_forward_output)
 
     def _drop(self, output_TH: torch.Tensor, dropout_keys: LayerDropoutKeys | None) -> torch.Tensor:
-        """Return the output of a sub-layer after dropout, [T, H]; unchanged if `dropout_keys` is None.
-
-        Args:
-            output_TH: output of the sub-layer for B rows laid end to end.
-            dropout_keys: random keys for this output; None if nothing is dropped.
-        """
+        """Return the output of a sub-layer after dropout, [T, H]; unchanged if `dropout_keys` is None."""
         if dropout_keys is None:
             return output_TH
         row_B = dropout_keys.row_B
@@ -182,13 +135,6 @@ class ModernEncoder(Encoder):
     """Layers of one tower (generator or discriminator) of the architecture `modern`, with a final LayerNorm."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int) -> None:
-        """Create the layers, the final LayerNorm and, if the widths differ, a projection of the embeddings.
-
-        Args:
-            model: gives dropout, eps, which layers are global, the window of the others, and the rotary bases.
-            tower: gives the number and the sizes of the layers.
-            embedding_size: width of the embeddings that the layers read.
-        """
         super().__init__(model, tower, embedding_size)
         if self.embeddings_project is not None:
             self.embeddings_project = Linear(embedding_size, tower.hidden_size, bias=False)
@@ -196,25 +142,14 @@ class ModernEncoder(Encoder):
         self.head_width = tower.hidden_size // tower.num_heads
         self.model = model
 
+    @override
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer of this tower.
-
-        Args:
-            model: gives dropout and eps.
-            tower: gives the sizes of the layer.
-            number: number of the layer in the tower, from 0.
-        """
         return ModernLayer(model, tower, number)
 
+    @override
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
-        """Return the further arguments of each layer's `forward`: its scope and its dropout keys.
-
-        Args:
-            attention_mask: masks and positions of the batch, an `AttentionScopes` made by `new_attention_mask`.
-            dropout_keys: random keys for dropout in this tower.
-        """
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
         position_BS = attention_mask.position_BS
@@ -235,19 +170,12 @@ class ModernEncoder(Encoder):
         return inputs
 
     def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the random keys for dropout of the output of one sub-layer; None if nothing is dropped.
-
-        Nothing is dropped outside of training, or if `model.hidden_dropout` is 0.
-
-        Args:
-            dropout_keys: random keys for dropout in this tower.
-            sub_layer: number of the sub-layer in the tower, from 0, from which its seed is derived.
-        """
+        """Return the random keys for dropout of the output of one sub-layer; None if nothing is dropped."""
         if not self.training or not self.model.hidden_dropout:
             return None
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)
         return dropout_keys._replace(seed=seed).of_layers(1)[0]
 
+    @override
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the tower's output, [T, H]: the states of the last layer after the final LayerNorm."""
         return self.final_norm(hidden_TH)

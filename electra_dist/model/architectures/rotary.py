@@ -21,15 +21,7 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rotation:
-    """Return the rotation of every token, computed in fp32 also under autocast.
-
-    The angle of the f-th pair of features is position * theta ** (-2 f / D), for a head of D features.
-
-    Args:
-        position_BS: int64 position of each token within its example.
-        head_width: number D of features of a head, which must be even.
-        theta: base of the wavelengths (config keys `model.global_rope_theta` and `model.local_rope_theta`).
-    """
+    """Return the rotation of every token, computed in fp32 also under autocast."""
     with torch.autocast(position_BS.device.type, enabled=False):
         exponent_F = torch.arange(0, head_width, 2, device=position_BS.device).float() / head_width
         frequency_F = 1.0 / (theta**exponent_F)
@@ -38,15 +30,7 @@ def rotation_of(position_BS: torch.Tensor, head_width: int, theta: float) -> Rot
 
 
 def rotate_query_and_key(qkv_BS3ND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return query, key and value with query and key rotated, [B, S, 3, N, D] in the dtype of the input.
-
-    Features f and f + D / 2 of a head are a pair that is rotated together. The products are computed in fp32, or in
-    fp64 if the input is fp64.
-
-    Args:
-        qkv_BS3ND: query, key and value of all heads.
-        rotation: rotation of each token, from `rotation_of` with `head_width` D.
-    """
+    """Return query, key and value with query and key rotated, [B, S, 3, N, D] in the dtype of the input."""
     query_and_key, value = qkv_BS3ND.split((2, 1), dim=2)
     compute_dtype = torch.promote_types(qkv_BS3ND.dtype, torch.float32)
     cos = rotation.cos_BSF[:, :, None, None]

@@ -59,14 +59,7 @@ class Settings(NamedTuple):
 def after_attention(
     context_TH: torch.Tensor, residual_TH: torch.Tensor, parameters: Parameters, settings: Settings
 ) -> torch.Tensor:
-    """Return the states after a layer, [T, H] in the dtype of `context_TH`.
-
-    Args:
-        context_TH: output of attention before its output product, contiguous.
-        residual_TH: input of the layer, contiguous, in the same dtype.
-        parameters: may have another dtype under autocast.
-        settings: eps, dropout, rows and backend.
-    """
+    """Return the states after a layer, [T, H] in the dtype of `context_TH`."""
     states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
     return states_TH
 
@@ -114,13 +107,7 @@ class _AfterAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of both inputs and of all parameters, and None for the settings.
-
-        It can run only once after a forward pass, because it overwrites tensors that the forward pass saved. torch
-        raises an error if it is called again.
-
-        Weights of products have gradients in the dtype of `grad_TH`, which autograd casts to that of the parameters.
-        """
+        """Return the gradients of both inputs and of all parameters, and None for the settings."""
         context_TH, normed_TH, expanded_TI, activated_TI, *saved = ctx.saved_tensors
         num_parameters = len(Parameters._fields)
         parameters = Parameters(*saved[:num_parameters])

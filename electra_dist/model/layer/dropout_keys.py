@@ -14,11 +14,7 @@ from electra_kernels.keyed_random import key_on_device
 
 
 class DropoutKeys(NamedTuple):
-    """Keys that determine which elements a network drops in one forward pass, and the backend that applies dropout.
-
-    Which elements of a row are dropped is a function of seed, step, row number and position. Unlike with a stream of
-    random numbers, the other rows of the batch have no influence.
-    """
+    """Keys that determine which elements a network drops in one forward pass, and the backend that applies dropout."""
 
     seed: int  # seed of this tower, derived from the run's
     step: int  # number of the optimizer step
@@ -28,21 +24,12 @@ class DropoutKeys(NamedTuple):
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
-        """Return placeholder keys for a model in evaluation mode, where nothing is dropped and no key is read.
-
-        Args:
-            ids_BS: any tensor with B rows; only its length and device matter.
-        """
+        """Return placeholder keys for a model in evaluation mode, where nothing is dropped and no key is read."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropoutKeys]:
-        """Return the dropout keys of each layer of the network.
-
-        A layer's number is part of its key, so that each layer drops different elements. The keys are views of one
-        tensor. Under Triton, whose kernels read them from the device, the tensor is computed there from
-        `step_on_device`, so that nothing is copied in the middle of a micro-batch. Otherwise it is on the host.
-        """
+        """Return the dropout keys of each layer of the network."""
         device = self.row_B.device
         if resolve_without_cuda(self.backend, device.type) == "triton":
             step = self.step_on_device
@@ -67,11 +54,7 @@ def _step_column(device: torch.device) -> torch.Tensor:
 
 
 class LayerDropoutKeys(NamedTuple):
-    """Keys that determine which elements one layer of a network drops in one forward pass.
-
-    Seed, step and layer number are in a tensor and not Python integers, so that one graph of torch.compile serves all
-    layers and all steps, and so that a launch of a kernel has no argument that changes with the step.
-    """
+    """Keys that determine which elements one layer of a network drops in one forward pass."""
 
     key_3: torch.Tensor  # int64 [3]: seed, step, number of the layer; on the device under Triton, else on the host
     row_B: torch.Tensor  # int64 numbers of the rows within the global batch

@@ -21,21 +21,13 @@ from electra_dist.model.matrix_products import input_gradient, linear, product_d
 def qkv_product(
     hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query, key and value of each token in one tensor, [T, 3 H], and the input as the residual, [T, H].
-
-    Both are in the dtype of the input, or of autocast. The parameters may have another dtype under autocast.
-
-    Args:
-        hidden_TH: states of the previous layer.
-        weight: [3 H, H].
-        bias: [3 H].
-    """
+    """Return query, key and value of each token in one tensor, [T, 3 H], and the input as the residual, [T, H]."""
     result: tuple[torch.Tensor, torch.Tensor] = _QkvProduct.apply(hidden_TH, weight, bias)
     return result
 
 
 class _QkvProduct(torch.autograd.Function):
-    """Autograd function of one product that also hands its input on. It keeps the input and the weight."""
+    """Autograd function of one product that also hands its input on."""
 
     @staticmethod
     def forward(
@@ -53,10 +45,6 @@ class _QkvProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of the input, the weight and the bias.
-
-        The parameters' gradients are in the dtype of the product; autograd casts them to that of the parameters.
-        """
         hidden_TH, weight = ctx.saved_tensors
         grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
         return grad_hidden_TH, weight_gradient(grad_qkv, hidden_TH), grad_qkv.sum(0)

@@ -131,12 +131,8 @@ def workload_of_tokens(
     """Return the workload of a corpus with a given number of tokens, from text like that of the sample.
 
     Args:
-        rates: the measurement, with the sizes of the sample.
-        tokens: wanted tokens of the corpus.
         file_bytes: size of an input file in bytes.
         kept: share of the raw text that `corpus prepare` keeps and writes to the input files, above 0, at most 1.
-        num_machines: number of machines; each builds one part of the corpus.
-        cores_per_machine: cores of each machine, each of which runs one worker process.
     """
     scale = tokens / rates.tokens
     text_bytes = rates.text_bytes * scale
@@ -157,7 +153,6 @@ def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
 
     Args:
         plan: a plan of the build for any number of machines; its `cores_per_machine` is used.
-        hours: wanted duration of the whole build.
     """
     hours_before_merge = hours - plan.merge.core_hours
     if hours_before_merge <= 0:
@@ -170,10 +165,8 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
     """Return the plan of a build.
 
     Args:
-        rates: costs of the steps, measured on one core.
         request: the build; its sizes of groups, spill files and shards and its section `corpus` are used, not its
             inputs and output.
-        work: sizes of the text, and the machines.
     """
     scale = work.text_bytes / rates.text_bytes
     counts = _count_files(rates, request, work)
@@ -257,25 +250,17 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
-    """Return the number of groups into which `group_inputs` divides `num_files` files of `file_bytes` each."""
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 
 
 def _sample_pieces(work: Workload, num_spills: int) -> int:
-    """Return how many pieces of spill files a build reads for its sample of rows (`row_sample.py`).
-
-    The sample is the first `SAMPLE_BYTES` of the shuffled documents. The build reads them cell by cell (a cell is one
-    of `NUM_CELLS` equal ranges of the documents' keys) from every spill file, and a cell without documents in a spill
-    file costs no request. The number of documents in a cell is taken as Poisson-distributed.
-    """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
     documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
     return round(num_cells * num_spills * -math.expm1(-documents_per_piece))
 
 
 def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
-    """Return the number of shards of the held-out corpus, which has `heldout_fraction` of all rows."""
     return math.ceil(row_bytes * request.corpus.heldout_fraction / request.shard_bytes)
 
 
@@ -306,14 +291,10 @@ class _Counts:
     side_files: bool  # whether each shard has a side file (corpus.origins)
 
     def of_reading(self) -> Requests:
-        """Return the requests that find and fetch the inputs: each part lists all inputs and asks for their sizes."""
         return Requests(get=self.files * self.parts + self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
-        """Return the requests that begin the build, ask which groups were read, and write spill files and records.
-
-        Each part asks, and the parts together write every file once.
-        """
+        """Return the requests that begin the build, ask which groups were read, and write spill files and records."""
         begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
         begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
@@ -323,10 +304,7 @@ class _Counts:
         )
 
     def of_collecting(self) -> Requests:
-        """Return the requests that read the records of the groups, the tables of the spill files and their pieces.
-
-        A piece is a range of a spill file, such as the documents of one bucket.
-        """
+        """Return the requests that read the records of the groups, the tables of the spill files and their pieces."""
         tables = 2 * self.spills  # for each spill file its table, and the size of the file
         to_plan_buckets = self.groups + tables + self.sample_pieces
         to_make_rows = self.groups + tables * self.workers
@@ -337,18 +315,13 @@ class _Counts:
         )
 
     def of_writing(self) -> Requests:
-        """Return the requests that write shards, held-out rows, side files, and the records of buckets and parts."""
         files = self.shards + self.heldout_buckets
         if self.side_files:
             files *= 2
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Return how many requests of each kind `corpus merge` sends to S3.
-
-        The merge reads the records that the build has kept of each part, checks that every shard is there, writes the
-        held-out corpus and the manifests, and deletes the records.
-        """
+        """Return how many requests of each kind `corpus merge` sends to S3."""
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
         num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus

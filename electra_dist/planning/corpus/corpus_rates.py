@@ -70,7 +70,6 @@ class CorpusRates(Section):
     @field_validator("cpu_s")
     @classmethod
     def _has_all_steps(cls, value: dict[str, float]) -> dict[str, float]:
-        """Return `cpu_s`; raise ValueError if a step of `STEPS` is missing, unknown or has negative seconds."""
         if set(value) != set(STEPS) or min(value.values()) < 0:
             raise ValueError(f"must have the seconds of the steps {', '.join(STEPS)}")
         return value
@@ -93,13 +92,10 @@ def measure_rates(
     Args:
         request: the build to measure. All of its `inputs` are read; the first documents, about `SAMPLE_BYTES`, are the
             sample that goes through the other steps. `output` and `num_workers` are ignored.
-        sample: description of the text, which the result and error messages repeat.
-        hardware: description of the machine, which the result repeats.
         prepare: measured stages of `corpus prepare`, which the result repeats.
 
     Raises:
         UserError: no document of the sample gives a row, or a file cannot be read.
-        StoreError: a file on S3 cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="corpus-rates-") as folder:
         return _Measurement(request, Path(folder)).run(sample, hardware, prepare)
@@ -109,7 +105,6 @@ class _Measurement:
     """Runner of one measurement, which times the steps of a build on a sample; use `run` once."""
 
     def __init__(self, request: BuildRequest, folder: Path) -> None:
-        """Open `folder`, an empty folder that receives the spill file, the shard and the records."""
         self._request = request
         self._store = open_store(str(folder))
         self._cpu_s: dict[str, float] = {}
@@ -143,14 +138,7 @@ class _Measurement:
         )
 
     def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Read all input files, and take the first documents, about `SAMPLE_BYTES`, as the sample.
-
-        The recorded seconds are those of reading all files, times the sample's share of the bytes that were read.
-
-        Returns:
-            The documents of the sample, their size in bytes (at least 1), and the sample's share of the bytes of all
-            documents that were read.
-        """
+        """Read all input files, and take the first documents, about `SAMPLE_BYTES`, as the sample."""
         documents: list[RawDocument] = []
         sample_bytes = 0
         all_bytes = 0
@@ -179,18 +167,13 @@ class _Measurement:
         return spill_bytes
 
     def _collect(self) -> list[RawDocument]:
-        """Read the documents of the spill file, as the shuffle of a build does for all buckets; return them."""
         begin = time.process_time()
         entries = list(SpillFile(self._store, "spill").documents(range(NUM_CELLS)))
         self._cpu_s[COLLECT] = time.process_time() - begin
         return [entry.document for entry in entries]
 
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Turn the documents into rows, chunk by chunk.
-
-        Returns:
-            The number of tokens without [PAD], and the blocks of training and held-out rows, [rows, seq_len] each.
-        """
+        """Turn the documents into rows, chunk by chunk."""
         processor = ChunkProcessor(self._request.rules())
         blocks: list[np.ndarray] = []
         tokens = 0

@@ -34,11 +34,6 @@ from electra_dist.planning.corpus.corpus_rates import PrepareRate
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
     """Return the CPU time of each stage of a preparation, measured on local files.
 
-    Args:
-        config: the preparation; its sources, folders and executor are replaced by those of the measurement.
-        files: files with the text of the sample, on a local disk.
-        text_field: JSON field or table column that holds the text.
-
     Raises:
         UserError: a file that the filters need is missing, or a file of the sample cannot be read.
     """
@@ -56,16 +51,7 @@ def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_
 
 
 def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Run all stages of a preparation but the last in this process, and return the CPU time of each stage.
-
-    The last stage writes the report; it takes little time and is not run.
-
-    Args:
-        config: the preparation; its sources, folders and executor are replaced.
-        folder: new folder for the output and the work files.
-        files: files with the text of the sample, on a local disk.
-        text_field: JSON field or table column that holds the text.
-    """
+    """Run all stages of a preparation but the last in this process, and return the CPU time of each stage."""
     from datatrove.utils.logging import logger
 
     from electra_dist.corpus.prepare.preparation import check
@@ -106,13 +92,11 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
 
 
 def _noting_sizes(documents: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
-    """Yield documents, and append the size of each one's text in bytes to `sizes`."""
     for document in documents:
         sizes.append(len(document.text.encode()))
         yield document
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its ended child processes, such as those that extract HTML."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime

@@ -24,7 +24,6 @@ def draw_bars(title: str, labels: Sequence[str], values: Sequence[int]) -> str:
     Args:
         title: text above the diagram, without characters that HTML must escape.
         labels: text below each bar; if there are many bars, evenly spaced labels are shown, at most `_MAX_TICKS`.
-        values: height of each bar; as many as labels.
     """
     with matplotlib.rc_context(svg_style() | {"svg.hashsalt": title}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")

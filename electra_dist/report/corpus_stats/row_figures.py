@@ -65,14 +65,9 @@ def read_row_figures(
     """Return the counts over all rows of a corpus, with the text of `_NUM_SAMPLES` evenly spaced rows.
 
     Args:
-        store: store of the corpus.
-        manifest: manifest of the corpus.
-        vocabulary: vocabulary of the corpus.
         origins: reader of the corpus's side files; None if the corpus has no side files.
-        progress: wraps the indices of the shards while they are read, for a progress bar.
 
     Raises:
-        StoreError: a shard or side file cannot be read.
         ManifestMismatch: a shard or side file is damaged.
     """
     figures = RowFigures()
@@ -128,16 +123,7 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the length of each example in tokens, int64 [examples].
-
-    An example ends where the next example of its row begins; the last example of a row ends with the row's last token
-    before [PAD].
-
-    Args:
-        rows: [examples] row of each example, ascending.
-        starts: [examples] position of each example's first token in its row, ascending within a row.
-        num_tokens: [rows] tokens of each row, without [PAD].
-    """
+    """Return the length of each example in tokens, int64 [examples]."""
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
     ends[:-1][has_next_in_row] = starts[1:][has_next_in_row]
@@ -145,13 +131,7 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the tokens of a shard's examples to the counts of their sources.
-
-    Args:
-        figures: counts to increase.
-        table: side file of the shard.
-        num_tokens: [rows] tokens of each row of the shard, without [PAD].
-    """
+    """Add the tokens of a shard's examples to the counts of their sources."""
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))
@@ -162,10 +142,7 @@ def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[
 
 
 def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
-    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD].
-
-    The pieces of a word are joined, and words are separated by a space.
-    """
+    """Return the text of each example of a row, [seq_len], without [CLS], [SEP] and [PAD]."""
     special = vocabulary.special
     texts: list[str] = []
     for token_id in row.tolist():

@@ -39,12 +39,6 @@ def write_stats_page(
 ) -> Path:
     """Write the HTML page of a corpus, and return the path of the page. Missing folders are created.
 
-    Args:
-        store: store of the corpus.
-        name: name of the corpus, for the title.
-        path: the HTML file to write; an existing file is replaced.
-        progress: wraps the indices of the shards while they are read, for a progress bar.
-
     Raises:
         UserError: a file of the corpus is missing or damaged, or the page cannot be written.
     """
@@ -61,10 +55,7 @@ def stats_page(name: str, manifest: CorpusManifest, report: BuildReport | None, 
     """Return the HTML text of the page of a corpus; nothing is written.
 
     Args:
-        name: name of the corpus, for the title; it is escaped.
-        manifest: manifest of the corpus.
         report: content of the corpus's build.json; None if the corpus has no build.json.
-        figures: counts over the rows of the corpus.
     """
     title = html_text(name)
     short_names = _short_names(report)
@@ -112,7 +103,6 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
-    """Return the names that the page shows: source -> last folders of its name, as few as make the names differ."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -141,10 +131,7 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> str:
 
 
 def _record_sources(figures: RowFigures, report: BuildReport | None, short_names: Mapping[str, str]) -> str:
-    """Return the section with the tokens of each source that the documents' records name (`metadata.source`).
-
-    It is empty if no record names a source. Licences are known only for text that `corpus prepare` made.
-    """
+    """Return the section with the tokens of each source that the documents' records name (`metadata.source`)."""
     prepared = {} if report is None else report.prepared
     rows = []
     by_name = sorted(figures.tokens_by_source.items(), key=lambda item: (item[0][0], item[0][1] or ""))
@@ -228,17 +215,11 @@ def _preparation(text: PreparedText) -> str:
 
 
 def _total(numbers: Mapping[str, int]) -> int:
-    """Return the sum of the numbers of documents of all sources."""
     return sum(numbers.values())
 
 
 def _samples(samples: Sequence[RowSample], short_names: Mapping[str, str]) -> str:
-    """Return the section with the text of the sample rows, and the document of each example if it is known.
-
-    Args:
-        samples: the sample rows.
-        short_names: source -> name that the page shows; a source without an entry is shown by its whole name.
-    """
+    """Return the section with the text of the sample rows, and the document of each example if it is known."""
     paragraphs = ""
     for sample in samples:
         paragraphs += f"<p><b>{html_text(sample.shard)} row {sample.row}</b></p>\n"

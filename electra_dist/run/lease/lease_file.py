@@ -114,11 +114,7 @@ class FoundLease:
 
 
 def find_newest(folder: Path) -> FoundLease:
-    """Return the newest lease in a folder of leases; foreign files are passed over.
-
-    Raises:
-        OSError: the folder exists and cannot be read.
-    """
+    """Return the newest lease in a folder of leases; foreign files are passed over."""
     for _ in range(_TRIES):
         files = lease_files(folder)
         if not files:
@@ -134,17 +130,9 @@ def find_newest(folder: Path) -> FoundLease:
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
     """Create the file of a lease for this process, and delete those of earlier leases and unfinished ones.
 
-    Args:
-        folder: the folder of leases; created if it is missing.
-        number: number of the lease, one more than that of the newest.
-        holder: "supervisor" or "rank 0".
-
     Returns:
         The lease, and a descriptor of its file: the file stays locked until it is closed or the process ends. None if
         another process has created the file.
-
-    Raises:
-        StoreError: the folder cannot be written.
     """
     path = folder / f"{number:06d}.json"
     if path.with_suffix(".released").exists():
@@ -164,16 +152,9 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
 def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | None:
     """Create the file of a lease, which this process has locked before any other sees it.
 
-    Args:
-        path: the file.
-        make_content: returns its content; called with whether the file could be locked.
-
     Returns:
         A descriptor of the file: it stays locked until the descriptor is closed or the process ends. None if there is
         such a file already.
-
-    Raises:
-        StoreError: the file cannot be written.
     """
     lock = -1
     try:
@@ -190,11 +171,7 @@ def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | Non
 
 
 def renew(path: Path) -> None:
-    """Renew a lease: set the modification time of its file to the present time.
-
-    Raises:
-        OSError: the file is missing or cannot be changed.
-    """
+    """Renew a lease: set the modification time of its file to the present time."""
     now_ns = time.time_ns()
     if path.stat().st_mtime_ns == now_ns:
         now_ns += 1000  # A clock that stands still must not make the lease look abandoned.
@@ -239,7 +216,7 @@ def _describe_this_process(holder: str, *, has_lock: bool) -> LeaseOwner:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file if that is possible at once; return whether it was. False on a file system without locks."""
+    """Lock an open file if that is possible at once; return whether it was."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -248,14 +225,12 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Return whether no process holds the lock of a lease's file; a missing file has none."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return _try_lock(file.fileno(), fcntl.LOCK_SH)
     return True
 
 
 def _encode(owner: LeaseOwner) -> bytes:
-    """Return the content of a lease's file: one line of JSON."""
     return json.dumps(dataclasses.asdict(owner)).encode("ascii") + b"\n"
 
 

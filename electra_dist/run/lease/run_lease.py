@@ -13,9 +13,6 @@ ends, which shows on the same machine, also in another container, that the lease
 the owner; its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor,
 rank 0 is the owner.
 
-Cost: two fsyncs for each start; a thread that reads one file and lists one folder every `RENEW_S` seconds; one `stat`
-at each step. Imports no torch.
-
 Limits: a process that did not run for `LEASE_S` seconds, such as one in a suspended virtual machine, may write for up
 to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then (`checkpoint/commit.py`).
 """
@@ -68,8 +65,6 @@ class RunLease:
         """Begin to renew a lease that was just taken; without a lock descriptor, only watch it.
 
         Args:
-            run_dir: folder of the run.
-            lease: the lease.
             lock: descriptor of its file, which this process has locked if the file system has locks; None in a rank of
                 the owner, which does not renew the lease.
         """
@@ -105,11 +100,7 @@ class RunLease:
         return self._lost != ""
 
     def check(self) -> None:
-        """Raise if `is_lost`.
-
-        Raises:
-            LeaseLost: another process has taken the lease, or the run folder was deleted or moved.
-        """
+        """Raise if `is_lost`."""
         if self.is_lost:
             raise LeaseLost(self._lost)
 
@@ -130,15 +121,11 @@ class RunLease:
             _remove_unused(self._run_dir)
 
     def _keep(self) -> None:
-        """Renew the lease until it is released or lost. The body of the thread."""
         while not self._lost and not self._ends.wait(RENEW_S):
             self._look()
 
     def _look(self) -> None:
-        """Check that the lease is still held and, in its owner, renew it; otherwise set `_lost` to the reason.
-
-        An error of the storage changes nothing: the next look decides.
-        """
+        """Check that the lease is still held and, in its owner, renew it; otherwise set `_lost` to the reason."""
         with self._looking, contextlib.suppress(OSError):
             self._next_look = time.monotonic() + RENEW_S
             newest = find_newest(self._lease.path.parent)
@@ -149,11 +136,7 @@ class RunLease:
                 self._lost = self._find_loss(newest)
 
     def _find_loss(self, newest: FoundLease) -> str:
-        """Return why the newest lease is not that of this process, as one line; empty if the lease goes on.
-
-        It goes on if a person has deleted its file: the owner writes it again. Another start, or a folder that was
-        deleted or moved, ends it.
-        """
+        """Return why the newest lease is not that of this process, as one line; empty if the lease goes on."""
         if _file_id(self._run_dir) != self._folder_id:
             return (
                 f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
@@ -171,16 +154,7 @@ class RunLease:
 
 
 def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
-    """Return the lease of a run folder for rank 0: that of its supervisor, or one that it takes itself.
-
-    Args:
-        run_dir: folder of the run; created if it is missing.
-        say: prints one line on who is waited for.
-
-    Raises:
-        UserError: another start holds the lease.
-        StoreError: the run folder cannot be read or written.
-    """
+    """Return the lease of a run folder for rank 0: that of its supervisor, or one that it takes itself."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return join_lease(run_dir, token) if token else take_lease(run_dir, "rank 0", say)
 
@@ -194,21 +168,11 @@ def take_lease(
 ) -> RunLease:
     """Take the lease of a run folder; wait until it is free if its owner may have been killed.
 
-    With `patience_s` 0, the call raises UserError within about `RENEW_S` seconds if another owner renews its lease. An
-    owner that has stopped renewing is waited for up to `LEASE_S` seconds.
+    With `patience_s` 0, the call raises UserError within about `RENEW_S` seconds if another owner renews its lease.
 
     Args:
-        run_dir: folder of the run; created if it is missing.
-        holder: what this process is, for messages: "supervisor" or "rank 0".
-        say: prints one line on who is waited for.
         patience_s: how long to wait for an owner that is at work and will end, because this start takes over from it.
             With any patience, an owner on this machine that renews nothing for `LEASE_S` seconds is replaced, too.
-        give_up: polled while it waits.
-
-    Raises:
-        UserError: another start holds the lease.
-        StoreError: the run folder cannot be read or written.
-        KeyboardInterrupt: `give_up` has returned True.
     """
     folder = run_dir / LEASE_DIR
     seen: FoundLease | None = None
@@ -245,16 +209,7 @@ def take_lease(
 
 
 def join_lease(run_dir: Path, token: str) -> RunLease:
-    """Return the lease that the supervisor of this rank holds.
-
-    Args:
-        run_dir: folder of the run.
-        token: value of `TOKEN_VARIABLE`, which the supervisor has set.
-
-    Raises:
-        LeaseLost: the supervisor does not hold the lease any more.
-        StoreError: the run folder cannot be read.
-    """
+    """Return the lease that the supervisor of this rank holds."""
     folder = run_dir / LEASE_DIR
     with readable(folder):
         newest = find_newest(folder)
@@ -271,9 +226,6 @@ def read_owner(run_dir: Path) -> tuple[LeaseOwner, float] | None:
     """Return the owner of a run folder's lease, and the Unix time of its newest renewal; None if nobody holds it.
 
     The owner may have been killed since: the lease of a killed process stays until the next start takes it.
-
-    Raises:
-        StoreError: the run folder cannot be read.
     """
     with readable(run_dir / LEASE_DIR):
         newest = find_newest(run_dir / LEASE_DIR)
@@ -301,7 +253,6 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _is_missing(path: Path) -> bool:
-    """Return whether there is no file of this name; False if the storage does not answer."""
     try:
         return _file_id(path) is None
     except OSError:

@@ -7,8 +7,6 @@ runs of fewer than ten million steps. log.txt receives every line and note with 
 not, appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed:
 no bar, no colour, no carriage returns.
 
-Cost: some 50 us a line; rich redraws the bar ten times a second in a thread of its own.
-
 Limits: rank 0 only. Output that other processes write to the same terminal may break the line of the bar.
 """
 
@@ -48,14 +46,7 @@ class Console:
         """Open log.txt for appending, and show the progress bar if `stream` is a terminal.
 
         Args:
-            run_dir: folder of the run; created if it is missing.
-            total_steps: steps of the whole run.
-            start_step: steps that are already done.
             stream: where lines are printed; None: stdout.
-
-        Raises:
-            StoreAway: the disk of log.txt is full, read-only or does not respond.
-            UserError: log.txt cannot be written for another reason.
         """
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
@@ -78,10 +69,7 @@ class Console:
             self._progress.start()
 
     def line(self, record: StepRecord) -> None:
-        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step.
-
-        The first line of a start has the legend above it, and every 40th line has the names of the columns above it.
-        """
+        """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
         if self._num_lines == 0:
             for text in LEGEND:
                 self._show(text)
@@ -109,10 +97,7 @@ class Console:
         self._log.close()
 
     def _show(self, text: str) -> None:
-        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one.
-
-        A line that a full disk refuses is lost, in log.txt and where stdout is a file; the run goes on.
-        """
+        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one."""
         self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:
@@ -140,10 +125,7 @@ class Console:
 
 
 def _progress_bar(stream: TextIO) -> Progress:
-    """Create the progress bar of a run's steps; it disappears from the terminal when it stops.
-
-    A task that is added to it must have the text field `eta`, which is shown at the end of the bar.
-    """
+    """Create the progress bar of a run's steps; it disappears from the terminal when it stops."""
     return Progress(
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -157,11 +139,7 @@ def _progress_bar(stream: TextIO) -> Progress:
 
 
 def format_header(total_steps: int) -> str:
-    """Return the names of the columns of `format_line`, each above the right end of its column.
-
-    Args:
-        total_steps: steps of the whole run, which set the width of the first column.
-    """
+    """Return the names of the columns of `format_line`, each above the right end of its column."""
     names = ("mlm", "rtd", "repl", "orig", "lr", "gnorm", "tok/s", "mfu", "wait", "mem", "eta")
     widths = (6, 6, 5, 5, 8, 6, 5, 5, 5, 6, 6)
     cells = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]
@@ -171,11 +149,7 @@ def format_header(total_steps: int) -> str:
 def format_line(record: StepRecord, total_steps: int) -> str:
     """Return the line of a logged step, with the same columns and the same widths in every line of a run.
 
-    `LEGEND` explains the columns. Values that are not known (`None`, NaN or infinite fractions) are shown as a dash.
-
-    Args:
-        record: the values of the step.
-        total_steps: steps of the whole run, which set the width of the first column.
+    `LEGEND` explains the columns.
     """
     columns = [
         f"{_step_of(record.step, total_steps)} {_percent(record.step / total_steps)}",
@@ -195,12 +169,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
-    """Return the two lines of an evaluation on held-out rows.
-
-    The first has the losses, and accuracy, precision, recall and ROC-AUC of the discriminator on the generator's
-    replacements. The second has its context AUC with the standard error, the entropy of the generator in nats, the
-    share of its samples that are right, and the number of rows; what the objective does not have is left out.
-    """
+    """Return the two lines of an evaluation on held-out rows."""
     begin = f"{_step_of(record.step, total_steps)} eval:"
     first = (
         f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "

@@ -9,9 +9,6 @@ crash of the machine; an evaluation of step t must therefore be written before t
 Beside metrics.jsonl the writer keeps a summary of it (`run/metrics_summary.py`). With it a resume cuts the file, and
 `electra-dist status` finds the newest records, without reading the whole file.
 
-Cost: 20 us a record; a resume takes as long after a million records as after ten; importing TensorBoard takes 1 to 3 s
-once, only where it is switched on.
-
 Limits: one writer (rank 0). TensorBoard is a copy for people (`tensorboard_writer.py`); nothing is read back from it.
 """
 
@@ -46,16 +43,7 @@ class MetricsWriter:
     def __init__(
         self, run_dir: Path, tensorboard: bool, settings: Mapping[str, str | float | bool] | None = None
     ) -> None:
-        """Open metrics.jsonl for appending.
-
-        Args:
-            run_dir: folder of the run.
-            tensorboard: whether records are also written to `run_dir`/tensorboard.
-            settings: dotted keys of the config and their values, for TensorBoard's table of hyperparameters.
-
-        Raises:
-            UserError: metrics.jsonl cannot be written.
-        """
+        """Open metrics.jsonl for appending."""
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._summary = extended(read_summary(self._file.path) or MetricsSummary(), self._file.path)
@@ -73,13 +61,6 @@ class MetricsWriter:
         """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
 
         TensorBoard is asked to hide the points of its curves after `step`, too.
-
-        Args:
-            step: the step from which the run resumes.
-
-        Returns:
-            The last step that was recorded before the records were dropped, or `step` if that is higher. The run
-            repeats the steps after `step` up to the returned one.
         """
         before = extended(self._summary, self._file.path)
         if before.in_order:
@@ -96,14 +77,7 @@ class MetricsWriter:
         return step if last_recorded_step is None else max(step, last_recorded_step)
 
     def _rewrite_in_order(self, step: int) -> int | None:
-        """Write the records of steps <= `step` again, in the order of their steps, each kind and step once.
-
-        This repairs a file to which two processes have written. Of records of the same kind and step, which have the
-        same losses, the newest remains.
-
-        Returns:
-            The highest step that was recorded; None without records.
-        """
+        """Write the records of steps <= `step` again, in the order of their steps, each kind and step once."""
         records = read_records(self._file.path, metrics_fault)
         newest = {(record["step"], record["kind"]): record for record in records if record["step"] <= step}
         self._file.replace(sorted(newest.values(), key=lambda record: record["step"]))
@@ -111,10 +85,6 @@ class MetricsWriter:
         return max((record["step"] for record in records), default=None)
 
     def _save_summary(self) -> None:
-        """Add the records since the last call to the summary of the metrics, and write it.
-
-        If that fails, readers do without it.
-        """
         self._num_unsaved = 0
         with contextlib.suppress(OSError, UserError, ValueError):
             self._summary = extended(self._summary, self._file.path)
@@ -123,8 +93,7 @@ class MetricsWriter:
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
 
-        The record survives a crash of the machine only after `sync`. A record that a full or silent disk refuses is
-        kept in memory and written later; `problems` has a line about it.
+        The record survives a crash of the machine only after `sync`.
         """
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
@@ -138,12 +107,7 @@ class MetricsWriter:
             tensorboard.write(kind, fields)
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Append the text samples of an evaluation to samples.jsonl and, if it is switched on, to TensorBoard.
-
-        Args:
-            step: optimizer steps done.
-            samples: held-out text with the generator's replacements.
-        """
+        """Append the text samples of an evaluation to samples.jsonl and, if it is switched on, to TensorBoard."""
         with self._noted(self._run_dir / SAMPLES_FILE):
             self._sample_file().write(step, samples)
         tensorboard = self._open_tensorboard()
@@ -153,12 +117,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Wait until all records of metrics.jsonl are on the disk (fsync). Call it before a checkpoint is committed.
 
-        Otherwise a crash of the machine could lose records of steps that the run does not repeat. Any thread may call
-        it while another one calls `write`.
-
-        Raises:
-            StoreAway: the disk is full or away; call it again later.
-            StoreError: the disk refuses the records for another reason.
+        Otherwise a crash of the machine could lose records of steps that the run does not repeat.
         """
         with self._lock:
             self._file.sync()
@@ -177,12 +136,7 @@ class MetricsWriter:
         return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
 
     def close(self) -> None:
-        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine.
-
-        Raises:
-            StoreAway: metrics.jsonl cannot be written, because its disk is full or away. The other files are closed,
-                and a later call tries again.
-        """
+        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine."""
         if self._samples is not None:
             self._samples.close()
         if self._tensorboard is not None:
@@ -210,7 +164,6 @@ class MetricsWriter:
                     )
 
     def _sample_file(self) -> SampleFile:
-        """Return samples.jsonl, opened at the first call."""
         if self._samples is None:
             self._samples = SampleFile(self._run_dir)
         return self._samples
@@ -225,15 +178,7 @@ class MetricsWriter:
 def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) -> list[Record]:
     """Return the records of a metrics.jsonl, oldest first; an empty list if there is no file.
 
-    Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"). A record that an older
-    version wrote may lack some fields.
-
-    Args:
-        path: a metrics.jsonl, or the run folder that holds it.
-        fault_of: returns what is wrong with a record; `whole_metrics_fault` for a reader that uses all fields.
-
-    Raises:
-        UserError: the file is damaged; names the line.
+    Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval").
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path

@@ -4,8 +4,6 @@ How: training steps go into tensorboard/ and evaluations that have a counterpart
 under the same tags. TensorBoard shows these folders as two runs, and so draws both curves into one chart. Values that
 only evaluations have are in tensorboard/ under `eval/`.
 
-Cost: importing TensorBoard takes 1 to 3 s, at the first record.
-
 Limits: one writer (rank 0). The files are a copy for people; nothing is read back from them.
 """
 
@@ -76,12 +74,7 @@ _HPARAM_METRICS = ("loss/mlm", "loss/rtd", "eval/auc", "eval/context_auc")  # co
 
 
 def scalars(fields: Mapping[str, float | None], tags: Mapping[str, str]) -> dict[str, float]:
-    """Return the finite values of a record by their tags; a field that is None, NaN or infinite is left out.
-
-    Args:
-        fields: the record.
-        tags: field -> tag, one of the tables of this module.
-    """
+    """Return the finite values of a record by their tags; a field that is None, NaN or infinite is left out."""
     tagged = {}
     for name, tag in tags.items():
         value = fields[name]
@@ -100,8 +93,6 @@ class TensorBoardWriter:
         """Import TensorBoard, open both files, and write the settings for its page of hyperparameters.
 
         Args:
-            directory: folder of the event files.
-            settings: dotted keys of the config and their values; may be empty.
             purge_step: step from which TensorBoard hides the points that earlier starts wrote; None hides none.
         """
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
@@ -124,9 +115,8 @@ class TensorBoardWriter:
 
     @contextlib.contextmanager
     def _dropped_at_an_error(self) -> Iterator[None]:
-        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk.
-
-        The files are not closed then, because closing them would try to write again.
+        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk. The files are not
+        closed then, because closing them would try to write again.
         """
         try:
             yield
@@ -138,12 +128,7 @@ class TensorBoardWriter:
             )
 
     def write(self, kind: str, fields: Record) -> None:
-        """Write the finite values of a record.
-
-        Args:
-            kind: "train" for a training step, "eval" for an evaluation.
-            fields: the record; "step" is the position on the curves.
-        """
+        """Write the finite values of a record."""
         if self._is_dropped:
             return
         step = fields["step"]
@@ -191,10 +176,7 @@ class TensorBoardWriter:
 
 
 def _silence_writer_threads() -> None:
-    """Let TensorBoard's writing threads end without a traceback at an error of the disk.
-
-    The next call of the writer raises that error again, and then one line about it is logged.
-    """
+    """Let TensorBoard's writing threads end without a traceback at an error of the disk."""
     previous_hook = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:

@@ -7,8 +7,6 @@ Every evaluation adds a record with the same few rows, so the records show what 
 The lists of a text have one entry for each token: the token of the corpus, the token that the discriminator read, and
 the discriminator's probability that it was replaced.
 
-Cost: 5 KB for each evaluation.
-
 Limits: one writer (rank 0); no record for objectives without a discriminator.
 """
 
@@ -41,11 +39,6 @@ class SampleFile:
     """Writer of samples.jsonl in a run folder. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Open the file for appending.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
         self._file = JsonlFile(run_dir / SAMPLES_FILE)
 
     def truncate_after(self, step: int) -> None:
@@ -73,19 +66,14 @@ def has_samples(run_dir: Path) -> bool:
 
 
 def read_newest_samples(run_dir: Path) -> Record | None:
-    """Return the newest record of samples.jsonl, with its "step" and "texts"; None if there is none.
-
-    Raises:
-        UserError: the file is damaged; names the line.
-    """
+    """Return the newest record of samples.jsonl, with its "step" and "texts"; None if there is none."""
     return newest_record(run_dir / SAMPLES_FILE, samples_fault)
 
 
 def replaced_words_table(samples: Sequence[TextSample]) -> str:
     """Return the samples as Markdown for TensorBoard: each text, and a table of its replaced tokens.
 
-    Replaced tokens are bold in the text. The table has the original token, the replacement, and the discriminator's
-    probability that it was replaced.
+    Replaced tokens are bold in the text.
     """
     parts = []
     for sample in samples:

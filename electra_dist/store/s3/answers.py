@@ -58,15 +58,7 @@ class ObjectInfo(NamedTuple):
 
 
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
-    """Raise Again if an answer lacks a field that S3 always sends.
-
-    If no such field is known for the operation (deletions), raise Again for a page of HTML with status 200; S3 answers
-    the deletion of an object with status 204.
-
-    Args:
-        answer: What boto3 returned.
-        fields: Fields that S3 always sends for the operation, for example ("ETag",); may be empty.
-    """
+    """Raise Again if an answer lacks a field that S3 always sends."""
     for field in fields:
         if field not in answer:
             raise Again(f"an answer without {field}", advice=_CHECK_PROXY)
@@ -77,12 +69,7 @@ def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
 
 
 def check_object(answer: dict[str, Any], key: str) -> None:
-    """Raise Again if the answer to a GET is a page of HTML or XML, although the key is not that of such a file.
-
-    Args:
-        answer: What boto3's `get_object` returned.
-        key: Key of the object.
-    """
+    """Raise Again if the answer to a GET is a page of HTML or XML, although the key is not that of such a file."""
     is_markup = str(answer.get("ContentType", "")).startswith(_MARKUP_TYPES)
     if is_markup and not key.lower().endswith(_MARKUP_ENDINGS):
         raise Again("a page of HTML or XML instead of the object", advice=_CHECK_PROXY)
@@ -94,11 +81,7 @@ def is_error_document(first_bytes: bytes) -> bool:
 
 
 def object_info(answer: dict[str, Any]) -> ObjectInfo:
-    """Return the size and the writer's tag of an object, from the answer to a GET of all or of a part of it.
-
-    Args:
-        answer: What boto3's `get_object` returned.
-    """
+    """Return the size and the writer's tag of an object, from the answer to a GET of all or of a part of it."""
     part = content_range(answer)
     # Without a range, the answer is the whole object.
     size = answer["ContentLength"] if part is None else part.size
@@ -106,10 +89,7 @@ def object_info(answer: dict[str, Any]) -> ObjectInfo:
 
 
 def content_range(answer: dict[str, Any]) -> ContentRange | None:
-    """Return the part of the object that an answer has, from its header Content-Range; None without a valid header.
-
-    A service that ignores ranges sends the whole object without the header.
-    """
+    """Return the part of the object that an answer has, from its header Content-Range; None without a valid header."""
     match = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange", "")))
     if match is None:
         return None
@@ -124,23 +104,9 @@ def pages(
     next_fields: dict[str, str],
     name_of: Callable[[dict[str, Any]], tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a listing of S3, page by page; fail if the listing does not advance.
-
-    Args:
-        request: Sends the request for a page with the given arguments, and passes each answer to the given check,
-            which raises Again for a wrong page; it repeats the request then.
-        arguments: Arguments of the request for the first page.
-        entries_field: Field of a page that holds its entries.
-        next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
-        name_of: Returns what distinguishes an entry from all others of the listing.
-
-    Raises:
-        Again: A page has no new entry, or too many pages are empty; the listing must begin again.
-        StoreError: The listing has more than 10,000 pages, which hold up to ten million entries.
-    """
+    """Yield the entries of a listing of S3, page by page; fail if the listing does not advance."""
 
     def check_page(page: dict[str, Any]) -> None:
-        """Raise Again for a page from which the next one cannot be asked for."""
         if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):
             raise Again("a page of a listing without a token for the next one", advice=_CHECK_PROXY)
 

@@ -8,8 +8,6 @@ How: bodies are measured while they are read (`RateMeter`) or sent (`PacedBody`)
 not resolved, headers, listings, credentials) `call_within` sends the request in a thread of its own and stops waiting
 for it.
 
-Cost: the start of a thread for each request.
-
 Limits: a request that is given up on goes on in its thread until its connection breaks. Its upload has ended by then,
 because its body is measured, so that it cannot replace what a later request writes.
 """
@@ -46,14 +44,7 @@ def content_md5(data: bytes) -> str:
 
 
 def check_endpoint(endpoint_url: str | None) -> str:
-    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port".
-
-    The text is "" for None, which means AWS.
-
-    Raises:
-        UserError: The URL is malformed, or holds more than host and port; the message does not repeat it, because it
-            may hold credentials.
-    """
+    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port"."""
     if endpoint_url is None:
         return ""
     parts = urlsplit(endpoint_url)
@@ -69,14 +60,8 @@ def check_endpoint(endpoint_url: str | None) -> str:
 def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
-    boto3's own retries are switched off, because `S3Requests` repeats requests itself.
-
-    The answers of its `get_object` have a further field, "Stream": the connection's answer of urllib3, whose `read1`
-    returns the bytes that are there, whereas `Body` waits until as many bytes are there as were asked for.
-
     Args:
         endpoint_url: S3-compatible service; None for AWS.
-        policy: Policy whose connect and read time-outs the client uses.
     """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
@@ -98,11 +83,7 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
 
 
 def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
-    """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer.
-
-    boto3 would ask for the region of the bucket, and would do the same with the answer to that request if it is a
-    redirect, too, until its recursion ends. AWS names the region in each redirect.
-    """
+    """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer."""
     is_redirect = 300 <= response_dict["status_code"] < 400
     if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
         status = {"HTTPStatusCode": response_dict["status_code"]}
@@ -110,12 +91,8 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Add the header Content-MD5 to a request that deletes several objects, because older S3 services demand it there.
-
-    boto3 calls this function before it signs such a request.
-
-    Args:
-        params: the request; its "headers" are changed, and its "body" is read.
+    """Add the header Content-MD5 to a request that deletes several objects, because older S3 services demand it
+    there.
     """
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
@@ -140,15 +117,7 @@ class RateMeter:
         self._elapsed_s = 0.0
 
     def count(self, num_bytes: int, elapsed_s: float) -> None:
-        """Add bytes and the time that the connection took for them.
-
-        Args:
-            num_bytes: Bytes that came or went.
-            elapsed_s: Time that was spent on them, without the time that the caller needed to use or to make them.
-
-        Raises:
-            Again: A window is over, and too few bytes came or went in it.
-        """
+        """Add bytes and the time that the connection took for them."""
         self._num_bytes += num_bytes
         self._elapsed_s += elapsed_s
         if self._elapsed_s < self._policy.rate_window_s:
@@ -169,7 +138,6 @@ class PacedBody(io.BytesIO):
         """Begin at the first byte of `data`.
 
         Args:
-            data: The body.
             policy: Its `least_bytes_per_s` and `rate_window_s` are used.
         """
         super().__init__(data)
@@ -196,15 +164,10 @@ class PacedBody(io.BytesIO):
 
 
 def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
-    """Return the result of `request`, or raise its exception; wait for at most `limit_s` seconds.
-
-    Raises:
-        Again: The limit is over. The request goes on in its thread, and its result is dropped.
-    """
+    """Return the result of `request`, or raise its exception; wait for at most `limit_s` seconds."""
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
     def run() -> None:
-        """Send the request and keep its result or its exception for the caller."""
         try:
             future.set_result(request())
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -225,8 +188,8 @@ def limit_of_request(policy: RetryPolicy, num_bytes: int) -> float:
 class S3Client:
     """Client of an S3 service, whose requests end in bounded time. Thread-safe.
 
-    It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must not
-    use the connections of its parent.
+    It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must
+    not use the connections of its parent.
     """
 
     def __init__(self, endpoint_url: str | None, policy: RetryPolicy) -> None:
@@ -234,7 +197,6 @@ class S3Client:
 
         Args:
             endpoint_url: S3-compatible service; None for AWS.
-            policy: Time-outs and the least rate of its connections.
         """
         self._endpoint_url = endpoint_url
         self._policy = policy
@@ -249,13 +211,7 @@ class S3Client:
         """Send one request and return its answer, of which only the body of a GET is still to be received.
 
         Args:
-            operation: Name of boto3's method, for example "put_object".
-            arguments: Its arguments, without the body.
             body: Bytes to upload; None if the operation has none.
-
-        Raises:
-            Again: The service took too long, or boto3 could not parse the answer.
-            Exception: One of `errors.FAILURES`.
         """
         limit_s = limit_of_request(self._policy, len(body or b""))
         if operation == "complete_multipart_upload":

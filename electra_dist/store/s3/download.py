@@ -9,8 +9,6 @@ error, not in an endless loop. A page of HTML or an error document of S3 is not 
 status is 200. A connection that is slower than the policy allows is given up, and the next one continues where it
 stopped.
 
-Cost: a broken connection loses no byte that arrived.
-
 Limits: bytes that were changed in transit have the right length and are not noticed. The callers compare SHA-256
 digests (`data/verified_shards.py`).
 """
@@ -56,9 +54,7 @@ class Download:
         """Prepare a download; nothing is requested yet.
 
         Args:
-            key: Key of the object.
             sink: Empty, seekable file for the bytes.
-            policy: Says how slow a connection may be.
             progress: Called with the number of new bytes after each chunk that makes the file longer than it has ever
                 been. After a `restart`, which empties the file, it is not called again until the file exceeds its
                 former length.
@@ -82,19 +78,14 @@ class Download:
 
     @property
     def ends_before_span(self) -> bool:
-        """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is left.
-
-        It is True if no byte was received. The object is then empty or ends before the span, and the download ends
-        with no bytes. It is False if bytes were received already: the object must then have been replaced by a shorter
-        one, and the caller must call `restart`.
+        """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is
+        left.
         """
         return self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the download.
-
-        `Range` names the bytes that are still missing. Once bytes were received, `IfMatch` is the ETag of the object
-        version that they came from, so that the service refuses the request (HTTP 412) if the object was replaced.
+        """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the
+        download.
         """
         num_received = self._sink.tell()
         first_byte = self._span.start + num_received
@@ -107,16 +98,7 @@ class Download:
         return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
-        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived.
-
-        Args:
-            answer: Result of boto3's `get_object` with the arguments that `conditions` returned.
-
-        Raises:
-            Taken: The answer is of another version of the object or begins at another byte than asked for; call
-                `restart`.
-            Again: The body ended early, came too slowly or is not the object; send another GET for the rest.
-        """
+        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived."""
         with contextlib.closing(answer["Body"]):
             check_answer(answer, ("ETag", "ContentLength"))
             check_object(answer, self._key)
@@ -150,11 +132,8 @@ class Download:
             self._progress(num_new)
 
     def _check_part(self, answer: dict[str, Any]) -> None:
-        """Check that an answer has the version and the bytes that were asked for; some services ignore the conditions.
-
-        Raises:
-            Taken: It is of another version, or begins at another byte.
-            Again: It has another number of bytes than its own header Content-Range.
+        """Check that an answer has the version and the bytes that were asked for; some services ignore the
+        conditions.
         """
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
@@ -171,9 +150,8 @@ class Download:
             raise Again("another range of bytes than was asked for")
 
     def restart(self) -> None:
-        """Delete all received bytes, so that the next GET asks for the object's current version from the first byte.
-
-        Call this if the object was replaced during the download.
+        """Delete all received bytes, so that the next GET asks for the object's current version from the first
+        byte.
         """
         self._etag = ""
         self._total = -1

@@ -58,16 +58,7 @@ class Again(Exception):
         unanswered: bool = False,
         advice: str = CHECK,
     ) -> None:
-        """Describe the failure.
-
-        Args:
-            reason: The failure in a few words, for the error if all attempts fail.
-            missing: Whether the service says that an object does not exist that should. It is believed after
-                `TRIES_MISSING` answers.
-            renew: Whether the credentials must be read again from their source before the next attempt.
-            unanswered: Whether the service has never answered, so that the user should learn soon what is tried.
-            advice: The user's next step if all attempts fail.
-        """
+        """Describe the failure."""
         super().__init__(reason)
         self.reason = reason
         self.missing = missing
@@ -77,20 +68,7 @@ class Again(Exception):
 
 
 def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
-    """Return the exception that the caller of a failed request should raise.
-
-    Args:
-        error: One of `FAILURES`.
-        where: URL of the object and the endpoint, for a message.
-        bucket: Name of the bucket, for a message.
-        answered: Whether the service has answered an earlier request of this store. If not, the URL or the credentials
-            are probably wrong.
-        must_exist: Whether the object is known to exist, so that "not found" is tried again.
-
-    Returns:
-        Again if the request should be repeated. StoreError or StoreMissing, with a message of one line, if repeating
-        is useless. Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the range of the request is not met.
-    """
+    """Return the exception that the caller of a failed request should raise."""
     if isinstance(error, boto_errors.ClientError):
         return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
     for cause in chain_of_causes(error):
@@ -103,19 +81,7 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
 def _classify_answer(
     error: boto_errors.ClientError, where: str, bucket: str, *, answered: bool, must_exist: bool
 ) -> Exception:
-    """Return the exception for an error that the service itself answered with, by its code and HTTP status.
-
-    Args:
-        error: The error that boto3 made of the answer.
-        where: URL of the object and the endpoint, for a message.
-        bucket: Name of the bucket, for a message.
-        answered: Whether the service has answered an earlier request of this store.
-        must_exist: Whether the object is known to exist, so that "not found" is tried again.
-
-    Returns:
-        Again if the request should be repeated; Taken (HTTP 412) or EmptyRange (HTTP 416) if the condition or the
-        range of the request is not met; otherwise StoreError or StoreMissing with a message of one line.
-    """
+    """Return the exception for an error that the service itself answered with, by its code and HTTP status."""
     code = safe_code(str(error.response.get("Error", {}).get("Code", "")))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "PreconditionFailed" or status == 412:
@@ -131,16 +97,7 @@ def _classify_answer(
 
 
 def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
-    """Return Again for a failure that may pass, otherwise StoreError.
-
-    Args:
-        failure: Row of the table of failures; its texts may name {code}, {status} and {bucket}.
-        where: URL of the object and the endpoint, for a message.
-        bucket: Name of the bucket.
-        code: Error code of the service, or name of the exception's class.
-        status: HTTP status of the answer; 0 without an answer.
-        answered: Whether the service has answered an earlier request of this store.
-    """
+    """Return Again for a failure that may pass, otherwise StoreError."""
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)

@@ -25,18 +25,8 @@ _UPLOAD_THREADS = 4
 
 
 def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
-    """Create or replace an object with the content of a local file, four parts at a time, each retried independently.
-
-    If the upload fails, its parts are deleted with one attempt. Parts that remain, also after a kill, cost storage
-    until `discard_unfinished` deletes them.
-
-    Args:
-        requests: Sends the requests of the store.
-        path: The local file.
-        key: Key of the object.
-
-    Raises:
-        StoreError: The failure of a request is final, or all retries failed (StoreExhausted).
+    """Create or replace an object with the content of a local file, four parts at a time, each retried
+    independently.
     """
     tag = secrets.token_hex(16)
     create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
@@ -52,13 +42,8 @@ def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
 
 
 def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Delete the parts of the unfinished multipart uploads that `doomed` selects; return the number of these uploads.
-
-    Args:
-        requests: Sends the requests of the store.
-        prefix: Only uploads of keys that begin with this string are considered.
-        doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
-            return False for a key that a living process may still be uploading.
+    """Delete the parts of the unfinished multipart uploads that `doomed` selects; return the number of these
+    uploads.
     """
     uploads = requests.list_all(
         "list_multipart_uploads",
@@ -79,15 +64,8 @@ def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str]
 
 
 def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Upload a file in parts, several at a time; return the number and the ETag of each part, in order.
-
-    A part has `PART_BYTES` bytes, or more if the file would otherwise have more than `_MAX_PARTS` parts.
-
-    Args:
-        requests: Sends the requests of the store.
-        path: The file to upload.
-        key: Key of the object, for messages.
-        upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
+    """Upload a file in parts, several at a time; return the number and the ETag of each part, in order. A part has
+    `PART_BYTES` bytes, or more if the file would otherwise have more than `_MAX_PARTS` parts.
     """
     size = path.stat().st_size
     part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
@@ -109,19 +87,7 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
 def _complete(
     requests: S3Requests, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str
 ) -> None:
-    """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`.
-
-    Args:
-        requests: Sends the requests of the store.
-        key: Key of the object.
-        upload: Arguments that name the multipart upload in a request: bucket, key and upload id.
-        parts: Number and ETag of each part.
-        tag: Random tag that this upload stores in the object's metadata. If the service answers "no such upload",
-            the tag shows whether an earlier attempt, whose answer was lost, has completed the upload.
-
-    Raises:
-        StoreMissing: The upload no longer exists, and the object is not its own: another process has discarded it.
-    """
+    """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`."""
     complete_arguments = {**upload, "MultipartUpload": {"Parts": parts}}
     try:
         requests.call(key, "complete_multipart_upload", complete_arguments)
@@ -132,5 +98,4 @@ def _complete(
 
 
 def _ceil_div(number: int, divisor: int) -> int:
-    """Return number / divisor, rounded up, for integers of any size."""
     return -(-number // divisor)  # `//` rounds down, so the negative of the negative quotient is rounded up.

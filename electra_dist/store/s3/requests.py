@@ -31,13 +31,7 @@ class S3Requests:
         """Parse and check the URLs; nothing is sent.
 
         Args:
-            url: s3://bucket or s3://bucket/prefix.
             endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
-            policy: Limits on the retries.
-
-        Raises:
-            UserError: A URL is malformed or holds credentials.
-            StoreError: The prefix is not a valid relative path.
         """
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -50,11 +44,7 @@ class S3Requests:
         self._answered = False  # Whether any request has succeeded.
 
     def name_object(self, key: str) -> dict[str, str]:
-        """Return the arguments of a boto3 request that name an object: its bucket and its full key.
-
-        Raises:
-            StoreError: The key is not a valid relative path.
-        """
+        """Return the arguments of a boto3 request that name an object: its bucket and its full key."""
         return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
     def call(
@@ -67,19 +57,8 @@ class S3Requests:
     ) -> Answer:
         """Send a request until it succeeds or fails for good, and return the answer.
 
-        A request that fails is repeated if `classify` returns Again, until a limit of the RetryPolicy is reached.
-
         Args:
-            key: Key of the object, for messages; "" for the store itself.
-            operation: Name of boto3's method, for example "put_object".
-            arguments: Its arguments, without the body.
             body: Bytes to upload; None if the operation has none.
-            check: Receives the answer, and raises Again if the request must be repeated.
-
-        Raises:
-            StoreError: The failure is final, or all retries failed (StoreExhausted).
-            Taken: The service refused a conditional request (HTTP 412).
-            EmptyRange: The service has no byte in the range that was asked for (HTTP 416).
         """
         backoff = self.account.begin(self._describe(key))
         while True:
@@ -95,14 +74,7 @@ class S3Requests:
                 return answer
 
     def object_info(self, key: str) -> ObjectInfo:
-        """Return the size of an object and the random tag that its writer stored in the metadata.
-
-        This costs a GET of one byte, and a second GET if the object is empty. A HEAD request is not used, because its
-        answer does not show whether the bucket, the key or the permission is missing.
-
-        Raises:
-            StoreMissing: There is no such object.
-        """
+        """Return the size of an object and the random tag that its writer stored in the metadata."""
         get = self.name_object(key)
         try:
             answer = self.call(
@@ -117,18 +89,8 @@ class S3Requests:
     def download(self, key: str, sink: IO[bytes], *, must_exist: bool, span: Span | None = None) -> None:
         """Download an object, or a span of its bytes, to a file.
 
-        After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
-        the meantime, it starts again from the beginning.
-
         Args:
-            key: Key of the object.
-            sink: Empty, seekable file.
-            must_exist: The object is known to exist, so the answer "not found" is retried.
             span: The range of bytes to download; None for all of the object.
-
-        Raises:
-            StoreMissing: There is no such object.
-            StoreError: The failure is final, or all retries failed (StoreExhausted).
         """
         backoff = self.account.begin(self._describe(key))
         download = Download(key, sink, self._policy, backoff.progress, span)
@@ -155,21 +117,9 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of a listing; a listing that does not advance begins again.
-
-        Args:
-            operation: Name of boto3's method.
-            prefix: Prefix of the keys, below that of the store.
-            entries_field: Field of a page that holds its entries.
-            next_fields: Arguments of the request for the next page -> fields of the page that hold their values.
-            name_of: Returns what distinguishes an entry from all others.
-
-        Raises:
-            StoreError: The failure is final, or all retries failed, or the listing never ends (StoreExhausted).
-        """
+        """Return all entries of a listing; a listing that does not advance begins again."""
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
-            """Return a page of the listing that passes the check."""
             return self.call("", operation, arguments, check=check)
 
         first_page = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
@@ -182,15 +132,7 @@ class S3Requests:
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Convert an exception of boto3 in the `with` block to the one that `classify` returns for it.
-
-        That is Again (repeat the request), Taken, EmptyRange, or a StoreError for the user. A block that succeeds is
-        recorded in `_answered`.
-
-        Args:
-            key: Key of the object, for messages; "" for the store itself.
-            must_exist: The object is known to exist, so the answer "not found" is to be repeated.
-        """
+        """Convert an exception of boto3 in the `with` block to the one that `classify` returns for it."""
         try:
             yield
         except FAILURES as error:
@@ -205,14 +147,7 @@ class S3Requests:
         self._answered = True
 
     def _wait(self, key: str, failure: Again, backoff: Backoff) -> None:
-        """Sleep before the next attempt of a failed request.
-
-        If `failure.renew` is set, the next attempt reads the credentials again.
-
-        Raises:
-            StoreMissing: The service has answered `TRIES_MISSING` times that the object does not exist.
-            StoreExhausted: A limit of the RetryPolicy is reached.
-        """
+        """Sleep before the next attempt of a failed request."""
         if failure.renew:
             self.client.renew()
         if failure.unanswered:
@@ -222,23 +157,12 @@ class S3Requests:
         backoff.wait_after_failure(failure.reason, failure.advice)
 
     def _describe(self, key: str) -> str:
-        """Return the URL of an object for messages, for example "s3://b/x at 10.0.0.1:9000".
-
-        The endpoint (" at HOST:PORT") is left out for AWS.
-
-        Args:
-            key: Key of the object; "" for the store itself.
-        """
+        """Return the URL of an object for messages, for example "s3://b/x at 10.0.0.1:9000"."""
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """Return the bucket and the prefix of an s3:// URL; the prefix has no slash at its ends and may be empty.
-
-    Raises:
-        UserError: The URL has no bucket or holds credentials.
-        StoreError: The prefix is not a valid relative path.
-    """
+    """Return the bucket and the prefix of an s3:// URL; the prefix has no slash at its ends and may be empty."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     if "@" in bucket or ":" in bucket:
         raise UserError(
@@ -253,9 +177,5 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:
-    """Discard what was received of an object that was replaced during its download, and wait before the next GET.
-
-    The replacement counts as a failure; too many of them raise StoreExhausted.
-    """
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")

@@ -10,9 +10,6 @@ transit.
 How: `requests.py` sends each request and repeats it if it fails. Size and existence come from a GET of one byte,
 because the answer to a HEAD does not show whether the bucket, the key or the permission is missing.
 
-Cost: one request per object when nothing fails, and one for each part of a large upload; `benchmarks/loader.py --s3`
-measures it in use.
-
 Limits: the service must be strongly consistent and support conditional PUT (AWS since 2024, Ceph, MinIO).
 """
 
@@ -22,6 +19,8 @@ import io
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from typing_extensions import override
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
@@ -54,12 +53,7 @@ class S3Store(Store):
         """Parse and check the URLs; the first request is sent when the store is used.
 
         Args:
-            url: s3://bucket or s3://bucket/prefix.
             endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
-            policy: Limits on the retries of this store's requests.
-
-        Raises:
-            UserError: A URL is malformed or holds credentials.
         """
         self._requests = S3Requests(url, endpoint_url, policy)
         self.url = self._requests.url
@@ -79,80 +73,50 @@ class S3Store(Store):
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return how long this store has slept before it repeated failed requests, in seconds.
-
-        The waits of several threads are added up.
-        """
+        """Return how long this store has slept before it repeated failed requests, in seconds."""
         return self._requests.account.wait_s
 
+    @override
     def local_path(self, key: str) -> None:
-        """Check the key and return None, because an object on S3 has no local path.
-
-        Raises:
-            StoreError: The key is not a valid relative path.
-        """
         check_key(key)
 
+    @override
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
-        """Download all bytes of an object into memory, or raise StoreMissing.
-
-        Args:
-            key: Key of the object.
-            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
-        """
         sink = io.BytesIO()
         self._requests.download(key, sink, must_exist=must_exist)
         return sink.getvalue()
 
+    @override
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Download the bytes [start, start + length) of an object into new memory; fewer if the object ends earlier.
-
-        If there is no object, StoreMissing is raised at once; with `must_exist` after a few more tries.
-        """
         sink = io.BytesIO()
         if length:
             self._requests.download(key, sink, must_exist=must_exist, span=Span(start=start, end=start + length))
         return sink.getbuffer()
 
+    @override
     def exists(self, key: str) -> bool:
-        """Return whether there is an object with this key; costs one GET of one byte, two if the object is empty."""
         try:
             self._requests.object_info(key)
         except StoreMissing:
             return False
         return True
 
+    @override
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes, or raise StoreMissing; costs one GET, or two if it is empty."""
         return self._requests.object_info(key).size
 
+    @override
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Download an object to a local file, which appears only when it is complete and synced to the disk.
-
-        Args:
-            key: Key of the object.
-            destination: Path of the local file.
-            must_exist: The caller knows that the object exists, so the answer "not found" is retried.
-
-        Raises:
-            StoreMissing: There is no object with this key.
-            StoreExhausted: All retries failed.
-        """
         with replacing(destination) as out:
             self._requests.download(key, out, must_exist=must_exist)
 
+    @override
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object with one PUT; the service refuses bytes that were changed on the way (MD5)."""
         put = {**self._requests.name_object(key), "ContentMD5": content_md5(data)}
         self._requests.call(key, "put_object", put, data)
 
+    @override
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object with a conditional PUT; return False if there is an object of another writer already.
-
-        The PUT has the header If-None-Match: *, so the service refuses it if the key is taken. If the answer to a
-        successful PUT is lost, the repeated PUT is refused; a random tag in the object's metadata then shows that the
-        object is this call's own, and the call returns True.
-        """
         tag = secrets.token_hex(16)
         put = {
             **self._requests.name_object(key),
@@ -167,20 +131,15 @@ class S3Store(Store):
             return self._requests.object_info(key).writer_tag == tag
         return True
 
+    @override
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object with the content of a local file; readers never see a part of it.
-
-        A file of 64 MiB or more is uploaded in parts, four at a time, each retried independently. If the process is
-        killed, the parts stay on S3, where they cost storage and `list` does not show them, until
-        `discard_unfinished` deletes them.
-        """
         if path.stat().st_size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
         else:
             multipart_upload.upload_in_parts(self._requests, path, key)
 
+    @override
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that begin with `prefix`; costs one request for each thousand keys."""
         entries = self._requests.list_all(
             "list_objects_v2",
             prefix,
@@ -192,19 +151,12 @@ class S3Store(Store):
         # Web consoles create an empty object for a folder, whose key ends with a slash.
         return sorted(key for key in keys if not key.endswith("/"))
 
+    @override
     def delete(self, key: str) -> None:
-        """Delete an object with one request; a key without an object is no error."""
         self._requests.call(key, "delete_object", self._requests.name_object(key))
 
+    @override
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete several objects, up to 1,000 in each request DeleteObjects; a key without an object is no error.
-
-        A key that the answer does not list as deleted is deleted by a separate request. If the service refuses
-        DeleteObjects, this call and all later ones delete each key by a separate request.
-
-        Raises:
-            StoreError: an object cannot be deleted.
-        """
         for start in range(0, len(keys), _MOST_DELETED):
             batch = keys[start : start + _MOST_DELETED]
             deleted_keys: set[str] = set()
@@ -214,13 +166,7 @@ class S3Store(Store):
             in_parallel(self.delete, remaining_keys)
 
     def _delete_batch(self, keys: Sequence[str]) -> set[str]:
-        """Delete up to a thousand objects with one request, and return the keys that the answer lists as deleted.
-
-        If the service refuses the request, the result is empty, and `_deletes_several` becomes False.
-
-        Raises:
-            StoreAway: The service does not respond, or all retries failed.
-        """
+        """Delete up to a thousand objects with one request, and return the keys that the answer lists as deleted."""
         full_keys = {self._requests.name_object(key)["Key"]: key for key in keys}
         arguments = {"Bucket": self._requests.bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}
         try:
@@ -232,12 +178,6 @@ class S3Store(Store):
             return set()
         return {full_keys[entry["Key"]] for entry in answer.get("Deleted", []) if entry.get("Key") in full_keys}
 
+    @override
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete the parts of multipart uploads that were never completed; return the number of these uploads.
-
-        Args:
-            prefix: Only uploads of keys that begin with this string are considered.
-            doomed: Called with the key of each unfinished upload; its parts are deleted if it returns True. It must
-                return False for a key that a living process may still be uploading.
-        """
         return multipart_upload.discard_unfinished(self._requests, prefix, doomed)

@@ -30,13 +30,6 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
     """Print an error that ends the run, unless another rank has printed one, and inform the other ranks.
 
     It is printed to stderr. The other ranks find out by `reported_exit_code`.
-
-    Not collective; any rank may call it at any time while the process group exists. If the store in rank 0's process
-    cannot be reached any more, the error is printed all the same: printing it twice is better than not at all.
-
-    Args:
-        error: its text is printed after "error: ".
-        exit_code: exit code of the calling rank. The other ranks end with the exit code of the first error.
     """
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
@@ -51,11 +44,7 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
 
 
 def reported_exit_code() -> int | None:
-    """Return the exit code of the first error that a rank has reported with `report_once`; None if none has.
-
-    If there is one, a collective that fails on this rank fails because that rank has ended, and needs no error message
-    of its own. Not collective. The result is None if the store in rank 0's process cannot be reached any more.
-    """
+    """Return the exit code of the first error that a rank has reported with `report_once`; None if none has."""
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         if store.check([_EXIT_CODE]):

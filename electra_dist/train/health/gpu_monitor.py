@@ -3,8 +3,6 @@
 Guarantees: readings are None where NVML is absent. The numbers are those of the worst local GPU, so that a single
 faulty GPU among eight is visible. `gone_bad` is a pure function of two readings.
 
-Cost: one probe, a few milliseconds for eight GPUs, at logged steps only; no thread, no torch, no CUDA context.
-
 Limits: only the GPUs of this process's node are read; the GPUs of other nodes are read by the ranks there.
 """
 
@@ -35,7 +33,6 @@ class GpuSampler:
     """A connection to the GPU driver (NVML) that reads the GPUs of this node; `close` ends it."""
 
     def __init__(self) -> None:
-        """Connect to the driver. On a machine without NVML or GPUs this succeeds, and every `read` returns None."""
         self._probe = GpuProbe.open()
 
     def read(self) -> GpuReading | None:
@@ -55,12 +52,7 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Combine the readings of several GPUs into one: the worst value of each quantity or, for some, the sum.
-
-    The result has the highest temperature, the lowest clock, the highest memory use, the sums of power and of
-    uncorrected memory errors, and every throttle reason of any GPU. A GPU that does not report a quantity is left out
-    for it. A quantity that no GPU reports is None.
-    """
+    """Combine the readings of several GPUs into one: the worst value of each quantity or, for some, the sum."""
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     powers = [gpu.power_w for gpu in gpus if gpu.power_w is not None]
@@ -81,8 +73,7 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
     """Return why the node's GPUs can no longer be trusted, as one line, or an empty string if they can.
 
-    Only uncorrected memory errors that are new since `first` count, because they damage results. Heat and throttling
-    make a run slow, not wrong. The caller ends the run with exit code 69 (unhealthy node) if the result is not empty.
+    Only uncorrected memory errors that are new since `first` count, because they damage results.
 
     Args:
         first: reading at the start of the run; None without GPUs.

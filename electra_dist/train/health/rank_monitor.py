@@ -72,14 +72,10 @@ class RankMonitor:
         The process group must exist.
 
         Args:
-            run_dir: folder of the run, for the heartbeats and for strikes.jsonl, the record of faulty nodes.
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
                 which the timeouts of collectives follow.
             patience: waits of this rank for storage, which the heartbeats then report; None if it never waits.
             lease: the lease of the run folder, on rank 0; None on the other ranks.
-
-        Raises:
-            StoreError: the run folder cannot be written.
         """
         self._run_dir = run_dir
         self._lease = lease
@@ -108,12 +104,7 @@ class RankMonitor:
     def beat(self, phase: Phase, step: int) -> None:
         """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do.
 
-        The hang limit of a phase is the time without a heartbeat after which a supervisor ends a rank. A collective
-        may take twice as long, but at most an hour: the timeout is meant for runs without a supervisor.
-
-        Args:
-            phase: what this rank is about to do.
-            step: optimizer steps done.
+        The hang limit of a phase is the time without a heartbeat after which a supervisor ends a rank.
         """
         self._phase = phase
         self._step = step
@@ -130,9 +121,6 @@ class RankMonitor:
         """Write a heartbeat of phase "storage": the training thread waits, as long as `cluster.storage_patience_s`.
 
         Call it about every second while the wait goes on.
-
-        Args:
-            reason: what is waited for; empty when the wait is over, for a heartbeat with the phase before it.
         """
         if reason:
             self._waits_for_storage = True
@@ -144,13 +132,10 @@ class RankMonitor:
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
         """Report that the training thread waits for the thread of this rank that reads rows or writes checkpoints.
 
-        If that thread waits for storage, the failure that it waits for is reported at once. Otherwise it may be
-        blocked in a call to storage that does not respond, so a wait of more than `longest_s` is reported as a wait
-        for storage.
+        If that thread waits for storage, the failure that it waits for is reported at once.
 
         Args:
             waited_s: seconds waited so far.
-            subject: what is read or written, for the reason.
             longest_s: seconds that the wait may take without being reported.
         """
         if self._patience.reason:
@@ -164,7 +149,6 @@ class RankMonitor:
         return self._heartbeat.last.step_s
 
     def _set_collective_timeout(self, limit_s: float) -> None:
-        """Set the timeout of collectives, in seconds, on all process groups of this rank."""
         self._collective_limit_s = limit_s
         for group in list(c10d._world.pg_map):  # DeepSpeed has a group of its own beside the default one
             c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
@@ -175,26 +159,15 @@ class RankMonitor:
         return self._lease is not None and self._lease.is_lost
 
     def check_folder(self) -> None:
-        """Raise if `has_lost_folder`. Rank 0 only.
-
-        Raises:
-            LeaseLost: another start has taken the run folder, or the folder was deleted or moved.
-        """
+        """Raise if `has_lost_folder`. Rank 0 only."""
         if self._lease is not None:
             self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
 
-        If the GPUs have new uncorrected memory errors, the node is added to the run's record of faulty nodes
-        (strikes.jsonl), once, and `sick` becomes True.
-
         Args:
             forward_s: seconds of this rank's first forward of the step.
-
-        Returns:
-            The readings of this node, and the ranks that took more than 1.2 times the median rank's time at each of
-            the last three calls (equal on all ranks).
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
@@ -208,9 +181,8 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Gather a duration in seconds from every rank, and return all of them in the order of the ranks. Collective.
-
-        The durations are gathered into one tensor, so that the host waits for a single copy from the device.
+        """Gather a duration in seconds from every rank, and return all of them in the order of the ranks. The
+        durations are gathered into one tensor, so that the host waits for a single copy from the device.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
         own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)

@@ -12,8 +12,6 @@ checkpoint, and exit code 75.
 
 Rows are read and checkpoints are written by threads of this process, so there are no worker processes that a signal
 could end before the checkpoint is saved.
-
-Cost: two `stat` calls per step, on rank 0.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class JobEndTime:
     """
 
     def __init__(self) -> None:
-        """Read the end of this process's Slurm job, if there is one."""
         unix_time = os.environ.get(_JOB_END, "")
         self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
 
@@ -62,15 +59,8 @@ class StopRequest:
     """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        """Install handlers for the signals above, in place of those that were there; an ignored SIGHUP stays ignored.
-
-        Args:
-            run_dir: folder of the run, where a user may create the files `stop` and `save`.
-            is_first_rank: whether this is rank 0, which also watches these files and the end of the Slurm job
-                (SLURM_JOB_END_TIME).
-
-        Raises:
-            ValueError: the calling thread is not the main thread.
+        """Install handlers for the signals above, in place of those that were there; an ignored SIGHUP stays
+        ignored.
         """
         self._reason = ""  # why to stop; empty as long as there is no request
         self._stop_file = run_dir / STOP_FILE
@@ -85,10 +75,6 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal as a request to stop.
-
-        A SIGINT after any earlier request raises KeyboardInterrupt, so that a second Ctrl-C ends the process at once.
-        """
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
@@ -105,10 +91,7 @@ class StopRequest:
         return bool(self._reason)
 
     def _find_reason(self) -> str:
-        """Return why to stop, apart from signals: the file `stop` exists, or the job ends soon; "" if neither.
-
-        The job ends soon if less than `margin_s` seconds remain. Rank 0 only.
-        """
+        """Return why to stop, apart from signals: the file `stop` exists, or the job ends soon; "" if neither."""
         if self._stop_file.exists():
             # launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"

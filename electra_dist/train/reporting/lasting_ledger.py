@@ -16,50 +16,26 @@ class LastingLedger:
     """Writer of a run's ledger.jsonl that waits for its disk. Rank 0's step loop and checkpoint thread both use it."""
 
     def __init__(self, run_dir: Path, patience: Patience) -> None:
-        """Open the ledger of a run folder for appending.
-
-        Args:
-            run_dir: the run folder.
-            patience: how long an event is waited for.
-
-        Raises:
-            StoreAway: the disk is full or away.
-            UserError: the ledger cannot be written for another reason.
-        """
         self._run_dir = run_dir
         self._patience = patience
         self._ledger = Ledger(run_dir)
         self._lock = threading.Lock()
 
     def record(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event and return when it is on the disk.
-
-        Args:
-            event: kind of the event.
-            step: optimizer steps done.
-            **details: further fields of the event, which JSON can hold.
-
-        Raises:
-            StorageLost: the disk stayed full or away for too long.
-        """
+        """Append an event and return when it is on the disk."""
         self.record_soon(event, step, **details)
         self._patience.call(self.sync)
 
     def record_soon(self, event: Event, step: int, **details: Any) -> None:
         """Append an event without waiting for a disk that is full or away.
 
-        An event that the disk refuses stays in memory. It is written before the next event, and before the next
-        checkpoint is committed. The arguments are those of `record`.
+        An event that the disk refuses stays in memory.
         """
         with self._lock, contextlib.suppress(StoreAway):
             self._ledger.append(event, step, **details)
 
     def record_once(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event as `record_soon` does, unless the ledger has an event of this kind and step already.
-
-        Raises:
-            StorageLost: the ledger could not be read for too long.
-        """
+        """Append an event as `record_soon` does, unless the ledger has an event of this kind and step already."""
         if not self._patience.call(lambda: has_event(self._run_dir, event, step)):
             self.record_soon(event, step, **details)
 

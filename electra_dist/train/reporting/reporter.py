@@ -55,8 +55,7 @@ class Reporter:
 
     The ledger is the file ledger.jsonl, a list of events such as starts, checkpoints and stops.
 
-    Call `began` once, then the method of each event, and `close` at the end. All methods are for the thread of the
-    step loop, except `committed`, which the checkpoint thread calls.
+    Call `began` once, then the method of each event, and `close` at the end.
     """
 
     def __init__(
@@ -73,17 +72,9 @@ class Reporter:
         The run repeats these steps and writes their metrics again.
 
         Args:
-            config: the resolved config of the run.
-            engine: read for the device and the name of the optimizer.
-            corpora: the training corpora of the run.
             restored: state of the restored checkpoint; None at the beginning of a run.
-            hosts: name of the host of each rank.
             patience: how long to wait for a full or silent disk to accept records that a restart needs; None: not at
                 all.
-
-        Raises:
-            StoreAway: the disk of the run folder is full or away; create another object later.
-            UserError: a file of the run folder cannot be written for another reason.
         """
         self._patience = Patience(0.0) if patience is None else patience
         run_dir = Path(config.run_dir)
@@ -121,14 +112,9 @@ class Reporter:
         The ledger gets the event "resume" if a checkpoint was restored, otherwise "start".
 
         Args:
-            attempt: number of this start of the run, from 1.
             restored: state of the restored checkpoint; None at the beginning of a run.
-            set_aside: one line of text for each damaged checkpoint, which no later start will try to load; each
-                becomes an event.
             setup_s: seconds of each part of the setup: "restore" and, unless this start follows a rollback, "import"
                 and "build".
-            changed: settings that may change the last bits and differ from those of the restored checkpoint, by name,
-                each as the text "BEFORE to NOW".
         """
         step = restored.step if restored else 0
         for line in set_aside:
@@ -158,14 +144,8 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Record in log and ledger if the run continues a checkpoint of a version with older numerics.
-
-        A version's numerics is a number that stands for how it draws random numbers and rounds. From the checkpoint's
-        step on, the run draws other masks, samples or dropout than the older version would have drawn.
-
-        Args:
-            restored: state of the restored checkpoint.
-            attempt: number of this start of the run, from 1.
+        """Record in log and ledger if the run continues a checkpoint of a version with older numerics. From the
+        checkpoint's step on, the run draws other masks, samples or dropout than the older version would have drawn.
         """
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
@@ -177,12 +157,7 @@ class Reporter:
                 self._ledger.record("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
-        """Log from which checkpoint the run goes on, or that the run has reached its last step already.
-
-        Args:
-            restored: state of the restored checkpoint; it names the start ("attempt") that saved it.
-            attempt: number of this start of the run, from 1.
-        """
+        """Log from which checkpoint the run goes on, or that the run has reached its last step already."""
         num_steps = self._config.train.num_steps
         if restored.step >= num_steps:
             self.note(
@@ -199,12 +174,7 @@ class Reporter:
         """Report a logged step: print its line, write its record to the metrics, and log slow ranks or an overflow.
 
         Args:
-            done: optimizer steps done, this one included.
-            result: results of the step.
-            lr: learning rate of the step.
             waited_s: total seconds that rank 0 has waited for rows since this start.
-            receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
-            look: result of the health check: readings of the GPUs, and the slow ranks.
         """
         record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
         if look.slow_ranks:
@@ -221,12 +191,7 @@ class Reporter:
         self._refresh.update_if_due()
 
     def _note_overflow(self, step: int, result: StepResult) -> None:
-        """Log a step of a run in fp16 that made no update, because its gradients overflowed.
-
-        Args:
-            step: number of the step, from 0.
-            result: results of the step, which give its loss scale; the engine has the next one.
-        """
+        """Log a step of a run in fp16 that made no update, because its gradients overflowed."""
         scaler = self._engine.loss_scale
         assert scaler is not None
         self.note(
@@ -235,15 +200,7 @@ class Reporter:
         )
 
     def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
-        """Report an evaluation on held-out rows, with warnings about its context AUC.
-
-        It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
-        steps.
-
-        Args:
-            record: the evaluation.
-            rows: some of its rows, which are recorded as text.
-        """
+        """Report an evaluation on held-out rows, with warnings about its context AUC."""
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
         if rows:
@@ -255,28 +212,21 @@ class Reporter:
         self._step_recorder.begin_interval(record.step)
 
     def _track(self, record: StepRecord | EvalRecord) -> None:
-        """Send a record to the tracking services, and log which of them have failed."""
         for tracker in self._trackers:
             log_record(tracker, record)
         self._note_dropped_trackers()
 
     def _note_refused_records(self) -> None:
-        """Log one line for each file whose disk has begun to refuse records since the last call."""
         for problem in self._metrics.problems():
             self.note(problem)
 
     def _note_dropped_trackers(self) -> None:
-        """Log one line for each tracking service that has failed since the last call."""
         for tracker in self._trackers:
             for problem in tracker.problems():
                 self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
-        """Log a warning that the discriminator does not use context, if this evaluation is the first to show it.
-
-        Args:
-            record: the evaluation, which is not yet in the metrics.
-        """
+        """Log a warning that the discriminator does not use context, if this evaluation is the first to show it."""
         fields = dataclasses.asdict(record)
         if self._has_warned or not is_stuck(fields, self._config):
             return
@@ -304,11 +254,7 @@ class Reporter:
     def before_commit(self) -> None:
         """Sync metrics and ledger to the disk before a checkpoint is committed.
 
-        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk. The
-        thread that writes checkpoints calls it.
-
-        Raises:
-            StoreAway: the disk is full or away; call it again later.
+        A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk.
         """
         self._metrics.sync()
         self._ledger.sync()
@@ -316,10 +262,7 @@ class Reporter:
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
 
-        The thread that writes checkpoints calls it; the step loop waits for that thread before it closes the reporter.
-
         Args:
-            state: state of the checkpoint.
             timing: seconds for which the save has held up the step loop: waiting for the previous save, and the copy.
             write_s: seconds that writing and committing took in the thread.
             spent_s: seconds by activity up to the save, as of `Clock.spent_s`.
@@ -338,11 +281,6 @@ class Reporter:
         """Record in log and ledger a step whose update was prevented because of its loss or gradient.
 
         Call it before the list of skipped steps is written: a start that is killed in between stops the step again.
-
-        Args:
-            step: number of the step, from 0.
-            fault: why: a loss that is a spike or not finite, or a gradient that is not finite.
-            suspect: name and loss of the row whose loss stands out among the rows of the step; empty if no row does.
         """
         self._ledger.record_once("stopped_step", step, fault=fault, suspect=suspect)
         advice = "no single row stands out; nothing to do unless it happens often, then lower optimizer.lr"
@@ -354,11 +292,6 @@ class Reporter:
         """Record in log and ledger that the run goes back to a checkpoint and skips steps.
 
         Call it before the list of skipped steps is written: a start that is killed in between goes back again.
-
-        Args:
-            first: first step that is skipped from now on.
-            stopped: the consecutive steps whose updates were prevented, ascending; the last one is also the last that
-                is skipped.
         """
         last = stopped[-1]
         self._ledger.record_once("rollback", last, skip_from=first, skip_to=last)
@@ -368,12 +301,7 @@ class Reporter:
         )
 
     def stopped(self, done: int, reason: str) -> None:
-        """Log that the run has saved its state and stops on request; `close` adds the event to the ledger.
-
-        Args:
-            done: optimizer steps done.
-            reason: who or what requested the stop.
-        """
+        """Log that the run has saved its state and stops on request; `close` adds the event to the ledger."""
         self.note(f"stopped after step {done:,}: {reason}; the state is saved, run the same command to go on")
 
     def note(self, text: str) -> None:
@@ -384,15 +312,7 @@ class Reporter:
         """Record how this start of the run has ended, and close all outputs.
 
         Args:
-            ending: how it ended. "done", "stop", "storage", "unhealthy" and "crash" are recorded as events. "rollback"
-                is not, because `rolled_back` has recorded it, and "replaced" is not, because another start writes the
-                ledger now.
-            step: optimizer steps done.
-            why: reason of a stop on request or for lack of storage; empty for other endings.
             spent_s: seconds by activity, as of `Clock.spent_s`.
-
-        Raises:
-            StorageLost: the records of a run that ended well could not be written for too long.
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":
@@ -417,10 +337,7 @@ class Reporter:
             self._console.close()
 
     def _note_setup(self, corpora: RunCorpora) -> None:
-        """Log lines that describe the run and its corpora: devices, precision, kernels, rows, steps per epoch.
-
-        One more line has the schedules of the objective, if there are any.
-        """
+        """Log lines that describe the run and its corpora: devices, precision, kernels, rows, steps per epoch."""
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)

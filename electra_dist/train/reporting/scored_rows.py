@@ -25,13 +25,7 @@ class ScoredRow:
 
 
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
-    """Return the first tokens, at most 64, of each of the first rows of a micro-batch, without padding.
-
-    Args:
-        original_BS: int64 ids of the corpus.
-        output: output of the objective for these rows.
-        num_rows: number of rows to take; all rows if the batch has fewer. Of these, rows of padding only are left out.
-    """
+    """Return the first tokens, at most 64, of each of the first rows of a micro-batch, without padding."""
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
     scored_rows = []
     for row in range(min(num_rows, len(original_BS))):
@@ -49,12 +43,7 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Convert the ids of a row to tokens, and round its probabilities to four decimals.
-
-    Args:
-        row: the row to convert.
-        tokens: tokens of the vocabulary, in the order of their ids.
-    """
+    """Convert the ids of a row to tokens, and round its probabilities to four decimals."""
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],
         shown=[_token(tokens, token_id) for token_id in row.shown_S],
@@ -63,13 +52,9 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the tokens of the vocabulary in a run folder in readable form, in the order of their ids.
-
-    In this form, a token that continues a word begins with ##, for any kind of tokenizer (`Vocabulary.shown_tokens`).
-    """
+    """Return the tokens of the vocabulary in a run folder in readable form, in the order of their ids."""
     return read_run_vocabulary(run_dir).shown_tokens
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:
-    """Return the token of an id; the id in brackets if the vocabulary is smaller than `model.vocab_size`."""
     return tokens[token_id] if token_id < len(tokens) else f"[{token_id}]"

@@ -48,14 +48,7 @@ class StepRecorder:
     """
 
     def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
-        """Prepare to make records; the rates of the first record are computed from now on.
-
-        Args:
-            config: the resolved config of the run.
-            device: device of this rank.
-            corpus_sizes: sizes of the training corpora: the result of `RunCorpora.sizes`.
-            start_step: optimizer steps done before this start.
-        """
+        """Prepare to make records; the rates of the first record are computed from now on."""
         self._config = config
         self._device = device
         self._corpus_sizes = corpus_sizes
@@ -65,11 +58,7 @@ class StepRecorder:
         self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
 
     def begin_interval(self, done: int) -> None:
-        """Compute the next rates from now on, so that the time of an evaluation does not count as time of steps.
-
-        Args:
-            done: optimizer steps done.
-        """
+        """Compute the next rates from now on, so that the time of an evaluation does not count as time of steps."""
         self._last = _LogPoint(step=done, time=time.perf_counter(), waited_s=self._last.waited_s)
 
     def record_of(
@@ -83,17 +72,10 @@ class StepRecorder:
     ) -> StepRecord:
         """Return the record of a logged step for metrics.jsonl and the console; the next interval begins with it.
 
-        Times and rates are means since the last log line or evaluation. Losses are means over tokens and accuracies
-        are fractions, both over the global batch of this one step. A loss that the objective does not have is 0, an
-        accuracy over no tokens is NaN.
+        Times and rates are means since the last log line or evaluation.
 
         Args:
-            done: optimizer steps done, this one included.
-            result: results of the step.
-            lr: learning rate of the step.
             waited_s: total seconds that rank 0 has waited for rows since this start.
-            receipt: checksum of all rows trained on so far: how many, and the sum of their hashes.
-            look: result of the health check: readings of the GPUs, and the slow ranks.
         """
         now = time.perf_counter()
         elapsed_s = now - self._last.time
@@ -144,18 +126,12 @@ class StepRecorder:
         )
 
     def _scheduled_values(self, done: int) -> dict[str, float]:
-        """Return the values of the scheduled keys of the objective in the last of `done` steps."""
         last_step = done - 1  # steps are numbered from 0
         progress = last_step / self._config.train.num_steps
         schedules = schedules_of(self._config.objective)
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def _flops_per_token(self, done: int) -> float:
-        """Return the training FLOPs per token, of generator and discriminator together, in the last of `done` steps.
-
-        They depend on the step only in two-stage training, where first only the generator trains, then only the
-        discriminator.
-        """
         config = self._config
         last_step = done - 1  # steps are numbered from 0
         return token_flops(config.model, config.data.seq_len, config.objective, last_step).total

@@ -22,8 +22,8 @@ from pathlib import Path
 class Clock:
     """Stopwatch of one round of a run: seconds of its setup, and seconds since then by activity.
 
-    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of the
-    step loop may use the clock.
+    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of
+    the step loop may use the clock.
     """
 
     def __init__(self, setup_s: dict[str, float]) -> None:
@@ -41,8 +41,7 @@ class Clock:
     def step(self) -> Iterator[None]:
         """Measure a `with` block as one step, its wait for data included.
 
-        The first step is counted apart from the others, because compilation and warm-up make it longer. A block that
-        raises is not counted.
+        The first step is counted apart from the others, because compilation and warm-up make it longer.
         """
         begin = time.perf_counter()
         yield
@@ -72,11 +71,7 @@ class Clock:
         self._spent["data"] = total_s
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds spent so far on each activity, rounded to milliseconds.
-
-        The keys are "first" (the first step), "step" (all other steps), "data" (waiting for rows), "stall" (held up by
-        saves) and "eval" (evaluations). "data" is part of "first" and "step"; the others do not overlap.
-        """
+        """Return the seconds spent so far on each activity, rounded to milliseconds."""
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 
 

@@ -61,8 +61,7 @@ class TrainState:
     def updated(self, result: StepResult) -> None:
         """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
 
-        The guard stops steps with a bad loss; it compares later losses with this one. `step` does not change, because
-        the step loop sets it for all steps, also for those without an update.
+        The guard stops steps with a bad loss; it compares later losses with this one.
         """
         self.receipt += result.receipt
         self.guard.accept(result.judged_loss)
@@ -73,9 +72,6 @@ class TrainState:
 
         Args:
             restored: state of the restored checkpoint; None if there is none.
-            config: settings of the guard. It compares each loss with recent losses, which a checkpoint records.
-            skips: list of the steps that the run skips. It is passed in, because the run folder keeps it, not the
-                checkpoint.
         """
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips, overflowed=[])
@@ -104,15 +100,7 @@ class TrainState:
 
 
 def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
-    """Return the scores of an evaluation that a checkpoint of its step records, by the field names of `RunState`.
-
-    `checkpoint.keep_best` chooses by them: by the context AUC of an objective with a discriminator, by its own loss
-    for any other objective.
-
-    Args:
-        evaluation: record of the evaluation.
-        objective: the objective of the run.
-    """
+    """Return the scores of an evaluation that a checkpoint of its step records, by the field names of `RunState`."""
     if detects_replacements(objective):
         return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
     if objective.name == "mlm":
@@ -123,8 +111,8 @@ def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dic
 class Checkpointer:
     """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
 
-    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any step,
-    and at the end `close`, which waits for a save that is still being written.
+    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any
+    step, and at the end `close`, which waits for a save that is still being written.
     """
 
     def __init__(
@@ -139,19 +127,7 @@ class Checkpointer:
         """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective.
 
         Args:
-            config: the resolved config of the run.
-            engine: the engine whose state is saved and restored.
-            corpus_fingerprint: digest of the corpus; a checkpoint of another corpus is refused.
-            skips: the steps that this run skips. A checkpoint of step t is used only if its run had skipped exactly
-                those of them that are before t.
-            accept_new_numerics: whether checkpoints of a version with older numerics (random draws and rounding) may
-                be used.
             patience: how long stores that are full or away are waited for; None: not at all.
-
-        Raises:
-            StorageLost: a store stayed full or away for longer than `patience` allows.
-            UserError: a store holds checkpoints of another run, or cannot be written.
-            OtherNumerics: the newest start of the run had older numerics, and this was not accepted.
         """
         self._config = config
         self._module = engine.deepspeed.module
@@ -203,19 +179,10 @@ class Checkpointer:
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        Args:
-            pristine: whether the engine still holds the weights with which it was built. If there is no checkpoint,
-                they are then left as they are.
-
         Returns:
             restored: state of the loaded checkpoint; None if there is none, or a rollback has discarded all.
             set_aside: one line of text for each checkpoint that was found damaged or discarded; its manifest is
-                renamed, so that no later start tries to load it.
-
-        Raises:
-            UserError: there are checkpoints, and none of them can be used.
-            StoreError: a checkpoint cannot be read, and no other store has a copy of it.
-            StorageLost: a store stayed full or away for too long.
+            renamed, so that no later start tries to load it.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -233,14 +200,7 @@ class Checkpointer:
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins.
-
-        Masters are the fp32 copies of the parameters in the optimizer, moments its running averages. This is needed
-        after a rollback to step 0. `publish` must follow, which copies the masters to the parameters.
-
-        Args:
-            fragments: views of the ranges of masters and moments that this rank holds; they are written in place.
-        """
+        """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
@@ -260,14 +220,10 @@ class Checkpointer:
     def save(self, train_state: TrainState) -> SaveTiming:
         """Start saving the state after `train_state.step` steps; return when it is copied to host memory. Collective.
 
-        A thread then writes the copy to the stores. If the previous save is still being written, this call first waits
-        until it is finished.
+        A thread then writes the copy to the stores.
 
         Returns:
             How long this call held up the step loop: seconds waited for the previous save, and seconds for the copy.
-
-        Raises:
-            BaseException: the previous save has failed; its error is raised again.
         """
         state = self._state.model_copy(update=train_state.state_fields())
         if self._loss_scale is not None:
@@ -283,13 +239,9 @@ class Checkpointer:
         """Complete the save of the last step, in case the start that made it was killed meanwhile. Rank 0 only.
 
         Any other save needs no completion, because the next one replaces it.
-
-        Args:
-            last: state of the restored checkpoint of a run that has reached its last step.
         """
 
         def complete() -> None:
-            """Copy the checkpoint to the targets that lack it, and delete those that are no longer kept."""
             copy_to_all(self._targets, folder_name(last.step, last.attempt))
             for target in self._targets:
                 retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
@@ -312,11 +264,7 @@ class Checkpointer:
         return self._state.bit_settings
 
     def close(self) -> None:
-        """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine.
-
-        Raises:
-            BaseException: the last save has failed; its error is raised again.
-        """
+        """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine."""
         self.writer.close()
 
 

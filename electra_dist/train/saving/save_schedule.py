@@ -14,19 +14,11 @@ class SaveSchedule:
     """The steps after which a run saves a checkpoint.
 
     If `checkpoint.every_steps` is a number, they are its multiples. If it is "auto", each save comes one interval
-    after the last one. Rank 0 computes the interval again after each save, from the cost of a save and the number of
-    interruptions that the run's ledger (ledger.jsonl) records. All ranks use the same interval. The steps of
-    `checkpoint.keep_every_steps` and `checkpoint.keep_steps` are always saved.
+    after the last one.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
-        """Begin the schedule at a start of the run. Collective for `every_steps: auto`.
-
-        Args:
-            config: gives the interval and the steps that are always saved.
-            run_dir: folder of the run, which holds the ledger.
-            step: optimizer steps done so far; with `auto` the first interval begins at it.
-        """
+        """Begin the schedule at a start of the run. Collective for `every_steps: auto`."""
         self._config = config
         self._run_dir = Path(run_dir)
         self.every_steps = 0  # steps between checkpoints at present; set by `saved`
@@ -36,10 +28,6 @@ class SaveSchedule:
         """Record that a checkpoint of `step` is saved; with `every_steps: auto`, compute the interval again.
 
         Collective for `auto`: rank 0 computes the interval, and all ranks use it.
-
-        Returns:
-            Whether the number of steps between checkpoints has changed; never so for a fixed number, apart from the
-            first call.
         """
         previous = self.every_steps
         if self._config.every_steps == "auto":
@@ -64,8 +52,7 @@ class SaveSchedule:
     def due(self, step: int) -> bool:
         """Return whether to save a checkpoint now that `step` optimizer steps are done.
 
-        A fixed interval is counted from step 0, an automatic one from the last save. The call changes nothing; call
-        `saved` when the checkpoint is saved.
+        A fixed interval is counted from step 0, an automatic one from the last save.
         """
         keep_every_steps = self._config.keep_every_steps
         if keep_every_steps and step % keep_every_steps == 0:
@@ -78,5 +65,4 @@ class SaveSchedule:
 
 
 def _next_multiple(interval: int, step: int) -> int:
-    """Return the first multiple of an interval after a step."""
     return (step // interval + 1) * interval

@@ -42,19 +42,7 @@ _OWNER = TypeAdapter(ProcessIdentity)
 def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
     """Return the staging folder, where checkpoint files are written before their upload to S3, and take it over.
 
-    On a single node it is a folder in the run folder, and nothing is done. If one of the targets is a local folder,
-    checkpoint files are written there, so the staging folder is not used and nothing is done either. Otherwise it is a
-    folder in this node's cache folder, which the first rank of the node takes over (`take_over`). Every rank calls
-    this function once, at the start of the run.
-
-    Args:
-        config: the resolved config of the run.
-        targets: the stores that receive every checkpoint.
-        patience: how long to wait for a disk that is full or does not respond.
-
-    Raises:
-        StorageLost: the disk was full or did not respond for longer than the patience allows.
-        StoreError: this node has no temporary directory that can be used.
+    On a single node it is a folder in the run folder, and nothing is done.
     """
     run_dir = Path(config.run_dir)
     all_targets_on_s3 = all(target.local_path(STAGING_DIR) is None for target in targets)
@@ -70,11 +58,6 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
     """Return the path of the staging folder that a run on several nodes uses on this node; nothing is created.
 
     Its name consists of the node's name and a digest of the run folder's path, so runs and nodes do not share one.
-    Several nodes may share the folder `data.cache_dir`.
-
-    Args:
-        run_dir: the run folder; a relative path is made absolute first.
-        node_folder: the folder of this node's cache, in which the staging folders are.
     """
     digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:_NAME_CHARACTERS]
     return node_folder / STAGING_DIR / f"{node_name()}-{digest}"
@@ -83,15 +66,7 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
 def take_over(folder: Path) -> None:
     """Record this process as the user of a staging folder, and delete this node's abandoned staging folders.
 
-    One rank of each node calls this function at the start of the run. An abandoned folder is one of another run whose
-    process has ended. Files that an earlier start of this run has left in `folder` are not deleted by this function,
-    but by the checkpoint writer.
-
-    Args:
-        folder: the staging folder of this run, from `staging_folder`; created if missing.
-
-    Raises:
-        StoreAway: the disk is full, read-only or does not respond.
+    One rank of each node calls this function at the start of the run.
     """
     for other_folder in list(folder.parent.glob("*")):
         node_of_folder, _, _ = other_folder.name.rpartition("-")  # NODE-DIGEST; NODE may contain hyphens
@@ -103,10 +78,8 @@ def take_over(folder: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that uses a staging folder has certainly ended.
-
-    False if the folder has no readable record of a process, or if the process is in another container of this machine,
-    so that it cannot be seen.
+    """Return whether the process that uses a staging folder has certainly ended. False if the folder has no readable
+    record of a process, or if the process is in another container of this machine, so that it cannot be seen.
     """
     with contextlib.suppress(OSError, DamagedJson):
         owner = validate_json(_OWNER, parse_json_object(read_regular(folder / _OWNER_FILE)))

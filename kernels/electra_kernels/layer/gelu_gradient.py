@@ -21,14 +21,7 @@ import torch
 def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of GELU's input, [T, I] in its dtype, and the gradient's sum over the tokens, [I].
 
-    This is the definition that the Triton kernel (`triton/gelu_gradient.py`) must meet. On a CPU it is used as it is.
-
-    Args:
-        grad_TI: Gradient of GELU's output.
-        x_TI: Input of GELU, in the same dtype.
-
-    Returns:
-        The sum is fp32, or fp64 for fp64 input.
+    This is the definition that the Triton kernel (`triton/gelu_gradient.py`) must meet.
     """
     compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
     grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)

@@ -17,6 +17,7 @@ import abc
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from electra_kernels import dropout_add_norm
 from electra_kernels.layer.gelu_gradient import gelu_gradient_reference
@@ -39,16 +40,6 @@ def norm_forward(
     """Return LayerNorm(residual + dropout(x)), [T, H] in the dtype of `x_TH`, and what the backward pass needs.
 
     There are T tokens in B rows of T / B tokens each, and H is the hidden width.
-
-    Args:
-        x_TH: Contiguous output of a sub-layer.
-        residual_TH: Contiguous input of the sub-layer, in the same dtype.
-        weight_H: Scale of the LayerNorm.
-        bias_H: Shift of the LayerNorm.
-        row_B: int64, the number of each row within the global batch.
-        eps: Added to the variance.
-        dropout: Probability and key of the dropout, and which of the layer's two dropouts it is.
-        backend: "triton" or "reference".
     """
     if backend == "triton":
         from electra_kernels.triton.dropout_add_norm import forward_pass
@@ -74,15 +65,6 @@ class BackwardPasses(abc.ABC):
         """Return the gradients of x and of the residual, [T, H] in the dtype of `grad_TH`.
 
         It collects three sums [H]: the gradients of the LayerNorm's weight, of its bias, and of a bias added to x.
-        Without dropout, the two gradients are one tensor. The tensors of `kept` may be overwritten.
-
-        Args:
-            grad_TH: Contiguous gradient of the norm.
-            kept: Second result of `norm_forward`; the further arguments are those of that call.
-            weight_H: Scale of the LayerNorm.
-            bias_H: Shift of the LayerNorm.
-            row_B: int64 row numbers within the global batch.
-            dropout: Probability and key of the dropout, and which of the layer's two dropouts it is.
         """
 
     @abc.abstractmethod
@@ -101,9 +83,9 @@ class ReferencePasses(BackwardPasses):
     """Backward passes in plain PyTorch."""
 
     def __init__(self) -> None:
-        """Begin with no sums."""
         self._sums: list[torch.Tensor] = []
 
+    @override
     def norm(
         self,
         grad_TH: torch.Tensor,
@@ -113,7 +95,6 @@ class ReferencePasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of the residual; see `BackwardPasses.norm`."""
         kept_for_backward = dropout_add_norm.KeptForBackward(*kept)  # type: ignore[arg-type]
         grad_x_TH, grad_residual_TH, grad_weight_H, grad_bias_H = dropout_add_norm.reference_backward(
             grad_TH, kept_for_backward, weight_H, bias_H
@@ -121,14 +102,14 @@ class ReferencePasses(BackwardPasses):
         self._sums += [grad_weight_H, grad_bias_H, grad_x_TH.sum(0)]
         return grad_x_TH.to(grad_TH.dtype), grad_residual_TH.to(grad_TH.dtype)
 
+    @override
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of GELU's input; see `BackwardPasses.gelu`."""
         grad_x_TI, sum_I = gelu_gradient_reference(grad_TI, x_TI)
         self._sums.append(sum_I)
         return grad_x_TI
 
+    @override
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return all collected sums in `dtype`, in the order in which they were collected."""
         return [each.to(dtype) for each in self._sums]
 
 
@@ -136,18 +117,14 @@ class TritonPasses(BackwardPasses):
     """Backward passes in Triton, whose kernels write their partial sums into one buffer."""
 
     def __init__(self, grad_TH: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the buffer of partial sums.
-
-        Args:
-            grad_TH: Gradient of the layer's output; it gives the device and the number of strips.
-            widths: Width of each sum, in the order in which the backward passes collect them.
-        """
+        """Allocate the buffer of partial sums."""
         from electra_kernels.triton.dropout_add_norm import num_strips
 
         self._widths = list(widths)
         self._next_column = 0
         self._partials_PC = torch.empty(num_strips(grad_TH), sum(widths), device=grad_TH.device)
 
+    @override
     def norm(
         self,
         grad_TH: torch.Tensor,
@@ -157,10 +134,6 @@ class TritonPasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of the residual by one launch; see `BackwardPasses.norm`.
-
-        With dropout, the gradient of x is written over x.
-        """
         from electra_kernels.triton.dropout_add_norm import backward_strips
 
         x_TH, residual_TH, statistics_2T = kept
@@ -179,21 +152,20 @@ class TritonPasses(BackwardPasses):
             in_layer=True,
         )
 
+    @override
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Overwrite the gradient by that of GELU's input, by one launch, and return it."""
         from electra_kernels.triton.gelu_gradient import gradient_strips
 
         return gradient_strips(grad_TI, x_TI, self._partials_PC, self._take_columns(grad_TI.shape[1]))
 
+    @override
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Return all collected sums in `dtype`, as parts of one vector, by two launches."""
         assert self._next_column == sum(self._widths), (
             f"{self._next_column} of {sum(self._widths)} columns are written"
         )
         return sum_of_strips(self._partials_PC, dtype=dtype).split(self._widths)
 
     def _take_columns(self, width: int) -> int:
-        """Return the first of the next `width` columns of the buffer, and mark them as used."""
         first_column = self._next_column
         self._next_column += width
         return first_column

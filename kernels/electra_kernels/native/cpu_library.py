@@ -46,9 +46,7 @@ _Item = TypeVar("_Item")
 def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
-    Threads run in parallel only while `work` releases the interpreter lock. If calls raise exceptions, that of the
-    first such item in the order of `items` is raised. With one item or one thread, the calls are made in the calling
-    thread.
+    Threads run in parallel only while `work` releases the interpreter lock.
     """
     num_threads = min(torch.get_num_threads(), len(items))
     if num_threads <= 1:
@@ -62,20 +60,11 @@ def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
 
 @functools.cache
 def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
-    """Return a pool of `num_threads` threads; a process gets the same pool at every call.
-
-    Callers pass their process id, because a forked process inherits the cached pools without their threads. With its
-    own id it gets a new pool.
-    """
     return ThreadPoolExecutor(num_threads, thread_name_prefix="electra-cpu-library")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the C library in the folder of this file and declare the argument types of its functions.
-
-    Returns None if the library was not built, or was built for another kind of machine or from another version of
-    cpu_library.c, whose functions take other arguments (`electra_cpu_library_version` there).
-    """
+    """Load the C library in the folder of this file and declare the argument types of its functions."""
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
         try:
             library = ctypes.CDLL(str(path))
@@ -89,9 +78,8 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _declare_arguments(library: ctypes.CDLL) -> None:
-    """Set the argument types of the functions of cpu_library.c, in the order of the C declarations.
-
-    Without these types, ctypes would pass 64-bit numbers as 32-bit ints.
+    """Set the argument types of the functions of cpu_library.c, in the order of the C declarations. Without these
+    types, ctypes would pass 64-bit numbers as 32-bit ints.
     """
     key: list[Any] = [_WORD, _WORD32, _WORD32]  # seed, purpose, step
     grid: list[Any] = [*key, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]  # rows, num_rows, first_block, num_blocks, stride
@@ -119,16 +107,7 @@ _library = _load()
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position, in C.
-
-    Args:
-        grid: int64 [R, 4 * blocks], filled in place. Columns are adjacent; rows may be part of a wider array.
-        seed: 64-bit key.
-        purpose: Value of a `keyed_random.Purpose`.
-        step: Global step, in [0, 2**32).
-        rows: Contiguous int64 [R], row numbers within the global batch.
-        first_block: First position of the grid, divided by 4.
-    """
+    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position, in C."""
     assert _library is not None
     assert grid.dtype == np.int64
     arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
@@ -146,20 +125,7 @@ def _fill_kept(
     threshold: int,
     scale: float,
 ) -> None:
-    """Fill `grid` with the factors of dropout, in C: `scale` for kept elements, 0 for dropped ones.
-
-    An element is kept if its 32 random bits, those of `keyed_random.bits_grid`, are at least `threshold`.
-
-    Args:
-        grid: fp32 [R, 4 * blocks], filled in place. Columns are adjacent; rows may be part of a wider array.
-        seed: 64-bit key.
-        purpose: Value of a `keyed_random.Purpose`.
-        step: Global step, in [0, 2**32).
-        rows: Contiguous int64 [R], row numbers within the global batch.
-        first_block: First position of the grid, divided by 4.
-        threshold: `keyed_random.drop_threshold` of the probability, in [0, 2**32].
-        scale: 1 / (1 - probability).
-    """
+    """Fill `grid` with the factors of dropout, in C: `scale` for kept elements, 0 for dropped ones."""
     assert _library is not None
     assert grid.dtype == np.float32
     arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
@@ -169,12 +135,7 @@ def _fill_kept(
 def _grid_arguments(
     grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int
 ) -> tuple[Any, ...]:
-    """Return the first eight arguments of the C functions that fill a grid, after a check of the memory layout.
-
-    They are seed, purpose, step, address and number of the rows, first block (of four positions), number of blocks,
-    and the distance in elements from one row of `grid` to the next. An AssertionError is raised if the columns of
-    `grid` or the elements of `rows` are not adjacent in memory.
-    """
+    """Return the first eight arguments of the C functions that fill a grid, after a check of the memory layout."""
     assert grid.strides[1] == grid.itemsize, "the columns of the grid are not adjacent: pass a row-major array"
     assert rows.dtype == np.int64
     assert rows.flags.c_contiguous
@@ -186,24 +147,7 @@ def _grid_arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place that a keyed permutation gives to each of several numbers, in C.
-
-    Element i of the arrays is one task: permutation i has the key (seed, purpose, epoch[i], block[i]) and the length
-    size[i], and the result is where it moves index[i]. `permute` of `electra_dist/data/row_order.py` is the same
-    function in NumPy.
-
-    Args:
-        index: Numbers to permute, each in [0, size).
-        size: Length of each permutation.
-        epoch: Part of the key, in [0, 2**32).
-        block: Part of the key, in [0, 2**32).
-        seed: 64-bit key.
-        purpose: Value of a `keyed_random.Purpose`.
-        num_rounds: Rounds of the Feistel network that makes up a permutation.
-
-    Returns:
-        uint64 places in [0, size), in an array as long as `index`.
-    """
+    """Return the place that a keyed permutation gives to each of several numbers, in C."""
     assert _library is not None
     # C reads contiguous arrays. The names keep the converted arrays alive during the call.
     index = np.ascontiguousarray(index, np.uint64)
@@ -226,12 +170,7 @@ def _permute(
 
 
 def _row_checksums(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the checksum of each row, uint64 [k], in C; `electra_dist/data/row_checksums.py` defines it in NumPy.
-
-    Args:
-        rows: Contiguous [k, seq_len] integers; the memory may be a mapped file.
-        keys: Contiguous uint32, one for each 32-bit word of a row and for the bytes after the last whole word.
-    """
+    """Return the checksum of each row, uint64 [k], in C; `electra_dist/data/row_checksums.py` defines it in NumPy."""
     assert _library is not None
     assert rows.flags.c_contiguous
     row_bytes = rows.shape[1] * rows.itemsize
@@ -248,21 +187,8 @@ def _gather_rows(
     out: np.ndarray,
     keys: np.ndarray | None,
 ) -> int | None:
-    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C, and verify the copies' checksums.
-
-    Args:
-        tables: For each shard, a memory-mapped file of rows, the `table` of its `electra_dist.data.shard.Shard`: where
-            its rows and their checksums lie in memory. The mappings must stay open during the call.
-        which: Index into `tables` of each row, as long as `out`.
-        rows: Row number within its shard, as long as `out`.
-        out: Contiguous 2-D array, filled in place; its rows have the size of a shard's rows.
-        keys: Keys of the checksums of rows of this size; None if the tables have no checksums to compare with.
-
-    Returns:
-        The first k whose copy has another checksum than its shard's table lists; None if there is none.
-
-    Raises:
-        IndexError: A row number is not in its shard. The rows of `out` before it are filled.
+    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C, and verify the copies'
+    checksums.
     """
     assert _library is not None
     assert out.flags.c_contiguous
@@ -300,24 +226,7 @@ def _row_pass(
     disallow_correct: bool,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32, in C.
-
-    The row pass computes loss, most likely token, sample and gradient of M rows of logits, V columns each.
-
-    Args:
-        logits_MV: fp32 logits without bias; adjacent columns. With `with_gradient`, overwritten by their gradient.
-        bias_V: Bias of the tokens that exist; further columns of the logits are padding.
-        target_M: int64 true tokens.
-        weight_M: fp32 weight of each row.
-        row_M: int64, number of each row within the global batch.
-        key: Seed, purpose and step of the sampling noise.
-        temperature: Divisor of the logits before sampling, a number or a scalar tensor on the CPU.
-        disallow_correct: Whether the true token is excluded from sampling.
-        with_gradient: Whether the gradient of the logits overwrites the logits.
-
-    Returns:
-        Unweighted losses (fp32), most likely tokens and drawn tokens (int64), [M] each.
-    """
+    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32, in C."""
     library = _library
     assert library is not None
     assert logits_MV.dtype == weight_M.dtype == torch.float32
@@ -333,10 +242,7 @@ def _row_pass(
     sampled_M = torch.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
-        """Compute the results of up to `_ROWS_AT_A_TIME` rows of logits, from row `begin` on, by one call of C.
-
-        With `with_gradient`, the call also overwrites the logits of these rows by their gradient.
-        """
+        """Compute the results of up to `_ROWS_AT_A_TIME` rows of logits, from row `begin` on, by one call of C."""
         block = slice(begin, begin + _ROWS_AT_A_TIME)
         logits = logits_MV[block]
         library.electra_row_pass(

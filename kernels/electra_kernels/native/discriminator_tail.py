@@ -59,8 +59,7 @@ def library_path() -> Path:
 def build(path: Path) -> str:
     """Compile the CUDA library to `path` with nvcc; return the report of registers and spills of each kernel.
 
-    The library is for GPUs of compute capability 8.x and 9.0. The file appears under its name only when it is
-    complete. Missing parent folders are created.
+    The library is for GPUs of compute capability 8.x and 9.0.
 
     Raises:
         BackendUnavailable: nvcc is not on PATH, or it rejects the source; the text has its last line of errors.
@@ -98,8 +97,7 @@ def library(path: Path | None = None) -> ctypes.CDLL:
         path: File of the library; None stands for `library_path()`, the library of the present source file.
 
     Raises:
-        BackendUnavailable: The file does not exist; the text names the command that builds it. Or `path` is None, and
-            this user has no home folder.
+        BackendUnavailable: The file does not exist; the text names the command that builds it.
     """
     if path is None:
         path = library_path()
@@ -134,14 +132,6 @@ def forward_pass(
 
     The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
 
-    Args:
-        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer without its bias: T tokens, H hidden.
-        bias_H: Bias of the dense layer.
-        out_weight_H: Weights of the output unit.
-        out_bias: Bias of the output unit, one element.
-        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
-        mask_T: Contiguous fp32, the weight of each token in the loss.
-
     Raises:
         BackendUnavailable: The library is not built.
         RuntimeError: CUDA did not start the kernel.
@@ -165,19 +155,8 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by the CUDA library.
-
-    Args:
-        dense_TH: Contiguous bf16 or fp32 matrix product of the dense layer without its bias: T tokens, H hidden.
-        bias_H: Bias of the dense layer.
-        out_weight_H: Weights of the output unit.
-        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
-        mask_T: Contiguous fp32, the weight of each token in the loss.
-        logits_T: Logits that the forward pass returned.
-        upstream_T: Contiguous fp32 gradient of each token's masked loss.
-
-    Returns:
-        The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
+    """Return the gradients of the dense output, its bias, the output weight and the output bias, by the CUDA
+    library.
     """
     num_tokens, hidden = dense_TH.shape
     num_blocks = min(NUM_BLOCKS, num_tokens)
@@ -200,20 +179,7 @@ def _as_fp32(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
-    """Launch a function of the CUDA library on the current stream of torch; with no tokens, do nothing.
-
-    The tensors must stay alive until the call returns. After that, the caller may free them although the kernel may
-    still run: torch gives their memory only to later work of the same stream.
-
-    Args:
-        function: `electra_tail_forward` or `electra_tail_backward`.
-        dense_TH: Dense output [T, H], which gives dtype, number of tokens and hidden size.
-        tensors: All tensors of the function, `dense_TH` included, in the order of its arguments.
-        *more: Further integers after the hidden size: the number of thread blocks in the backward pass.
-
-    Raises:
-        RuntimeError: CUDA did not start the kernel.
-    """
+    """Launch a function of the CUDA library on the current stream of torch; with no tokens, do nothing."""
     assert dense_TH.dtype in (torch.bfloat16, torch.float32), (
         f"the dense output is {dense_TH.dtype}: pass bf16 or fp32, or set kernels.backend to auto"
     )

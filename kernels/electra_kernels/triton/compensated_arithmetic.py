@@ -37,8 +37,7 @@ _FRACTION_BITS: tl.constexpr = tl.constexpr(23)  # of an fp32 number; the expone
 def two_sum(a, b):
     """Return a + b rounded to fp32, and the exact rounding error (0 where the sum is not finite).
 
-    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger. The subtractions recover which
-    parts of a and of b the rounded total contains; the rest of each was lost.
+    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger.
     """
     total = a + b
     b_in_total = total - a
@@ -49,13 +48,7 @@ def two_sum(a, b):
 
 @triton.jit
 def scaled_exp(x, x_low, scale, scale_low):
-    """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0.
-
-    Range reduction: with the integer n nearest to x / log(2), exp(x) = 2^n * exp(r), where r = x - n * log(2) is at
-    most log(2) / 2 in size. 2^n is made from its bits, and exp(r) - 1 is a polynomial, so high = scale * 2^n and
-    low = high * (exp(r) - 1). For x of -88 or less, the result is 0. `x_low` and `scale_low` may be None, which means
-    0 and takes fewer instructions.
-    """
+    """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0."""
     x = tl.maximum(x, _LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     # fp32 numbers of the size of _TO_EXPONENT are spaced by 1, so the sum is rounded to an integer: its low bits hold
     # n + 127, which is the exponent field of the number 2^n.
@@ -81,8 +74,7 @@ def scaled_exp(x, x_low, scale, scale_low):
 def precise_log(high, low):
     """Return log(high + low) as a pair whose sum is the result, for numbers high + low of at least 1.
 
-    The first of the pair is the logarithm rounded to fp32. The second is its correction by one Newton step for the
-    equation exp(y) = high + low: correction = (high + low) * exp(-estimate) - 1, where the estimate is the first.
+    The first of the pair is the logarithm rounded to fp32.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
@@ -94,8 +86,7 @@ def precise_log(high, low):
 def precise_ratio(a, b, b_low):
     """Return a / (b + b_low) as a pair whose sum is the result: the rounded quotient a / b, and its correction.
 
-    The correction is the remainder of the division, a - ratio * (b + b_low), divided by b. Fused multiply-adds compute
-    the remainder without the rounding error of the product.
+    The correction is the remainder of the division, a - ratio * (b + b_low), divided by b.
     """
     ratio = a / b
     remainder = tl.fma(-ratio, b_low, tl.fma(-ratio, b, a))
@@ -106,8 +97,7 @@ def precise_ratio(a, b, b_low):
 def precise_inverse_root(x):
     """Return 1 / sqrt(x) as a pair whose sum is the result: the rounded value, and its correction by one Newton step.
 
-    The correction is root / 2 * (1 - x * root^2). The product x * root is taken with its rounding error, because the
-    difference is tiny.
+    The correction is root / 2 * (1 - x * root^2).
     """
     root = 1.0 / tl.sqrt(x)
     product = x * root
@@ -120,14 +110,7 @@ def precise_inverse_root(x):
 def precise_sum(x, x_low, bound):
     """Return the sum of a vector of non-negative numbers x + x_low as a pair whose sum is the result.
 
-    To add and then subtract `bound` rounds each x to a multiple of bound's last digit. In decimal arithmetic of four
-    digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is exact in
-    any order. What the rounding took from each x is summed separately; that sum is small, so its own error is tiny.
-
-    Args:
-        x: fp32 vector.
-        x_low: Rounding errors of x.
-        bound: A number that is at least twice the sum of x.
+    To add and then subtract `bound` rounds each x to a multiple of bound's last digit.
     """
     coarse = (x + bound) - bound
     coarse_sum = tl.sum(coarse, 0)
@@ -138,7 +121,6 @@ def precise_sum(x, x_low, bound):
 def fits_fp32(dtype: torch.dtype) -> bool:
     """Return whether fp32 holds the sum of two numbers of this dtype of similar size without rounding.
 
-    This is so for bf16 only: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two. For any
-    other dtype, the kernels keep the sum as a pair (rounded sum, rounding error).
+    This is so for bf16 only: its 8 significant bits leave room in fp32 for a factor of 2**16 between the two.
     """
     return dtype == torch.bfloat16

@@ -48,17 +48,7 @@ _WARP_SIZE = 32  # threads
 
 
 class KernelCase(NamedTuple):
-    """One Triton kernel with the argument types and constants to compile it for, but without the GPU architecture.
-
-    Attributes:
-        name: Name of the case, the first column of the printed table.
-        kernel: Function decorated by `triton.jit`.
-        types: Triton type of each argument, for example "*bf16"; names that the kernel does not have are ignored.
-        constants: Value of each compile-time argument.
-        divisible: Integer arguments that the compiler may assume to be multiples of 16.
-        num_warps: Warps of a program (thread block).
-        dtype: Type of the model's tensors, one of `DTYPES`; "int64" for a kernel that has none of them.
-    """
+    """One Triton kernel with the argument types and constants to compile it for, but without the GPU architecture."""
 
     name: str
     kernel: Any
@@ -72,8 +62,8 @@ class KernelCase(NamedTuple):
 class Compiled(NamedTuple):
     """Resources and instruction counts of one kernel, compiled for one GPU architecture.
 
-    Values that do not fit into registers are spilled to memory, which shows as a stack or as local accesses. None of
-    our kernels uses tensor cores, so `tensor_core` should be 0.
+    Values that do not fit into registers are spilled to memory, which shows as a stack or as local accesses. None
+    of our kernels uses tensor cores, so `tensor_core` should be 0.
     """
 
     name: str
@@ -112,16 +102,7 @@ _SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_colu
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
-    """Return the kernels to compile, with their argument types and constants, in the order of the printed table.
-
-    The training variant of the head is compiled twice: with the temperature as an argument, and with a scheduled
-    temperature, which it reads from memory. Argument types and sizes are those of the large model's launches.
-
-    Args:
-        all_dtypes: whether to return every kernel in all of `DTYPES`. Otherwise every kernel is returned in bf16, and
-            in fp32 only the two whose code differs there: the training variant of the generator's head and the
-            forward kernel of the discriminator's output layer.
-    """
+    """Return the kernels to compile, with their argument types and constants, in the order of the printed table."""
     head_train, head_evaluate, sample = _head_cases()
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
     scheduled_types = head_train.types | {"temperature_ptr": "*fp64"}
@@ -134,13 +115,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
-    """Return three variants of the kernel `mlm_head.row_kernel` to compile, as (train, evaluate, sample).
-
-    The kernel handles one row of vocabulary logits of the generator's head. In training it writes the loss, the most
-    likely token, a sampled token and the gradient of the logits; in evaluation it writes no gradient; in the last
-    variant it writes the sampled token only. Each is a `KernelCase`: the kernel with the argument types and constants
-    to compile it for.
-    """
+    """Return three variants of the kernel `mlm_head.row_kernel` to compile, as (train, evaluate, sample)."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -181,10 +156,8 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    """Return what to compile for the discriminator tail: its forward and its backward kernel, bf16, hidden size 1024.
-
-    The tail is everything after the matrix product of the discriminator's dense layer: bias, GELU, output unit and
-    loss.
+    """Return what to compile for the discriminator tail: its forward and its backward kernel, bf16, hidden size
+    1024.
     """
     types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
@@ -212,9 +185,7 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
     """Return a copy of a bf16 case that compiles the same kernel for tensors of `dtype`.
 
-    For fp32 the result also sets the constant PAIR where the kernel has it. With it, the kernel keeps the sum of a
-    value and its bias as two fp32 numbers, the rounded sum and its rounding error. For values of 16 bits one fp32
-    number is enough.
+    For fp32 the result also sets the constant PAIR where the kernel has it.
     """
     types = {argument: triton_type.replace("bf16", dtype) for argument, triton_type in case.types.items()}
     constants = case.constants
@@ -224,11 +195,7 @@ def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
 
 
 def _slot_cases() -> list[KernelCase]:
-    """Return what to compile for the two kernels that handle the masked positions of a row (slots), in bf16.
-
-    They are the kernel that replaces tokens and labels them, and the backward kernel that adds the gradients of
-    gathered hidden states at their positions.
-    """
+    """Return what to compile for the two kernels that handle the masked positions of a row (slots), in bf16."""
     replace_types = _SHARED_TYPES | {
         "ids_ptr": "*i64",
         "weight_ptr": "*fp32",
@@ -264,12 +231,7 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return what to compile for LayerNorm(residual + dropout(x)): its forward and its backward kernel.
-
-    Each is compiled for hidden sizes 256 and 1024, with dropout and without, which makes eight cases. The suffix `_p0`
-    of a name stands for dropout probability 0: norm_fwd_256_p0 is the forward kernel at hidden size 256 without
-    dropout.
-    """
+    """Return what to compile for LayerNorm(residual + dropout(x)): its forward and its backward kernel."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
@@ -348,8 +310,7 @@ def _mask_case() -> KernelCase:
 def compile_case(case: KernelCase, arch: int) -> Compiled:
     """Compile a kernel for compute capability `arch`, such as 90, and count resources and instructions.
 
-    Triton's compiler caches machine code on disk, so a kernel that was compiled before is only counted. No GPU is
-    needed. TRITON_INTERPRET must not be set.
+    Triton's compiler caches machine code on disk, so a kernel that was compiled before is only counted.
     """
     compiled = triton.compile(
         _kernel_source(case),
@@ -382,16 +343,11 @@ def try_to_compile(case: KernelCase, arch: int) -> Compiled | Refused:
 
 
 def _runtime_arguments(case: KernelCase) -> list[str]:
-    """Return the names of the kernel's arguments that are no compile-time constants."""
     return [name for name in case.kernel.arg_names if name not in case.constants]
 
 
 def _kernel_source(case: KernelCase) -> ASTSource:
-    """Return the input of Triton's compiler for a kernel: function, argument types, constants and alignment.
-
-    When a kernel is launched, Triton reads types and alignment from the arguments. This program launches nothing, so
-    it takes them from `case`. Every pointer is declared as aligned to 16 bytes, as the memory of torch tensors is.
-    """
+    """Return the input of Triton's compiler for a kernel: function, argument types, constants and alignment."""
     names = case.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | {name: case.types[name] for name in _runtime_arguments(case)}
     pointers = [name for name in names if signature[name].startswith("*")]
@@ -407,15 +363,10 @@ def _kernel_source(case: KernelCase) -> ASTSource:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package.
-
-    Args:
-        cubin: Compiled kernel, the content of a .cubin file.
-    """
+    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
     def dump(flag: str, path: str) -> str:
-        """Return what cuobjdump prints about the file at `path`; `flag` selects resource usage or machine code."""
         command = [str(tool), flag, path]
         return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
 
@@ -428,21 +379,14 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def _number(pattern: str, text: str) -> str:
-    """Return the digits that the first group of `pattern` matches in `text`, the disassembler's report.
-
-    For example, the pattern "REG:(\\d+)" gives "96" in the text "REG:96 STACK:0". An AssertionError is raised if
-    nothing matches.
-    """
     match = re.search(pattern, text)
     assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
     return match[1]
 
 
 def table(rows: Sequence[Compiled | Refused]) -> str:
-    """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed width.
-
-    The columns are kernel, dtype, architecture, registers, stack and shared bytes, loads and stores of 128 bits, and
-    instructions; or the error. The test's snapshot (tests/kernels/compiled_kernels.txt) has this form.
+    """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed
+    width.
     """
     header = (
         f"{'kernel':<16} dtype   arch {'regs':>5} {'stack':>6} {'shared':>7} {'ldg128':>7} {'stg128':>7} {'sass':>6}"
@@ -462,9 +406,7 @@ def table(rows: Sequence[Compiled | Refused]) -> str:
 def main() -> None:
     """Compile all kernels for the architectures on the command line and print the table.
 
-    With `--json FILE`, all counts of each kernel are written to the file, too. The exit code is 1 if the compiler
-    refuses a kernel. If TRITON_INTERPRET is 1, an AssertionError is raised, because kernels would then be interpreted
-    and not compiled.
+    With `--json FILE`, all counts of each kernel are written to the file, too.
     """
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument(

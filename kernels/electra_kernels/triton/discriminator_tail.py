@@ -77,8 +77,7 @@ def exp_of_minus_abs(logit):
 def sigmoid_minus(logit, label):
     """Return sigmoid(logit) - label as one quotient over the common denominator 1 + e, with e = exp(-abs(logit)).
 
-    The plain difference would round to 0 for a token that is predicted correctly with confidence. The numerator is
-    (1 - label) - label * e for a logit of at least 0, and (1 - label) * e - label for a negative one.
+    The plain difference would round to 0 for a token that is predicted correctly with confidence.
     """
     small = exp_of_minus_abs(logit)
     is_positive = logit >= 0.0
@@ -94,9 +93,7 @@ def sigmoid_minus(logit, label):
 def sigmoid_cross_entropy(logit, logit_low, label):
     """Return the loss softplus(z) - label * z of the logit z = logit + logit_low, rounded about once.
 
-    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))). For a label of 0 or 1, the part without the logarithm, max(logit,
-    0) - label * logit, is exact. `logit_low`, the rounding error of the logit, changes the loss by `logit_low` times
-    the loss's derivative, sigmoid(logit) - label.
+    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))).
     """
     one_plus_exp, one_plus_exp_low = two_sum(1.0, exp_of_minus_abs(logit))
     log, log_low = precise_log(one_plus_exp, one_plus_exp_low)
@@ -126,8 +123,6 @@ def tail_forward_kernel(
     """Write the masked loss and the logit of every token of a strip, the tokens that one program handles.
 
     The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
-    Program p of P handles tiles p, p + P and so on, of BLOCK_T tokens each. BLOCK_H is a power of 2 and at least H.
-    With PAIR, the rounding errors of dense + bias are added to the logit to first order. T tokens, H hidden.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -176,9 +171,6 @@ def tail_backward_kernel(
     """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
 
     The forward pass is logit = out_weight . gelu(dense + bias) + out_bias, then the masked sigmoid cross-entropy.
-    `upstream_ptr` has the gradient of each token's masked loss. The activation is computed again. Program p of P
-    handles tiles p, p + P and so on, of BLOCK_T tokens each; these tokens are its strip. It writes row p of the
-    partial sums of the parameters' gradients. BLOCK_H is a power of 2 and at least H. T tokens, H hidden.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -224,14 +216,6 @@ def forward_pass(
     """Return masked loss and logit of every token, fp32 [T] each, by one launch of the Triton kernel.
 
     The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
-
-    Args:
-        dense_TH: Contiguous matrix product of the dense layer without its bias: T tokens, H hidden.
-        bias_H: Contiguous bias of the dense layer.
-        out_weight_H: Contiguous weights of the output unit.
-        out_bias: Bias of the output unit, one element.
-        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
-        mask_T: Contiguous fp32, the weight of each token in the loss.
     """
     num_tokens, hidden = dense_TH.shape
     loss_T = torch.empty_like(label_T)
@@ -264,20 +248,7 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch.
-
-    Args:
-        dense_TH: Contiguous matrix product of the dense layer without its bias: T tokens, H hidden.
-        bias_H: Contiguous bias of the dense layer.
-        out_weight_H: Contiguous weights of the output unit.
-        label_T: Contiguous fp32, 1 where the token was replaced and 0 elsewhere.
-        mask_T: Contiguous fp32, the weight of each token in the loss.
-        logits_T: Logits that `forward_pass` returned.
-        upstream_T: Contiguous fp32 gradient of each token's masked loss.
-
-    Returns:
-        The gradients; the first is in the dtype of `dense_TH`, the others are fp32.
-    """
+    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch."""
     num_tokens, hidden = dense_TH.shape
     num_programs, tile_options = _launch_shape(num_tokens, hidden)
     grad_dense_TH = torch.empty_like(dense_TH)
@@ -308,11 +279,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs of a launch, and the kernel arguments that set tile shape and compilation.
-
-    A tile is BLOCK_T tokens by BLOCK_H columns. BLOCK_H covers a whole token, because its columns are summed; BLOCK_T
-    fills the tile up to `_ELEMENTS_PER_TILE` elements, with at least one token.
-    """
+    """Return the number of programs of a launch, and the kernel arguments that set tile shape and compilation."""
     block_h = triton.next_power_of_2(hidden)
     block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
     num_tiles = triton.cdiv(num_tokens, block_t)

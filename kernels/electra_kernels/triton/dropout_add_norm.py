@@ -52,22 +52,7 @@ _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr):
     """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
 
-    The values are those of `dropout_add_norm.keep_scale` in torch. An element is dropped if its 32 random bits, read
-    as an unsigned number, are below `limit`.
-
-    Args:
-        key_ptr: int64 seed, global step, and number of the layer.
-        row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
-        token: Number of the token among all rows of this launch.
-        layer_quads: How many random numbers of each row a layer uses, divided by 4.
-        site_quads: Index, divided by 4 and counted from the layer's first, of the first random number that this site
-            (a place in the layer that applies dropout) uses in each row.
-        limit: Threshold below which an element is dropped, probability * 2**32 (`keyed_random.drop_threshold`): the
-            32 bits of the unsigned number, passed as int32.
-        scale: 1 / (1 - probability).
-        seq_len: Tokens of a row.
-        hidden: Columns of a token, a multiple of 4.
-        BLOCK_H: Number of factors, a power of 2 and at least `hidden`.
+    The values are those of `dropout_add_norm.keep_scale` in torch.
     """
     seed = tl.load(key_ptr)
     seed_low = seed.to(tl.int32)
@@ -84,11 +69,7 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
 def normalised(summed, mean, variance, inside):
     """Return three values (normed, root, root_low) for one token: its normalised vector, and 1 / sqrt(variance).
 
-    The vector is normed = (summed - mean) / sqrt(variance). The scalar 1 / sqrt(variance) is returned as two fp32
-    numbers, the rounded value `root` and the correction `root_low`; root + root_low is more accurate than `root`.
-
-    `summed` is the vector residual + dropout(x) of the token, and `variance` includes eps. `inside` is true for the
-    columns below H. In the other columns, which only fill the block up to a power of 2, `normed` is 0.
+    The vector is normed = (summed - mean) / sqrt(variance).
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -119,9 +100,7 @@ def norm_forward_kernel(
 ):
     """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
-    The random bits follow from key, row and site; `keep_scale` takes the same arguments and explains them. `row_ptr`
-    has the number of each row within the global batch. DROP is false at probability 0, where no bits are drawn.
-    BLOCK_H is a power of 2 and at least H. T = B * S tokens in B rows, H hidden.
+    The random bits follow from key, row and site; `keep_scale` takes the same arguments and explains them.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
@@ -174,11 +153,7 @@ def norm_backward_kernel(
 ):
     """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
 
-    The inputs are `x`, which dropout applies to, and `residual`. Program p of P handles tokens p, p + P, p + 2 P and
-    so on (its strip), and writes sums over its strip into row p of `partials_ptr`, from `first_column` on: H columns
-    of the LayerNorm's weight, H of its bias and, with SUM_X, H sums of the gradient of `x`. The dropped elements are
-    drawn again, by `keep_scale`, which takes the same arguments. With DROP false, both inputs have the same gradient
-    and only `grad_residual_ptr` is written. BLOCK_H is a power of 2 and at least H. T = B * S tokens.
+    The inputs are `x`, which dropout applies to, and `residual`.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -237,12 +212,6 @@ def forward_pass(
 
     Args:
         x: Contiguous output of a sub-layer, [B, S, H] or [T, H]: B rows of S tokens. H is a multiple of 4.
-        residual: Contiguous input of the sub-layer.
-        weight_H: Scale of the LayerNorm.
-        bias_H: Shift of the LayerNorm.
-        row_B: Contiguous int64 row numbers within the global batch.
-        eps: Added to the variance.
-        dropout: Probability of dropping an element, and the key and site that decide which ones are dropped.
 
     Returns:
         The norm in the dtype of `x`; and fp32 [2, T] with each token's mean, and variance with eps.
@@ -287,15 +256,6 @@ def backward_pass(
 
     Args:
         grad: Gradient of the forward pass's result, [B, S, H] or [T, H].
-        x: Output of a sub-layer, as in the forward pass.
-        residual: Input of the sub-layer, as in the forward pass.
-        statistics_2T: Mean and variance of each token, from `forward_pass`.
-        weight_H: Scale of the LayerNorm.
-        row_B: int64 row numbers within the global batch.
-        dropout: Probability, key and site, as in the forward pass.
-
-    Returns:
-        The gradients; those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.
     """
     hidden = grad.shape[-1]
     partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
@@ -307,11 +267,7 @@ def backward_pass(
 
 
 def num_strips(grad: torch.Tensor) -> int:
-    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H].
-
-    A strip, the tokens of one program, has about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few
-    bytes compared with the gradients.
-    """
+    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H]."""
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
     most_programs = resident_programs(grad.device, _launch_options(hidden)["num_warps"])
@@ -333,14 +289,6 @@ def backward_strips(
     """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
 
     The first seven arguments are those of `backward_pass`. At probability 0 both gradients are one tensor.
-
-    Args:
-        partials_PC: fp32, receives the sums over the strip of each of P programs. Several kernels may share it, each
-            with columns of its own, so that one sum over P serves all.
-        first_column: First of the columns to write: H for the weight, H for the bias and, with `in_layer`, H for the
-            sum of the gradient of x over the tokens.
-        in_layer: Whether to sum the gradient of x, too, and to write it over `x`, which a layer does not need any
-            more.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
@@ -375,17 +323,7 @@ def backward_strips(
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
-    """Return how many programs of the backward kernel a GPU runs at the same time.
-
-    If exactly so many are launched, all begin at once, and none waits for a second round, in which most processors
-    would be idle. The number follows from the kernel's registers, which leave room for `_RESIDENT_WARPS` warps on each
-    processor (measured by compiling for sm_90: 6 programs of 4 warps). It determines the order in which a parameter's
-    gradient is added, so the gradients of two kinds of GPU may differ by rounding.
-
-    Args:
-        device: a GPU; any other device counts as an H200 with 132 processors.
-        num_warps: warps of a program.
-    """
+    """Return how many programs of the backward kernel a GPU runs at the same time."""
     num_processors = _H200_PROCESSORS
     if device.type == "cuda":
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -393,12 +331,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the arguments of both kernels that follow from the dropout's probability and site, integers as int32.
-
-    `site_quads` is where, counted from the layer's first, the random numbers of this site (a place in the layer that
-    applies dropout) begin in each row, divided by 4, because one call of the generator draws four numbers. Each site
-    takes seq_len * hidden numbers of a row, one for each element; sites and layers follow one another.
-    """
+    """Return the arguments of both kernels that follow from the dropout's probability and site, integers as int32."""
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {
@@ -411,10 +344,8 @@ def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict
 
 
 def _launch_options(hidden: int) -> dict[str, Any]:
-    """Return the block width and the launch options of both kernels.
-
-    BLOCK_H is `hidden` rounded up to a power of 2. A program has one warp if BLOCK_H is at most 256, otherwise
-    `NUM_WARPS`.
+    """Return the block width and the launch options of both kernels. A program has one warp if BLOCK_H is at most 256,
+    otherwise `NUM_WARPS`.
     """
     width = triton.next_power_of_2(hidden)
     return {

@@ -43,8 +43,7 @@ def gelu_gradient_kernel(
 ):
     """Replace the gradient of GELU's output by that of its input x, and write the sums over a strip of tokens.
 
-    Program (p, c) of P strips handles tokens p, p + P and so on, in the columns from c * BLOCK on. Row p of
-    `partials_ptr` receives its sums, from column `first_column` on. T tokens, I = `width` columns.
+    Program (p, c) of P strips handles tokens p, p + P and so on, in the columns from c * BLOCK on.
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -64,13 +63,8 @@ def gelu_gradient_kernel(
 def gradient_strips(
     grad_TI: torch.Tensor, x_TI: torch.Tensor, partials_PC: torch.Tensor, first_column: int
 ) -> torch.Tensor:
-    """Overwrite the gradient of GELU's output by that of its input, and write the partial sums; return the gradient.
-
-    Args:
-        grad_TI: Contiguous gradient of GELU's output. It is overwritten.
-        x_TI: Contiguous input of GELU.
-        partials_PC: fp32, receives the sums of each of P strips.
-        first_column: First of the I columns of `partials_PC` to write.
+    """Overwrite the gradient of GELU's output by that of its input, and write the partial sums; return the
+    gradient.
     """
     num_tokens, width = grad_TI.shape
     num_strips, num_columns = partials_PC.shape

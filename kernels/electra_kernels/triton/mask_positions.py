@@ -61,11 +61,7 @@ def mask_kernel(
 ):
     """Write the slots and the masked ids of BLOCK_S positions of one row; program (row, block) has its own positions.
 
-    A slot is a place for one masked position. The program writes the slots that its masked positions take, and makes
-    those slots empty whose numbers are among its positions and that no position takes. A used slot shows [MASK] if its
-    32 random bits are at most `last_shown`, an unsigned number passed as int32; with SHOWS false no slot does.
-    `wanted_ptr` has the number of positions to mask by the row's number of tokens that are not [PAD]. B rows,
-    S = seq_len tokens, N = num_slots.
+    A slot is a place for one masked position.
     """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_S
@@ -127,13 +123,8 @@ def mask_positions(
     The results equal those of `mask_positions.mask_positions_reference` in every element.
 
     Args:
-        ids_BS: int64 token ids of B rows, S tokens in each.
-        row_B: int64 row numbers within the global batch.
         wanted_R: int64 [S + 1], number of positions to mask by the number of tokens that are not [PAD].
-        special: ids of the special tokens.
-        num_slots: N, at most S.
         shown: a used slot shows [MASK] if its 32 random bits are below this number, in [0, 2**32].
-        key_2: int64 seed and step on the device.
     """
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"

@@ -39,12 +39,7 @@ def scatter_add_kernel(
 ):
     """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
 
-    A slot is a place for one masked position. Slot n of row b points to position positions[b, n], and its gradient is
-    row b * N + n of `grad_ptr`. The program compares its position with all N slots, and adds the gradients of those
-    that match in slot order, one after another.
-
-    Program p handles position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least as large
-    as the number of slots and the hidden size. B rows, S = seq_len positions, N = num_slots, M = B * N, H = hidden.
+    A slot is a place for one masked position.
     """
     flat_position = tl.program_id(0).to(tl.int64)
     row = flat_position // seq_len
@@ -70,7 +65,6 @@ def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int)
     Args:
         grad_MH: Gradient of each slot, [B * N, H]; row b * N + n is slot n of row b.
         positions_BN: int64 in [0, seq_len), the position that each slot points to. Slots may share a position.
-        seq_len: S, the number of positions in a row.
     """
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]

@@ -69,8 +69,7 @@ _UNIT: tl.constexpr = tl.constexpr(2.0**-32)  # width of the interval of u that 
 def noise_log(x, APPROXIMATE: tl.constexpr):
     """Return the natural logarithm of x for Gumbel noise, with an absolute error of 2e-7 or a relative one of 2.4e-7.
 
-    With APPROXIMATE it takes one instruction of the GPU instead of 20. That instruction is inline assembly, which
-    Triton's interpreter cannot run, so the interpreter needs APPROXIMATE false.
+    With APPROXIMATE it takes one instruction of the GPU instead of 20.
     """
     if APPROXIMATE:
         log2 = tl.inline_asm_elementwise(
@@ -84,9 +83,7 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 def exponential(bits, APPROXIMATE: tl.constexpr):
     """Turn uint32 random bits into draws from the exponential distribution Exp(1), accurate also where they are small.
 
-    A draw is -log(1 - u) with u = (bits + 1/2) / 2**32. For u < 1/32, where 1 - u would lose digits of u, it is the
-    power series u + u^2/2 + ... + u^5/5 instead. `gumbel_noise.gumbel_from_bits` has the same formula in torch.
-    APPROXIMATE selects the GPU's one-instruction logarithm.
+    A draw is -log(1 - u) with u = (bits + 1/2) / 2**32.
     """
     u = (bits.to(tl.float32) + 0.5) * _UNIT
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
@@ -97,17 +94,7 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
-
-    Args:
-        seed_low: Low 32 bits of the run's seed, as int32.
-        seed_high: High 32 bits of the run's seed, as int32.
-        row: Number of the row within the global batch.
-        step: Global step, as int32.
-        start: First token id, a multiple of 4.
-        BLOCK: Number of tokens, a multiple of 4.
-        APPROXIMATE: Whether to use the GPU's one-instruction logarithm, which the interpreter lacks.
-    """
+    """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK]."""
     bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
 
@@ -135,13 +122,7 @@ def biased(logit, bias, PAIR: tl.constexpr):
 
 @triton.jit
 def add_to_sums(z, z_low, index, top, top_index, total):
-    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total).
-
-    A lane's state is its largest logit so far (top), that logit's index, and the sum of exp(logit - top) over its
-    logits so far (total). One exponential per logit is enough: exp(-abs(z - top)) rescales the old sum where z is the
-    new maximum, and is the new term of the sum elsewhere. `z_low` is the rounding error of z; exp(z_low) = 1 + z_low
-    to first order.
-    """
+    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total)."""
     is_new_top = z > top
     decay = tl.exp(-tl.abs(z - top))
     correction = 1.0 + z_low
@@ -155,9 +136,7 @@ def add_to_sums(z, z_low, index, top, top_index, total):
 def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
     """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
 
-    A lane is a column of the blocks that the row is read in. `top` is each lane's own maximum, and `total` its sum of
-    exp(logit - top). They are first rescaled from the lane's maximum to that of the row, `row_top`. No term is then
-    above 1, so the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
+    A lane is a column of the blocks that the row is read in.
     """
     gap, gap_low = two_sum(top, -row_top)
     lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
@@ -167,15 +146,7 @@ def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
 
 @triton.jit
 def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
-    """Return log(sum of exp(logit)) - logit of the true token, fp32, rounded about once.
-
-    Args:
-        row_top: Largest logit of the row.
-        row_total: Sum of exp(logit - row_top) over the row.
-        row_total_low: Rounding error of `row_total`.
-        z_target: Logit of the true token.
-        z_target_low: Rounding error of `z_target`.
-    """
+    """Return log(sum of exp(logit)) - logit of the true token, fp32, rounded about once."""
     log_total, log_total_low = precise_log(row_total, row_total_low)
     gap, gap_low = two_sum(row_top, -z_target)
     loss, loss_low = two_sum(gap, log_total)
@@ -189,7 +160,6 @@ def scaled_softmax(z, z_low, top, scale, scale_low, PAIR: tl.constexpr):
     """Return (scale + scale_low) * exp(z + z_low - top) as a pair (high, low) whose sum is the result.
 
     With `top` the largest logit of the row and scale = weight / sum of exp(logit - top), it is softmax * weight.
-    Without PAIR, z is exact and `z_low` is ignored.
     """
     if PAIR:
         difference, difference_low = two_sum(z, -top)
@@ -224,13 +194,7 @@ def row_kernel(
 ):
     """Write loss, most likely token and sample of one row of logits; program m handles row m of the M rows.
 
-    Pass 1 reads the row in blocks. Each lane (a column of the block) keeps the largest logit, the sum of exponentials
-    and the best Gumbel score (logit / temperature + noise) of its own columns; the lanes are merged at the end of the
-    pass. Pass 2, only with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
-
-    With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
-    the true token is not sampled. With TEMPERATURE_IN_MEMORY, the temperature is read from device memory, so that its
-    value may change between launches. With PAIR, the rounding error of logit + bias is kept, too.
+    Pass 1 reads the row in blocks.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
@@ -304,16 +268,7 @@ def row_pass(
 ) -> RowStats:
     """Return loss, most likely token and sample of M rows of logits, by one launch of the Triton kernel.
 
-    Arguments and result are those of `mlm_head.row_pass_reference`. With `options.with_gradient`, the gradient of the
-    logits, (softmax - onehot) * weight, overwrites the logits.
-
-    Args:
-        logits_MV: Logits without bias, of V columns of which the last ones may be padding; adjacent columns.
-        bias_V: Bias of the tokens that exist, at most V.
-        target_M: int64 true tokens.
-        weight_M: Weight of each row in the loss.
-        row_M: int64, number of each row within the global batch.
-        options: Seed, step and switches.
+    Arguments and result are those of `mlm_head.row_pass_reference`.
     """
     num_columns = logits_MV.shape[1]
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
@@ -382,20 +337,7 @@ def _launch(
     options: RowOptions,
     with_loss: bool,
 ) -> None:
-    """Launch the row kernel with one program for each of the M rows of logits.
-
-    Args:
-        logits_MV: Logits, adjacent columns; overwritten by their gradient with `options.with_gradient`.
-        bias_V: Contiguous bias, as wide as the logits, -inf on padding.
-        target_M: Contiguous int64 true tokens.
-        weight_M: Contiguous fp32 weight of each row.
-        row_M: Contiguous int64 row numbers within the global batch.
-        loss_M: fp32 losses, written.
-        best_M: int64 most likely tokens, written.
-        sampled_M: int64 drawn tokens, written.
-        options: Seed, step and switches.
-        with_loss: False to write only the samples; bias, targets and weights are then not read.
-    """
+    """Launch the row kernel with one program for each of the M rows of logits."""
     num_rows, num_columns = logits_MV.shape
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     block = BLOCK

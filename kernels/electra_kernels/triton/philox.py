@@ -16,17 +16,7 @@ _SIGN_BIT = 0x80000000  # of a 32-bit word
 def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
     """Return 32 random bits for each of BLOCK neighbouring positions of a row, as uint32 [BLOCK].
 
-    They equal those of `keyed_random.bits_grid`. One call of Philox gives four numbers, those of the positions
-    4 * quad to 4 * quad + 3.
-
-    Args:
-        seed_low: Low 32 bits of the seed, as int32.
-        seed_high: High 32 bits of the seed, as int32.
-        first_quad: First position, divided by 4.
-        row: Number of the row within the global batch.
-        step: Global step, as int32 with the bits of its unsigned word.
-        purpose: Value of a `keyed_random.Purpose`.
-        BLOCK: Number of positions, a power of 2 and at least 4.
+    They equal those of `keyed_random.bits_grid`.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -41,16 +31,7 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 def bits_at(seed_low, seed_high, position, row, step, purpose):
     """Return 32 random bits for each of some positions of a row, in any order, as uint32 of the positions' shape.
 
-    They equal those of `keyed_random.bits_grid`. One call of Philox is made for each position, of whose four numbers
-    one is used; `four_way_bits` is cheaper for neighbouring positions.
-
-    Args:
-        seed_low: Low 32 bits of the seed, as int32.
-        seed_high: High 32 bits of the seed, as int32.
-        position: Positions, int32.
-        row: Number of the row within the global batch.
-        step: Global step, as int32 with the bits of its unsigned word.
-        purpose: Value of a `keyed_random.Purpose`.
+    They equal those of `keyed_random.bits_grid`.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (position // 4).to(tl.uint32)
@@ -66,9 +47,6 @@ def load_key(key_ptr):
     """Return the low and high 32 bits of the seed, and the step, as int32, from a key in device memory.
 
     A launch that a CUDA graph repeats thus draws the numbers of the step that the memory holds by then.
-
-    Args:
-        key_ptr: int64 seed and, behind it, global step.
     """
     seed = tl.load(key_ptr)
     step = tl.load(key_ptr + 1).to(tl.int32)
@@ -76,11 +54,7 @@ def load_key(key_ptr):
 
 
 def as_int32(word: int) -> int:
-    """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31).
-
-    Triton chooses the type of an integer argument by its size; with this, every launch has the same argument type and
-    uses the same compiled kernel. Examples: 5 gives 5, and 2**32 - 1 gives -1.
-    """
+    """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31)."""
     low = word & 0xFFFFFFFF
     # Flipping the top bit and subtracting its value makes numbers of 2**31 and more negative.
     return (low ^ _SIGN_BIT) - _SIGN_BIT

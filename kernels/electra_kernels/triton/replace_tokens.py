@@ -44,11 +44,7 @@ def replace_kernel(
 ):
     """Write corrupted token ids, and labels (true where the id changed), of BLOCK_S positions of one row.
 
-    A slot holds a position of the row, a weight and a sampled token. A position without a slot of positive weight
-    keeps its id; the others get the floor of the mean of their slots' samples, which is the sample if there is one.
-
-    Program (row, block) handles positions [block * BLOCK_S, block * BLOCK_S + BLOCK_S) of the row, and reads the slots
-    in groups of BLOCK_N, a power of 2. B rows, S = seq_len positions, N = num_slots.
+    A slot holds a position of the row, a weight and a sampled token.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -80,10 +76,7 @@ def replace_and_label(
     The results equal those of `replace_tokens.replace_and_label_reference` in every element.
 
     Args:
-        ids_BS: int64 token ids of B rows, S positions in each.
         positions_BN: int64 in [0, S), the position of each of a row's N slots; several slots may share a position.
-        weight_BN: Weight of each slot; slots of weight 0 write nothing.
-        sampled_BN: int64 sampled token of each slot.
     """
     num_rows, seq_len = ids_BS.shape
     num_slots = positions_BN.shape[1]

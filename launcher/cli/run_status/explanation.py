@@ -61,10 +61,7 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
 
 
 def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
-    """Return the commands that start the run with as many ranks on each host as its last start had.
-
-    Another number of ranks reads the same rows, but its sums are rounded in another order.
-    """
+    """Return the commands that start the run with as many ranks on each host as its last start had."""
     run = shlex.quote(str(snapshot.run))
     program = f"--module launcher.pretrain --config {run}/{CONFIG_FILE}"
     if len(snapshot.ranks_of_hosts) > 1:
@@ -76,10 +73,6 @@ def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
 
 
 def _describe_event(snapshot: RunSnapshot, event: Record) -> str:
-    """Return an event of the run's ledger as text: its name, its reason if it has one, and its age.
-
-    For example "stop: SIGTERM, 50s ago".
-    """
     age = format_duration(snapshot.age_s(event))
     if event.get("why"):
         return f"{event['event']}: {event['why']}, {age} ago"

@@ -45,10 +45,7 @@ def page_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _progress(snapshot: RunSnapshot) -> str:
-    """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s".
-
-    The loss is that of the newest metrics record. The remaining time is left out when all steps are done.
-    """
+    """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s"."""
     num_steps = snapshot.config.train.num_steps
     step = snapshot.steps_done
     progress = f"{step:,} of {num_steps:,}"
@@ -84,11 +81,7 @@ def _newest_checkpoint(snapshot: RunSnapshot) -> str:
 
 
 def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line with the context AUC of the newest evaluation, and a warning below it if the run is stuck.
-
-    The list is empty if no evaluation has a context AUC: before the first one, for an objective without a
-    discriminator, and for runs of older versions.
-    """
+    """Return a line with the context AUC of the newest evaluation, and a warning below it if the run is stuck."""
     newest = snapshot.last_eval
     if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
         return []
@@ -112,11 +105,7 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each link of the newest submission: what it did, and how it ended.
-
-    A link is one start of the ranks by a Slurm job. Only the newest `_LINKS_SHOWN` links are listed; if there are
-    more, the first line says how many.
-    """
+    """Return a line for each link of the newest submission: what it did, and how it ended."""
     links = links_of(snapshot.jobs)
     link_lines = []
     num_hidden = len(links) - _LINKS_SHOWN
@@ -128,10 +117,7 @@ def _link_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each node that new jobs of the run do not use, because of a recent fault (strike).
-
-    The line has the time until the node is used again and the reason of its newest strike.
-    """
+    """Return a line for each node that new jobs of the run do not use, because of a recent fault (strike)."""
     node_lines = []
     for node in snapshot.excluded_nodes:
         newest = [strike for strike in snapshot.strikes if strike.node == node][-1]

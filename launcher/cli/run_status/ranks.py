@@ -23,7 +23,6 @@ def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> lis
 
     Args:
         beats: last heartbeat of each rank.
-        now: Unix time.
         cluster: config section `cluster`.
     """
     newest_beats = _of_newest_attempt(beats)
@@ -46,10 +45,8 @@ def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: 
     no heartbeats, has an object of its own, with rank None.
 
     Args:
-        run: the run folder.
         disk_problem: why its disk takes no bytes; empty if it takes some.
         beats: last heartbeat of each rank.
-        now: Unix time.
     """
     waits: list[dict[str, Any]] = []
     if disk_problem:
@@ -93,6 +90,5 @@ def storage_lines(waits: Sequence[dict[str, Any]], patience_s: float) -> list[st
 
 
 def _of_newest_attempt(beats: Sequence[Beat]) -> list[Beat]:
-    """Return the heartbeats of the newest start of the run."""
     newest_attempt = max((beat.attempt for beat in beats), default=0)
     return [beat for beat in beats if beat.attempt == newest_attempt]

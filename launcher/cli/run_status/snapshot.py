@@ -156,11 +156,7 @@ class RunSnapshot:
         return max(0.0, self.now - _unix_time(event["time"]))
 
     def _evidence(self) -> RunEvidence:
-        """Return what shows the state of the run besides its ledger.
-
-        This is the time of its last sign of life, how long a living run may be silent, and whether it has a running, a
-        pending or a held job in Slurm's queue. Held means that the job waits until a person releases it.
-        """
+        """Return what shows the state of the run besides its ledger."""
         jobs = self.queued_jobs
         return RunEvidence(
             now=self.now,
@@ -181,15 +177,7 @@ class RunSnapshot:
         return max(times, default=None)
 
     def _longest_silence_s(self) -> float:
-        """Return for how many seconds a living run may write nothing: no heartbeat, no metrics record, no event.
-
-        The first of these cases that holds decides:
-
-        - A rank waits for storage, or the disk of the run folder takes no bytes: the longest wait that is allowed.
-        - Between a start and its first training step: `cluster.hang_setup_s`.
-        - Otherwise: the time of ten steps, or of `log.every_steps` steps if that is more, and at least
-          `cluster.hang_step_floor_s`.
-        """
+        """Return for how many seconds a living run may write nothing: no heartbeat, no metrics record, no event."""
         cluster = self.config.cluster
         if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
             return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
@@ -208,9 +196,6 @@ def take_snapshot(run: Path) -> RunSnapshot:
 
     If a submitted run has not started yet, its folder has no config.yaml; the copy of the config that `submit` wrote
     beside the batch script is read then.
-
-    Args:
-        run: the run folder.
 
     Raises:
         UserError: `run` is not a run folder, or a file in it is damaged.
@@ -240,17 +225,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
 
 
 def _config_file(run: Path, newest_script: Path | None) -> Path:
-    """Return the path of a run's config file: RUN/config.yaml, which the first start of the run writes.
-
-    Before that, it is the copy that `submit` wrote beside the batch script, RUN/slurm/submission-NNNN.yaml.
-
-    Args:
-        run: the run folder.
-        newest_script: the run's newest batch script, RUN/slurm/submission-NNNN.sh; None if it was never submitted.
-
-    Raises:
-        UserError: `run` is not a run folder.
-    """
+    """Return the path of a run's config file: RUN/config.yaml, which the first start of the run writes."""
     if (run / CONFIG_FILE).exists():
         return run / CONFIG_FILE
     if newest_script and newest_script.with_suffix(".yaml").exists():
@@ -259,7 +234,6 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 
 def _submit_command(script: Path) -> str:
-    """Return the `electra-dist submit` command line that wrote a batch script; the script's second line holds it."""
     lines_of_script = read_regular(script).decode(errors="replace").splitlines()
     return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
 

@@ -8,8 +8,6 @@ silence of each rank is counted from the next round of the supervisor's loop.
 How: a thread sets the modification time of the supervisor's log file, for which the disk or the file server must
 write. If that takes more than a second, the folder counts as not answering. A thread is needed because a blocked
 system call cannot be interrupted.
-
-Cost: none while all ranks send heartbeats.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ _PAUSE_S = 5.0  # A longer time between two rounds means that the supervisor its
 class FolderWatch:
     """Watcher of the run folder that decides whether the folder explains the silence of ranks.
 
-    A rank is silent if no new heartbeat of it can be read from the run folder. Make a new watcher each time that the
-    ranks are started. Call `round_begins` in each round of the supervisor's loop. Call `explains_silence` when a rank
-    is silent for too long, and again in each round while `is_away` is True. Count no silence from before `back_since`.
+    A rank is silent if no new heartbeat of it can be read from the run folder. Make a new watcher each time that
+    the ranks are started. Call `round_begins` in each round of the supervisor's loop.
     """
 
     def __init__(
@@ -46,10 +43,7 @@ class FolderWatch:
         """Prepare to watch a folder, which is assumed to be writable at first; nothing is probed.
 
         Args:
-            probe: called without arguments, in a thread; returns why the folder cannot be written, or "" if it can.
-                The call may block. See `probe_folder`.
             patience_s: how many seconds after the first failed probe the folder explains silent ranks.
-            log: receives one line when the folder cannot be written any more, and one when it can again.
             clock: returns the time in seconds, and never jumps; `back_since` is a time of this clock.
         """
         self._probe = probe
@@ -69,11 +63,7 @@ class FolderWatch:
         return self._away_since is not None
 
     def round_begins(self) -> None:
-        """Record that the supervisor's loop executes; call it at the start of each round.
-
-        If more than 5 s have passed since the last round, the supervisor was blocked or suspended and could read no
-        heartbeats: `back_since` is set to now, and one line is logged.
-        """
+        """Record that the supervisor's loop executes; call it at the start of each round."""
         now = self._clock()
         pause_s = now - self._last_round
         self._last_round = now
@@ -85,12 +75,7 @@ class FolderWatch:
             self.back_since = now
 
     def explains_silence(self) -> bool:
-        """Probe the folder, and return whether it explains that ranks are silent.
-
-        It does if it cannot be written now, and `patience_s` have not passed since the first failed probe. It also
-        does, once, when it can be written again: the ranks had no time to send heartbeats yet. `back_since` is then
-        set to now. Changes are logged. Blocks for up to one second if the folder does not answer.
-        """
+        """Probe the folder, and return whether it explains that ranks are silent."""
         problem = self._probe_for_one_second()
         now = self._clock()
         self._last_round = now  # The time of the probe must not count as a time in which the supervisor was blocked.
@@ -107,11 +92,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _probe_for_one_second(self) -> str:
-        """Probe the folder in a thread, and return the result; "no answer" if there is none after a second.
-
-        A probe that takes longer goes on in its thread. The next call waits another second for that probe, and starts
-        no new one before it is over.
-        """
+        """Probe the folder in a thread, and return the result; "no answer" if there is none after a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
@@ -123,20 +104,11 @@ class FolderWatch:
         return self._answer[0]
 
     def _run_probe(self) -> None:
-        """Call the probe and store its result; this is the body of the thread."""
         self._answer.append(self._probe())
 
 
 def probe_folder(run_dir: Path, file: Path) -> str:
-    """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written.
-
-    An error that no wait helps against, such as a missing file, counts as no reason. The call blocks for as long as
-    the file system does not answer.
-
-    Args:
-        run_dir: the run folder.
-        file: a file in `run_dir` that only this process writes; its modification time is set to now.
-    """
+    """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written."""
     problem = disk_problem(run_dir)
     if problem:
         return problem

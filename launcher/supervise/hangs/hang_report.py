@@ -10,8 +10,6 @@ fail, and the stacks of their ranks no longer show the hang.
 How: the supervisor that finds a hung rank creates the folder. The supervisors of the other nodes look for it, and
 write their files when it exists.
 
-Cost: each node looks for the folder once per second.
-
 Limits: if a file cannot be written, one line in the log names the reason. NCCL's records exist only on GPUs: torch
 writes the record of a rank after something was written into the rank's pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). The
 program `torchfrtrace` reads the records.
@@ -42,15 +40,7 @@ class HangReport:
     """
 
     def __init__(self, folder: Path, node: int, num_nodes: int, log: Callable[[str], None]) -> None:
-        """Prepare a report; nothing is written.
-
-        Args:
-            folder: folder of the report, which need not exist: the same path on all nodes, and another one each time
-                that the ranks are started.
-            node: number of this node, from 0.
-            num_nodes: number of nodes of the run.
-            log: receives one line if a file or the folder cannot be written.
-        """
+        """Prepare a report; nothing is written."""
         self._folder = folder
         self._node = node
         self._num_nodes = num_nodes
@@ -62,24 +52,12 @@ class HangReport:
         return self._folder.exists()
 
     def begin(self) -> None:
-        """Create the folder of the report, which makes the supervisors of the other nodes write their files.
-
-        A failure is logged and not raised.
-        """
+        """Create the folder of the report, which makes the supervisors of the other nodes write their files."""
         with self._logging_failures():
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, why: str, stacks: Sequence[str], state: Path) -> None:
-        """Write the file of this node, and copy NCCL's records of the ranks of this node into the report.
-
-        Only records that torch has written by now are copied (`request_nccl_traces`). A failure is logged and not
-        raised.
-
-        Args:
-            why: why the ranks of this node are ended, as one line.
-            stacks: lines with the Python stacks of all ranks of this node.
-            state: the folder that was passed to `nccl_environment`.
-        """
+        """Write the file of this node, and copy NCCL's records of the ranks of this node into the report."""
         with self._logging_failures():
             for trace in sorted(state.glob(f"{_NCCL_TRACE}*")):
                 shutil.copyfile(trace, self._folder / f"nccl-{trace.name.removeprefix(_NCCL_TRACE)}")
@@ -106,16 +84,8 @@ class HangReport:
 
 
 def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that make torch record a rank's NCCL collectives, and write the record to a file.
-
-    torch writes the record when a collective times out, and when something is written into the rank's pipe
-    (`request_nccl_traces`). It ends a process whose collective has failed or timed out. The names of the variables are
-    those of torch 2.13.
-
-    Args:
-        state: temporary folder for files of the ranks of this node, a new one each time that the ranks are started.
-        inherited: environment that the ranks inherit. Variables that are set there are left out of the result, so that
-            the user's values apply.
+    """Return environment variables that make torch record a rank's NCCL collectives, and write the record to a
+    file.
     """
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without NCCL's clean-up, which may hang, too.
@@ -129,13 +99,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Make torch write the record of NCCL's collectives of each rank of this node, which takes it seconds.
-
-    Returns at once. A rank that has ended writes nothing.
-
-    Args:
-        state: the folder that was passed to `nccl_environment`; it holds the pipes of the ranks.
-    """
+    """Make torch write the record of NCCL's collectives of each rank of this node, which takes it seconds."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
         with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

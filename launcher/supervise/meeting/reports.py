@@ -57,16 +57,11 @@ class MeetingFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to read `folder`, which need not exist yet; nothing is read."""
         self._folder = folder
         self._reports: dict[str, tuple[_FileVersion, End | None]] = {}  # by file name; None: a damaged report
 
     def newest_start(self) -> int:
-        """Return the number of the newest start that node 0 has announced; 0 if it has announced none.
-
-        The number is taken from the file names, for example 7 from start-000007.json; no file is opened, and files
-        with other names are ignored. The result is also 0 if the folder cannot be read now.
-        """
+        """Return the number of the newest start that node 0 has announced; 0 if it has announced none."""
         newest = 0
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
@@ -76,14 +71,7 @@ class MeetingFolder:
         return newest
 
     def ends(self, since: int) -> list[End]:
-        """Return the reports of all nodes, including this one, that their ranks have ended; in any order.
-
-        A report that is damaged or cannot be read now is left out. Ranks of other nodes that wait in a collective for
-        the ranks of that node are then ended later, when they are found hung.
-
-        Args:
-            since: number of the oldest start whose reports are returned. Reports on earlier starts are not opened.
-        """
+        """Return the reports of all nodes, including this one, that their ranks have ended; in any order."""
         reports: dict[str, tuple[_FileVersion, End | None]] = {}
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
@@ -108,19 +96,7 @@ class MeetingFolder:
         return []
 
     def _report(self, entry: os.DirEntry[str], number: int, node: int) -> tuple[_FileVersion, End | None]:
-        """Return the version and the content of a report; the content is read only if the version has changed.
-
-        Args:
-            entry: the report's file.
-            number: number of the start, from the file's name.
-            node: number of the node, from the file's name.
-
-        Returns:
-            The version of the file, and the report; None in place of the report if the file is damaged.
-
-        Raises:
-            OSError: the file has been deleted, or cannot be read now.
-        """
+        """Return the version and the content of a report; the content is read only if the version has changed."""
         status = entry.stat()
         version = _FileVersion(status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._reports.get(entry.name)

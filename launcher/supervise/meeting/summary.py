@@ -8,9 +8,6 @@ otherwise. A node that has seen no new modification time for `STALE_S` seconds d
 files of the other nodes itself. Node 0 writes in a thread, so a folder that does not answer delays its supervisor by a
 second at most.
 
-Cost: each node opens one file per second, whatever the number of nodes. Without the summary each node would open the
-reports of all nodes, so the number of opened files would grow with the square of the number of nodes.
-
 Limits: a report reaches the other nodes up to two seconds later, because node 0 must read it first.
 """
 
@@ -55,17 +52,13 @@ class SummaryWriter:
     """Writer of summary.json, which the supervisor of node 0 uses."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to write summary.json in `folder`, the folder of the session; nothing is written."""
         self._file = folder / SUMMARY_NAME
         self._written: Summary | None = None  # content of the file
         self._thread: threading.Thread | None = None  # of the newest write
 
     def write(self, summary: Summary) -> None:
-        """Write a new summary by an atomic replacement; set the file's modification time if the summary is unchanged.
-
-        Nothing is raised if the disk refuses the write; the other nodes then read the reports themselves. If the write
-        takes more than a second, this call returns and the write goes on in a thread. Until that write is over,
-        further calls do nothing.
+        """Write a new summary by an atomic replacement; set the file's modification time if the summary is
+        unchanged.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -88,17 +81,12 @@ class SummaryReader:
     """Reader of summary.json, which the supervisors of all nodes except node 0 use."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to read summary.json in `folder`, the folder of the session; nothing is read."""
         self._file = folder / SUMMARY_NAME
         self._changed_ns = 0  # newest modification time of the file that this reader has seen
         self._seen = 0.0  # when this reader first saw that modification time, by `time.monotonic` in seconds
 
     def read(self) -> Summary | None:
-        """Return the newest summary; None if the caller must read the announcements and reports itself.
-
-        That is the case if summary.json is missing, damaged, or out of date: its modification time has not changed for
-        `STALE_S` seconds, measured by the clock of this node only, so that the clocks of nodes need not agree.
-        """
+        """Return the newest summary; None if the caller must read the announcements and reports itself."""
         try:
             changed_ns = self._file.stat().st_mtime_ns
             summary = validate_json(_SUMMARY, parse_json_object(read_regular(self._file)))

@@ -47,12 +47,6 @@ class ReadDocuments(PipelineStep):
     type = "READER"
 
     def __init__(self, stage_folder: Path, recorder: DropRecorder) -> None:
-        """Prepare to read.
-
-        Args:
-            stage_folder: folder of the earlier stage in the work folder.
-            recorder: receives the counts of this stage.
-        """
         super().__init__()
         self._folder = stage_folder / DOCUMENTS_DIR
         self._recorder = recorder
@@ -79,8 +73,6 @@ class WriteDocuments(PipelineStep):
         """Prepare to write.
 
         Args:
-            stage_folder: folder of this stage in the work folder.
-            recorder: the counts of this stage.
             output: folder or s3:// URL that receives the documents of the last stage; None: `stage_folder`.
             endpoint_url: S3 endpoint; None for AWS.
         """
@@ -116,11 +108,7 @@ class WriteDocuments(PipelineStep):
         yield from ()
 
     def _publish(self, unfinished: Path, name: str) -> None:
-        """Move a finished file to its place: the stage's folder, or the output of the preparation.
-
-        Raises:
-            StoreError: the output cannot be written.
-        """
+        """Move a finished file to its place: the stage's folder, or the output of the preparation."""
         if self._output is not None:
             open_store(self._output, self._endpoint_url).upload(unfinished, f"{DOCUMENTS_DIR}/{name}")
             unfinished.unlink()

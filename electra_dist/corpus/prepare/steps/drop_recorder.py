@@ -22,11 +22,6 @@ class DropRecorder:
     """Counts of one task in one stage; all steps of a stage share one recorder."""
 
     def __init__(self, samples_per_filter: int) -> None:
-        """Start at zero.
-
-        Args:
-            samples_per_filter: dropped documents to keep for each step.
-        """
         self._samples_per_filter = samples_per_filter
         self.begin()
 
@@ -75,11 +70,7 @@ class DropRecorder:
         return document is self._current
 
     def as_json(self) -> dict[str, Any]:
-        """Return all counts and samples.
-
-        Raises:
-            AssertionError: the counts of a source do not add up.
-        """
+        """Return all counts and samples."""
         dropped_of_source: Counter[str] = Counter()
         for (_, _, source), number in self.dropped.items():
             dropped_of_source[source] += number
@@ -102,7 +93,6 @@ class ExclusionWriter:
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
-        """Count in `recorder` under the name `step`, with `reason` where the step gives none."""
         self._recorder = recorder
         self._step = step
         self._reason = reason

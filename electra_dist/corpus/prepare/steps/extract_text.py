@@ -32,12 +32,6 @@ class ExtractText(PipelineStep):
     type = "EXTRACTOR"
 
     def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
-        """Prepare to extract; the process starts with the first page.
-
-        Args:
-            settings: what to prefer, and the time limit.
-            recorder: receives the pages that give no text.
-        """
         super().__init__()
         self._settings = settings
         self._recorder = recorder
@@ -71,8 +65,8 @@ class ExtractText(PipelineStep):
     def extract(self, html: str) -> str | None:
         """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in the sandbox.
 
-        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to end
-        it together with its parent.
+        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to
+        end it together with its parent.
         """
         if not html:
             die_with_parent()

@@ -33,16 +33,7 @@ class FilterSteps(NamedTuple):
 
 
 def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
-    """Return the filters that are switched on.
-
-    Args:
-        filters: the filters and their thresholds.
-        tokenizer: what cuts text into words and sentences.
-        recorder: receives what each filter drops, under the filter's key in the config.
-
-    Raises:
-        UserError: a list of words or addresses cannot be read.
-    """
+    """Return the filters that are switched on."""
     before: list[Any] = []
     after: list[Any] = []
     if filters.url is not None:

@@ -26,11 +26,7 @@ from electra_dist.store.regular_files import check_regular, read_regular
 
 
 def read_list(path: Path | None) -> list[str]:
-    """Return the lines of a list without empty ones and comments (`#`); [] if there is no list.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the lines of a list without empty ones and comments (`#`); [] if there is no list."""
     if path is None:
         return []
     try:
@@ -41,11 +37,7 @@ def read_list(path: Path | None) -> list[str]:
 
 
 def load_model(path: Path) -> Any:
-    """Return a fastText model.
-
-    Raises:
-        UserError: the file is no model of fastText.
-    """
+    """Return a fastText model."""
     from fasttext.FastText import _FastText
 
     try:
@@ -59,11 +51,6 @@ class OfflineUrlFilter(URLFilter):
     """Block lists of addresses; documents without an address pass."""
 
     def __init__(self, settings: UrlFilterSection, exclusion_writer: Any) -> None:
-        """Read the lists.
-
-        Raises:
-            UserError: a list cannot be read.
-        """
         super().__init__(
             extra_domains=read_list(settings.domains),
             extra_urls=read_list(settings.urls),
@@ -82,14 +69,12 @@ class _LocalLanguageModel(FT176LID):
     """Language model of fastText in a file of the user's."""
 
     def __init__(self, path: Path, languages: list[str]) -> None:
-        """Prepare to load the model with the first document."""
         super().__init__(languages)
         self._path = path
         self._model: Any = None
 
     @property
     def model(self) -> Any:
-        """Return the model; load it at the first use."""
         if self._model is None:
             self._model = load_model(self._path)
         return self._model
@@ -99,7 +84,6 @@ class OfflineLanguageFilter(LanguageFilter):
     """Language filter whose reasons are the languages of the dropped documents."""
 
     def __init__(self, settings: LanguageSection, exclusion_writer: Any) -> None:
-        """Take the languages, the threshold and the path of the model."""
         languages = list(settings.languages)
         super().__init__(languages, settings.threshold, exclusion_writer)
         self.model = _LocalLanguageModel(settings.model, languages)
@@ -116,11 +100,6 @@ class OfflineBadWordsFilter(C4BadWordsFilter):
     """Filter of C4 with one list of words for all documents, whatever their language is."""
 
     def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
-        """Read the list.
-
-        Raises:
-            UserError: the list cannot be read, or is empty.
-        """
         super().__init__(exclusion_writer=exclusion_writer)
         words = read_list(settings.list)
         if not words:
@@ -129,7 +108,6 @@ class OfflineBadWordsFilter(C4BadWordsFilter):
         self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
 
     def _get_badwords(self, lang: str) -> re.Pattern[str]:
-        """Return the pattern of the words, which stand between characters that are no letters."""
         return self._words
 
 
@@ -137,7 +115,6 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
     """Filter by the labels of a fastText classifier in a file of the user's."""
 
     def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
-        """Take the labels to keep and the path of the model, which the first document loads."""
         super().__init__(
             str(settings.model),
             keep_labels=list(settings.keep.items()),
@@ -150,11 +127,7 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 
     @property
     def model(self) -> Any:
-        """Return the model; load it at the first use.
-
-        Raises:
-            UserError: the model does not have a label that is to be kept.
-        """
+        """Return the model; load it at the first use."""
         if self._model is None:
             self._model = load_model(self._path)
             known = {label.removeprefix("__label__") for label in self._model.labels}

@@ -39,12 +39,6 @@ class ReadSources(PipelineStep):
     type = "READER"
 
     def __init__(self, config: PrepareConfig, recorder: DropRecorder) -> None:
-        """Prepare to read; plan.json is read when a task begins.
-
-        Args:
-            config: the preparation.
-            recorder: receives the counts.
-        """
         super().__init__()
         self._work = Path(config.work)
         self._endpoint_url = config.endpoint_url
@@ -54,12 +48,7 @@ class ReadSources(PipelineStep):
         self._reserved = _RESERVED | (_RESERVED_BY_LANGUAGE_FILTER if config.filters.language else set())
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of task `rank`.
-
-        Raises:
-            UserError: a file is damaged, or a table has no column of text.
-            StoreError: a file cannot be downloaded.
-        """
+        """Yield the documents of task `rank`."""
         self._recorder.begin()
         for file in read_plan(self._work).files_of_task(rank):
             source = self._source_of_name[file.source]
@@ -124,13 +113,8 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
     """Return the metadata of a document: what the preparation says of it, and the other fields of its record.
 
-    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field whose name is
-    reserved, or that both have, is kept at its place of the record under `record`.
-
-    Args:
-        fields: the fields of the record, without its text and its id.
-        set_here: metadata that the preparation sets.
-        reserved: names of metadata that the preparation sets for some document.
+    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field whose name
+    is reserved, or that both have, is kept at its place of the record under `record`.
     """
     added = {key: value for key, value in fields.items() if key not in set_here or value != set_here[key]}
     values = {key: _json_value(value) for key, value in added.items()}

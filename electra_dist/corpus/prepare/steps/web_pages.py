@@ -38,12 +38,7 @@ class Page(NamedTuple):
 
 
 def read_pages(file: InputFile) -> Iterator[Page]:
-    """Yield the pages of an HTML, WARC or WET file in their order.
-
-    Raises:
-        UserError: the file is damaged or cut off.
-        StoreError: the file cannot be downloaded.
-    """
+    """Yield the pages of an HTML, WARC or WET file in their order."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
     try:
@@ -63,12 +58,7 @@ def read_pages(file: InputFile) -> Iterator[Page]:
 
 
 def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
-    """Yield the records of a decompressed WARC file.
-
-    Raises:
-        OSError: a record is damaged; warcio fails on some of these with errors of Python's own.
-        ArchiveLoadFailed: the file is not WARC.
-    """
+    """Yield the records of a decompressed WARC file."""
     records = iter(ArchiveIterator(_CheckedStream(stream)))
     while True:
         try:
@@ -83,11 +73,7 @@ def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
 
 
 def _page_of_record(record: Any) -> Page | None:
-    """Return the page of a WARC record; None for a record that is no page, such as a request.
-
-    Raises:
-        EOFError: the record is shorter than its Content-Length.
-    """
+    """Return the page of a WARC record; None for a record that is no page, such as a request."""
     url = record.rec_headers.get_header("WARC-Target-URI")
     if record.rec_type == "conversion":
         return _decoded(_whole_body(record), is_html=False, url=url)
@@ -104,12 +90,6 @@ def _page_of_record(record: Any) -> Page | None:
 
 
 def _whole_body(record: Any) -> bytes:
-    """Return the body of a WARC record without transfer and content encoding.
-
-    Raises:
-        EOFError: the file ends within the record.
-        OSError: the body is longer than `MOST_DOCUMENT_BYTES`.
-    """
     body = read_whole(record.content_stream())
     if record.raw_stream.limit > 0:  # bytes of the record that the file does not have
         raise EOFError(f"the last WARC record is cut off: {record.raw_stream.limit} bytes are missing")
@@ -133,16 +113,13 @@ class _CheckedStream(io.RawIOBase):
     """Stream for warcio, which asks for a file with `read` and `tell` only, over a decompressed file."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
-        """Begin at the current position of `stream`."""
         self._stream = stream
         self._position = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, fewer at the end of the file."""
         data = self._stream.read(size)
         self._position += len(data)
         return data
 
     def tell(self) -> int:
-        """Return the number of decompressed bytes that were read."""
         return self._position

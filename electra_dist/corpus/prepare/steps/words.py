@@ -29,7 +29,6 @@ class PlainWords(WordTokenizer):
     """
 
     def __init__(self) -> None:
-        """Do not load anything."""
         super().__init__("plain")
 
     def __eq__(self, other: object) -> bool:
