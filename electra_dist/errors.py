@@ -6,7 +6,7 @@ of its ranks and from its ledger, the file that records its starts and ends.
 
 from __future__ import annotations
 
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 
 EXIT_DONE = 0  # The target step is reached; do not requeue.
 EXIT_CRASH = 1  # Requeue as long as the run makes progress.

@@ -29,9 +29,9 @@ from electra_dist.errors import (
     UserError,
     error_line,
 )
+from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from launcher.lasting_output import outlive_the_reader
 from launcher.utf8_mode import start_in_utf8_mode

@@ -24,8 +24,8 @@ from electra_dist.compare.significance import (
     paired_difference,
 )
 from electra_dist.config_sections.secrets import without_secrets
+from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.parameter_counts import parameter_counts
-from electra_dist.shown_text.escapes import markdown_code, markdown_text
 
 
 class ComparisonResults:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import Score
 from electra_dist.compare.comparison_config import RANDOM
-from electra_dist.shown_text.escapes import markdown_text
+from electra_dist.escapes import markdown_text
 
 AVERAGE = "average"  # name of the last column
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from electra_dist.console import Console
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS
-from electra_dist.shown_text.console import Console
 
 _LINE_EVERY_S = 10.0
 

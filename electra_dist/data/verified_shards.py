@@ -37,7 +37,7 @@ from electra_dist.data.row_checksums import Checksums
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.data.shard_cache.peer_group import PeerGroup
 from electra_dist.errors import ManifestMismatch, StoreExhausted, StoreMissing, UserError
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.interface import Store
 

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from electra_dist.shown_text.console import Console
-from electra_dist.shown_text.escapes import printable
+from electra_dist.console import Console
+from electra_dist.escapes import printable
 
 
 @dataclass(frozen=True)

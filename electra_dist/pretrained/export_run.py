@@ -12,6 +12,7 @@ from electra_dist.checkpoint.checkpoint_manifest import RunState
 from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, report_nothing
 from electra_dist.config import Config
 from electra_dist.errors import UserError
+from electra_dist.escapes import printable
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
 from electra_dist.pretrained.hf_export import export_towers, tower_folders
@@ -22,7 +23,6 @@ from electra_dist.pretrained.pretraining_record import (
     write_pretraining_record,
 )
 from electra_dist.pretrained.run_weights import load_chosen_weights
-from electra_dist.shown_text.escapes import printable
 from electra_dist.tokenizer import VOCAB_FILE
 from electra_dist.version import VERSION
 

@@ -27,6 +27,7 @@ from electra_dist.config_file import load_config
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
 from electra_dist.errors import UserError
+from electra_dist.escapes import printable
 from electra_dist.model.initial_weights import build_towers
 from electra_dist.model.row_layout import SpecialIds
 from electra_dist.pretrained import hf_modernbert
@@ -39,7 +40,6 @@ from electra_dist.pretrained.pretraining_record import read_pretraining_record
 from electra_dist.pretrained.run_weights import load_run_weights
 from electra_dist.run.environment_record import check_gpus
 from electra_dist.run.folder import is_run_folder
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, TextTokenizer, Vocabulary, new_tokenizer

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from electra_dist.escapes import html_text
 from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.curves import draw_panel
 from electra_dist.report.page_assets import SCRIPT, STYLE
 from electra_dist.report.panels import PANELS
-from electra_dist.shown_text.escapes import html_text
 from electra_dist.store.atomic_files import replacing
 
 

@@ -24,6 +24,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
 from electra_dist.engine.learning_rate import peak_learning_rate
 from electra_dist.errors import UserError
+from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.flops import run_flops
 from electra_dist.pretrained.export_run import Export
 from electra_dist.report.curves import write_curves_png
@@ -34,7 +35,6 @@ from electra_dist.run.jsonl import Record
 from electra_dist.run.metrics_summary import newest_metrics
 from electra_dist.run.number_formats import format_count
 from electra_dist.run.record_stream import iter_records
-from electra_dist.shown_text.escapes import markdown_code, markdown_text
 from electra_dist.store.atomic_files import replacing
 
 CARD_FILE = "README.md"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.errors import UserError
+from electra_dist.escapes import html_text, printable
 from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.html_parts import curves, now, page, percent, table, write_page
 from electra_dist.report.plot_style import MAX_RUNS
@@ -22,7 +23,6 @@ from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.shown_text.escapes import html_text, printable
 from electra_dist.tracking.settings import flattened
 
 OVERLAY_FILE = "runs_report.html"  # default name, in the current folder

@@ -28,6 +28,7 @@ from electra_dist.analysis.wall_time.goodput import Goodput
 from electra_dist.config import TowerConfig
 from electra_dist.data.phases.phase_use import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
+from electra_dist.escapes import html_text
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.html_parts import curves, minute, now, omitted, page, percent, table, write_page
 from electra_dist.report.run_record import RunRecord, read_run
@@ -35,7 +36,6 @@ from electra_dist.report.run_tiles import tiles
 from electra_dist.report.samples_section import samples_section
 from electra_dist.run.folder import REPORT_FILE
 from electra_dist.run.jsonl import Record
-from electra_dist.shown_text.escapes import html_text
 
 __all__ = ["REPORT_FILE", "write_curves_png", "write_report"]
 

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 
 from electra_dist.analysis.wall_time.goodput import Goodput
+from electra_dist.escapes import html_text
 from electra_dist.report.html_parts import percent
 from electra_dist.report.panels import guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.jsonl import Record
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.shown_text.escapes import html_text
 
 Tile = tuple[str, str, str]  # name, value, remark
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from electra_dist.escapes import html_text
 from electra_dist.run.jsonl import Record
 from electra_dist.run.writers.text_samples import CONTINUATION
-from electra_dist.shown_text.escapes import html_text
 
 Token = tuple[str, str, float]  # token of the corpus, token that the discriminator read, its P(replaced)
 

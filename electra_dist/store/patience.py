@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from electra_dist.errors import StorageLost, error_line
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 
 T = TypeVar("T")

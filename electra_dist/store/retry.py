@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from electra_dist.errors import StoreExhausted
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 
 CHECK = "check the object and the storage service, then start again"  # Default advice in an error after all retries.
 _Value = TypeVar("_Value")

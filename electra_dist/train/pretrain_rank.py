@@ -26,6 +26,7 @@ from electra_dist.engine.micro_batch import PredictRows, with_fitting_micro_batc
 from electra_dist.engine.process_group import init_distributed, local_device
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch, StorageLost, StoreAway, UserError
+from electra_dist.escapes import printable
 from electra_dist.model.attention import AttentionChoice
 from electra_dist.model.attention_choice import agree_on_attention, attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
@@ -43,7 +44,6 @@ from electra_dist.run.folder import (
     run_identity,
 )
 from electra_dist.run.lease.run_lease import RunLease, hold_lease
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience, print_line
 from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.train.health.error_relay import report_once, reported_exit_code

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from electra_dist.checkpoint.checkpoint_manifest import KINDS, read_manifest
+from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, StoreMissing, TornCheckpoint, UserError
-from electra_dist.shown_text.console import Console, styled
 from launcher.cli.checkpoint_paths import find_checkpoint, find_owner, find_targets
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from electra_dist.shown_text.console import Console
+from electra_dist.console import Console
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
 

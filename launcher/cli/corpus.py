@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from electra_dist.config_file import load_config
+from electra_dist.console import Console
 from electra_dist.corpus.build_console import BuildConsole, summary
 from electra_dist.corpus.python_docs import write_python_docs
 from electra_dist.corpus.report.build_report import BuildReport, read_report
@@ -21,7 +22,6 @@ from electra_dist.corpus.report.source_notes import find_preparations
 from electra_dist.corpus.report.unknown_tokens import remarks_on_unknown_tokens, unknown_tokens_of_report
 from electra_dist.corpus.text_readers import search_inputs
 from electra_dist.errors import UserError
-from electra_dist.shown_text.console import Console
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 from launcher.cli.console import open_console

@@ -11,6 +11,7 @@ import typer
 from rich.progress import track
 
 from electra_dist.config import Config
+from electra_dist.console import Console
 from electra_dist.corpus_search.row_search import FoundRows, Query, RowSearch, rows_held_out, tokens_of_text
 from electra_dist.corpus_search.row_uses import uses_of_found_rows
 from electra_dist.corpus_search.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
@@ -18,7 +19,6 @@ from electra_dist.data.corpus_manifest import read_manifest
 from electra_dist.data.phases.run_corpora import CorpusPhase, RunCorpora, open_run_corpora
 from electra_dist.errors import UserError
 from electra_dist.run.folder import is_run_folder, open_run
-from electra_dist.shown_text.console import Console
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from electra_dist.config import Config, canonical_json
 from electra_dist.config_file import load_config, load_section
+from electra_dist.console import Console
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.text_decoding import SkippedDocument, decode
@@ -22,7 +23,6 @@ from electra_dist.corpus.vocab import train_vocabulary
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import cpu
 from electra_dist.run.number_formats import format_count, format_duration
-from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import DamagedJson, damaged_file, read_json_object, validate_json
 from electra_dist.store.user_cache import user_cache_folder

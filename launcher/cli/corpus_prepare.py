@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from electra_dist.config_file import load_section
+from electra_dist.console import Console
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, UserError
-from electra_dist.shown_text.console import Console
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # datatrove is loaded when the command runs, not for --help

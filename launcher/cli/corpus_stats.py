@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from electra_dist.shown_text.console import Console
+from electra_dist.console import Console
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console
 

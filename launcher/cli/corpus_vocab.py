@@ -13,13 +13,13 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra_dist.config import Config, canonical_json
+from electra_dist.console import Console
 from electra_dist.corpus.byte_level_bpe import TokenizerKind, train_kind
 from electra_dist.corpus.stages.build_records import read_output_vocabulary
 from electra_dist.corpus.text_decoding import SkippedDocument, Undecodable, decode
 from electra_dist.corpus.text_readers import DocumentStream, InputFile, find_inputs
 from electra_dist.corpus.vocabulary_sample import VocabularySample
 from electra_dist.errors import UserError
-from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary

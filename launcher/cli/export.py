@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from electra_dist.checkpoint.checkpoint_stores import owner_of
+from electra_dist.console import Console, styled
 from electra_dist.errors import UserError
 from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
 from electra_dist.report.report_page import write_report
@@ -21,7 +22,6 @@ from electra_dist.run.folder import (
     open_run,
     read_identity,
 )
-from electra_dist.shown_text.console import Console, styled
 from electra_dist.store.open_store import open_store
 from launcher.cli.console import open_console
 from launcher.cli.finetune import progress_bar

@@ -18,9 +18,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from electra_dist.console import Console
 from electra_dist.errors import UserError
-from electra_dist.shown_text.console import Console
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 from launcher.cli.console import open_console
 
 if TYPE_CHECKING:  # torch and scikit-learn are loaded when a command runs, not for --help

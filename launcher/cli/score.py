@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from electra_dist.console import Console
 from electra_dist.errors import StoreMissing, UserError
+from electra_dist.escapes import printable
 from electra_dist.scoring.text_groups import TextLine, ranks, read_text_lines
-from electra_dist.shown_text.console import Console
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.regular_files import MOST_DATA_BYTES, read_regular
 from launcher.cli.finetune import Tower, TowerOption, progress_bar

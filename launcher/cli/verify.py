@@ -18,6 +18,7 @@ from electra_dist.analysis.row_audit import AuditResult, Expected, Mark, verify
 from electra_dist.checkpoint.checkpoint_manifest import RunState, committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import open_targets, owner_of
 from electra_dist.config import Config
+from electra_dist.console import Console
 from electra_dist.data.phases.phased_order import phase_lengths
 from electra_dist.data.phases.run_corpora import RunCorpora, open_run_corpora
 from electra_dist.data.row_receipt import Receipt
@@ -26,7 +27,6 @@ from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.ledger import read_ledger
 from electra_dist.run.record_checks import whole_metrics_fault
 from electra_dist.run.record_stream import iter_records
-from electra_dist.shown_text.console import Console
 from electra_dist.train.skip_list_file import SkipList
 from launcher.cli.console import open_console, print_json
 from launcher.cli.options import AsJson

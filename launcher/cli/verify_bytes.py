@@ -24,6 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from electra_dist.checkpoint.checkpoint_manifest import committed, read_manifest
 from electra_dist.checkpoint.checkpoint_stores import Owner, open_targets, owner_of
 from electra_dist.checkpoint.file_reader import verify as verify_checkpoint
+from electra_dist.console import Console
 from electra_dist.corpus.origins.origin_files import ORIGINS_KEY, OriginFile, Origins, open_origins
 from electra_dist.data.corpus_manifest import MANIFEST_KEY, CorpusManifest, ShardEntry
 from electra_dist.data.corpus_manifest import read_manifest as read_corpus
@@ -39,7 +40,6 @@ from electra_dist.run.folder import (
     recorded_fingerprints,
     token_counts_files,
 )
-from electra_dist.shown_text.console import Console
 from electra_dist.store.atomic_files import readable
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store

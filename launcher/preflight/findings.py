@@ -18,10 +18,10 @@ from typing import Literal, TextIO
 
 from rich.table import Table
 
+from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
+from electra_dist.escapes import printable
 from electra_dist.run.node_strikes import Strike
-from electra_dist.shown_text.console import Console, styled
-from electra_dist.shown_text.escapes import printable
 
 JOB = ""  # value of `Finding.node` for a finding that concerns no single node
 

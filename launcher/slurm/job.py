@@ -21,11 +21,11 @@ from typing import Any
 from electra_dist.config import ClusterConfig
 from electra_dist.config_file import load_config
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StorageLost, StoreAway, UserError, error_line
+from electra_dist.escapes import printable
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, is_run_folder
 from electra_dist.run.jsonl import JsonlFile, Record
 from electra_dist.run.ledger import newest_checkpoint, read_jobs, read_ledger, start_identity
 from electra_dist.run.node_strikes import excluded_nodes, read_strikes
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from electra_dist.store.regular_files import read_regular
 from launcher.slurm.job_verdict import JobEnd, decide

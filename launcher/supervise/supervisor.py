@@ -36,13 +36,13 @@ from electra_dist.errors import (
     EXIT_USER_ERROR,
     StorageLost,
 )
+from electra_dist.escapes import printable
 from electra_dist.run.heartbeat import delete_preflight_heartbeat
 from electra_dist.run.jsonl import Record
 from electra_dist.run.lease.run_lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import newest_checkpoint, read_ledger
 from electra_dist.run.marked_processes import mark_of, marked_pids
 from electra_dist.run.node_strikes import add_strike, node_name, read_strikes
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.patience import Patience
 from electra_dist.train.health.stop_request import JobEndTime
 from launcher.preflight.findings import exit_code, strike_of

@@ -6,8 +6,8 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from electra_dist.escapes import printable
 from electra_dist.run.folder import supervise_log
-from electra_dist.shown_text.escapes import printable
 from electra_dist.store.atomic_files import writable
 
 

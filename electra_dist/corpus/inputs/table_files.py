@@ -29,7 +29,7 @@ import pyarrow.parquet
 
 from electra_dist.corpus.inputs.decompression import MOST_DOCUMENT_BYTES, lines_of
 from electra_dist.corpus.text_decoding import RawDocument, name_of_value
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 
 _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024

@@ -21,13 +21,13 @@ from electra_dist.corpus.report.source_notes import PreparedText
 from electra_dist.corpus.text_decoding import SKIPPED_KINDS
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.corpus_vocabulary import read_corpus_vocabulary
+from electra_dist.escapes import html_text
 from electra_dist.report.corpus_stats.bar_diagram import draw_bars
 from electra_dist.report.corpus_stats.row_figures import NUM_BINS, RowFigures, RowSample, read_row_figures
 from electra_dist.report.html_parts import now, page, percent, table, write_page
 from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.report.run_tiles import Tile, tile_section
 from electra_dist.run.number_formats import format_count
-from electra_dist.shown_text.escapes import html_text
 from electra_dist.store.interface import Store
 
 _NOT_STATED = "not stated"

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from electra_dist.errors import StoreAway
+from electra_dist.escapes import markdown_text
 from electra_dist.run.folder import SAMPLES_FILE
 from electra_dist.run.jsonl import JsonlFile, Record, read_records
 from electra_dist.run.record_checks import samples_fault
 from electra_dist.run.record_stream import newest_record
-from electra_dist.shown_text.escapes import markdown_text
 
 CONTINUATION = "##"  # begins a WordPiece token that continues the word of the token before it
 

@@ -371,7 +371,7 @@ TEXT_AND_RECORDS = (
     ),
     Mutant(
         name="errors: a line break in a file name breaks the line of an error",
-        file="electra_dist/shown_text/escapes.py",
+        file="electra_dist/escapes.py",
         original="char if char.isprintable() and not _INVISIBLE.match(char) else _escape(char)",
         mutated="char",
         test="tests/launcher/cli/test_console.py::test_an_error_is_one_line_also_with_a_line_break_in_a_file_name",

@@ -11,7 +11,7 @@ import rich.console
 from rich.text import Text
 from typing_extensions import override
 
-from electra_dist.shown_text.escapes import printable
+from electra_dist.escapes import printable
 
 
 class Console(rich.console.Console):

@@ -12,9 +12,9 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from electra_dist.shown_text.escapes import html_text, markdown_code, markdown_text, printable
+from electra_dist.escapes import html_text, markdown_code, markdown_text, printable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # What a terminal or a page must never get: controls, formats (marks of direction, characters of no width), halves of
 # surrogate pairs, separators of lines and paragraphs, and spaces that are not the usual one.
 HIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp", "Zs"}
@@ -126,7 +126,7 @@ def test_every_line_that_is_printed_goes_through_the_escapes() -> None:
     for path in sorted([*ROOT.glob("electra_dist/**/*.py"), *ROOT.glob("launcher/**/*.py")]):
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text()
-        if name != "electra_dist/shown_text/console.py":
+        if name != "electra_dist/console.py":
             assert "rich.console import Console" not in text, name
             assert "markup=True" not in text, name
         if name in OWN_OUTPUT:

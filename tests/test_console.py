@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from electra_dist.shown_text.console import Console, styled
+from electra_dist.console import Console, styled
 
 HOSTILE = "[link=file:///etc/passwd]x[/link] [/] [bold :smile: \x1b]0;title\x07 \u202e \x9b31m \u2028"
 SHOWN = "[link=file:///etc/passwd]x[/link] [/] [bold :smile: \\x1b]0;title\\x07 \\u202e \\x9b31m \\u2028"
