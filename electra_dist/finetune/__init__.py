@@ -1,1 +1,1 @@
-"""Evaluates pretrained encoders by fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""
+"""Evaluate pretrained encoders by fine-tuning on GLUE, SQuAD and custom tasks, linear probes and minimal pairs."""

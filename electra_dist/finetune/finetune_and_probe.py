@@ -1,4 +1,4 @@
-"""Fine-tunes an encoder with one seed, or probes it, and scores the result; `seeds/run_seeds.py` runs several seeds.
+"""Fine-tune an encoder with one seed, or probe it, and score the result; `seeds/run_seeds.py` runs several seeds.
 
 Guarantee: a result depends on (encoder, data of the task, settings, seed) and, in its last bits, on the machine.
 `identity` is a digest of the first three.
@@ -55,13 +55,9 @@ def finetune_task(
 ) -> Result:
     """Fine-tune a copy of `encoder` on `task`, and score the trained copy on the development data.
 
-    Args:
-        folder: where the trained model is written in Hugging Face's format, with its predictions; an older folder is
-            replaced. None to write nothing. A model whose loss diverged is not written.
-
-    Returns:
-        The result. If the loss became NaN or infinite, no error is raised: the result's score is None, and its field
-        `failure` describes the reason.
+    `seed` determines the head's initial weights, the order of the training rows and the dropout. The trained model and
+    its predictions are written to `folder`, in place of an older one; None writes nothing. If the loss became NaN or
+    infinite, no error is raised and no model is written: the result's score is None, and `failure` has the reason.
     """
     start = time.monotonic()
     examples = task.examples(encoder, settings)
@@ -103,7 +99,9 @@ def probe_task(
 ) -> Result:
     """Train linear models on the frozen states of all layers of `encoder`, and score the one of the chosen layer.
 
-    The score measures what the states contain without fine-tuning.
+    Only the settings `max_length` and `both_orders` have an effect. With fewer than 10 examples nothing can be held
+    out, and the last layer is chosen. The result has the scores of all layers, from 0 for the embeddings. `progress`
+    is called with ("predict", rows done, rows in total), then with ("fit layers", layers done, layers in total).
     """
     if not isinstance(task, TextTask):
         raise UserError(
@@ -161,10 +159,9 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the inputs of a probe's linear models at every layer for N examples, fp32 [layers + 1, N, 2H]."""
+    """Return the features of N examples (see `pooled`) at every layer, fp32 [layers + 1, N, 2H] on the host."""
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the features of one padded batch at all layers, [layers + 1, B, 2H]."""
         is_token_BS = ids_BS != backbone.special.pad
         return torch.stack([pooled(state_BSH, is_token_BS) for state_BSH in backbone.layer_states(ids_BS)])
 
@@ -177,12 +174,7 @@ def _probe_features(
 
 
 def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
-    """Return the inputs of a probe's linear model: the state of [CLS], then the mean of the states, fp32 [B, 2H].
-
-    Args:
-        is_token_BS: whether a place holds a token and not padding. The mean is over all tokens of a row, [CLS] and
-            [SEP] included.
-    """
+    """Return the state of [CLS], then the mean of the states of all tokens of a row, [CLS] included, fp32 [B, 2H]."""
     wide_state_BSH = state_BSH.float()
     cls_state_BH = wide_state_BSH[:, 0]
     is_token_BS1 = is_token_BS.unsqueeze(-1)
@@ -191,7 +183,11 @@ def pooled(state_BSH: torch.Tensor, is_token_BS: torch.Tensor) -> torch.Tensor:
 
 
 def identity(encoder: Pretrained, task: Task, settings: FinetuneConfig, mode: str) -> str:
-    """Return a sha256 of everything that a result depends on except its seed, as hexadecimal digits."""
+    """Return the sha256, in hex, of everything that a result depends on except its seed.
+
+    Two results with the same seed and the same identity are interchangeable. `mode` is "finetune" or "probe"; a
+    probe's result depends on fewer settings.
+    """
     relevant_settings = _PROBE_SETTINGS if mode == "probe" else None  # None means all settings
     tree: dict[str, Any] = {
         "encoder": encoder.digest,

@@ -1,4 +1,4 @@
-"""Defines the settings of a fine-tuning run, whose defaults are those of the ELECTRA paper for each size of model.
+"""Define the settings of a fine-tuning run, whose defaults are those of the ELECTRA paper for each size of model.
 
 Guarantee: `settings_for` returns the values of the paper's Table 7 for a task and a model size: batches of 32
 examples, 3 epochs, 10 for RTE and STS and 2 for SQuAD, no weight decay; lr 3e-4 for Small, 1e-4 for Base and 5e-5 for
@@ -33,11 +33,7 @@ _LATER_KEYS = ("span_head",)  # newer fields, whose defaults are how versions wi
 
 
 class FinetuneConfig(Section):
-    """Settings of fine-tuning one encoder on one task: optimizer, schedule, head, dropout, lengths, SQuAD's windows.
-
-    The defaults are those of the paper for a Base-size model on a GLUE task; `settings_for` adapts them to the task
-    and the model.
-    """
+    """Settings of fine-tuning one encoder on one task; the defaults are the paper's for a Base model on GLUE."""
 
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
@@ -133,10 +129,10 @@ class FinetuneConfig(Section):
     )
 
     def identity(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """Return the settings as a JSON tree, for the digest under which a result is stored and found again.
+        """Return the settings, or `only` some, as a JSON tree for the digest under which a result is stored.
 
-        Args:
-            only: names of the fields to return; None for all.
+        A field that older versions did not have is left out if it has its default value, which is how those versions
+        computed their results. So their stored results are found, too.
         """
         values = self.model_dump(mode="json", include=None if only is None else set(only), exclude=set(_NO_IDENTITY))
         for key in _LATER_KEYS:
@@ -146,7 +142,12 @@ class FinetuneConfig(Section):
 
 
 def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Return the paper's settings for a task and a model size, with overrides applied last."""
+    """Return the paper's settings for a task and a model size, with overrides applied last.
+
+    `width` is the encoder's hidden size. The default of `max_length` is lowered to `max_positions`, the rows of the
+    model's position table; a larger override is an error. `overrides` are `key=value` texts, whose values are parsed
+    as YAML.
+    """
     values = {**_values_of_size(width), **_values_of_task(task, max_positions)}
     for text in overrides:
         values |= _parse_override(text)
@@ -165,9 +166,7 @@ def settings_for(task: str, width: int, max_positions: int, overrides: Sequence[
 
 
 def _values_of_size(width: int) -> dict[str, Any]:
-    """Return the settings that depend on the size of the model (Table 7 of the paper), by field of
-    `FinetuneConfig`.
-    """
+    """Return the settings that depend on the size of the model; for Base they are the defaults of the fields."""
     if width < BASE_WIDTH:
         return {"lr": 3e-4}
     if width >= LARGE_WIDTH:
@@ -176,7 +175,8 @@ def _values_of_size(width: int) -> dict[str, Any]:
 
 
 def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
-    """Return the settings that depend on the task, by field of `FinetuneConfig`."""
+    # Epochs are those of Table 7 of the paper, lengths those of google-research/electra (configure_finetuning.py),
+    # which trains chunking, a tagging task, at length 256.
     if task.startswith("squad"):  # squad1 or squad2: passages are longer than the texts of GLUE
         return {"epochs": 2.0, "max_length": min(512, max_positions), "span_head": "linear"}
     if task in ("ner", "tagging"):
@@ -187,7 +187,7 @@ def _values_of_task(task: str, max_positions: int) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    """Parse one `key=value` override into {key: value}, the value read as YAML."""
+    """Parse one `key=value` override; the message about an unknown key suggests the nearest valid one."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:

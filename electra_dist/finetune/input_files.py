@@ -25,13 +25,13 @@ class NotText(ValueError):
 
 
 class JsonLine(NamedTuple):
-    """JSON object of a line of a file, whose values are read with the line's number in every error."""
+    """JSON object in one line of a file; every error about its values names the file and the line."""
 
     place: str  # FILE:LINE
     record: dict[str, Any]
 
     def text(self, key: str) -> str:
-        """Return the text that the object has under `key`."""
+        """Return the text that the object has under `key`; UserError if the value is no text."""
         try:
             return as_text(self.record[key])
         except NotText as error:
@@ -41,7 +41,7 @@ class JsonLine(NamedTuple):
             ) from None
 
     def name(self, key: str) -> str:
-        """Return the label, id or other name that the object has under `key`."""
+        """Return the label, id or other name under `key`; UserError if the value is neither text nor a number."""
         try:
             return as_name(self.record[key])
         except NotText as error:
@@ -52,7 +52,11 @@ class JsonLine(NamedTuple):
 
 
 def split_lines(data: bytes, file: Path) -> list[str]:
-    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped."""
+    """Return the lines of a UTF-8 file without their ends; a byte order mark is dropped.
+
+    A line ends at a line feed, a carriage return, or both, as in text files that Python opens; at no other character.
+    UserError, which names `file`, if `data` is not UTF-8.
+    """
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -61,7 +65,7 @@ def split_lines(data: bytes, file: Path) -> list[str]:
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
-    """Parse a line of a file as a JSON object."""
+    """Parse a line of a file as a JSON object; `number` counts from 1. UserError if the line is none."""
     try:
         return JsonLine(f"{file}:{number}", parse_json_object(line))
     except DamagedJson as error:
@@ -69,7 +73,7 @@ def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
 
 
 def as_text(value: object) -> str:
-    """Return a JSON value if it is text."""
+    """Return a JSON value if it is text; NotText if it has another type, or contains half of a surrogate pair."""
     if not isinstance(value, str):
         shown = json.dumps(value)
         raise NotText(shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}...")
@@ -82,6 +86,9 @@ def as_text(value: object) -> str:
 
 
 def as_name(value: object) -> str:
-    """Return a label, an id or another name in JSON: text as it is, a number in Python's notation."""
+    """Return a label, an id or another name in JSON: text as it is, a finite number in Python's notation.
+
+    Raises NotText if the value is neither.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return str(value) if is_number else as_text(value)

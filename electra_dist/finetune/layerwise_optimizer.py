@@ -1,4 +1,4 @@
-"""Builds the optimizer and the schedule of fine-tuning: AdamW with one learning rate per layer.
+"""Build the optimizer and the schedule of fine-tuning: AdamW with one learning rate per layer.
 
 Guarantee: the head learns at the peak rate lr, and lower layers learn more slowly. Let L be the number of layers and d
 the setting `layer_decay`. Layer i, counted from 0 at the bottom, has the peak rate lr * d ** (L + 1 - i), so the top
@@ -29,14 +29,10 @@ _FINAL_NORM = "backbone.encoder.final_norm."
 
 
 def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
-    """Return the highest learning rate that a parameter reaches during fine-tuning.
+    """Return the highest learning rate that a parameter of a `TaskModel` reaches during fine-tuning.
 
-    The head has the setting `lr`. With L layers and the factor d = `layer_decay`, layer i (0 is the lowest) has lr * d
-    ** (L + 1 - i), and the embeddings have lr * d ** (L + 2). The top layer thus has lr * d ** 2: the reference counts
-    a pooler, which does not exist, below the head. If `lr_decay_quirk` is false, all these exponents are lower by 1.
-    In the architecture `modern`, the LayerNorm after the last layer has the learning rate of the top layer.
-
-    Source: `_get_layer_lrs` of google-research/electra, model/optimization.py.
+    `name` decides: `backbone.*` is the encoder, any other name the head. In the architecture `modern`, the LayerNorm
+    after the last layer has the learning rate of the top layer.
     """
     if not name.startswith("backbone."):
         return settings.lr
@@ -55,9 +51,9 @@ def peak_lr(name: str, num_layers: int, settings: FinetuneConfig) -> float:
 
 
 def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
-    """Return the factor by which one update multiplies every peak learning rate: linear warm-up, linear decay to 0.
+    """Return the factor by which update `step`, counted from 0, multiplies every peak learning rate.
 
-    The factor is (1 - step / num_steps) * min(1, step / (warmup_fraction * num_steps)).
+    The decay also runs during the warm-up, so the peak rates themselves are never reached.
     """
     warmup_steps = settings.warmup_fraction * num_steps
     warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
@@ -65,7 +61,11 @@ def schedule(step: int, num_steps: int, settings: FinetuneConfig) -> float:
 
 
 def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig) -> ForeachAdamW:
-    """Build an AdamW optimizer whose learning rates decrease from the head down to the embeddings; see `peak_lr`."""
+    """Build an AdamW optimizer whose learning rates decrease from the head of a `TaskModel` down to the embeddings.
+
+    All parameter groups start with a learning rate of 0: call `set_step` before every update, or nothing is learnt.
+    Biases and LayerNorm weights have no weight decay.
+    """
     layer_norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
     parameters_of: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # keyed by (peak, decay)
     for name, parameter in model.named_parameters():
@@ -88,6 +88,6 @@ def layerwise_adamw(model: nn.Module, num_layers: int, settings: FinetuneConfig)
 
 
 def set_step(optimizer: ForeachAdamW, factor: float) -> None:
-    """Set the learning rate of every parameter group for the next update."""
+    """Set the learning rates for the next update: each group's peak times `factor`, the result of `schedule`."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

@@ -1,4 +1,4 @@
-"""Defines the result of one seed of one task, summarizes results over seeds, and chooses the layer of a probe.
+"""Define the result of one seed of one task, summarize results over seeds, and choose the layer of a probe.
 
 Guarantee: fine-tuning with one seed counts as failed if its loss became NaN or infinite (diverged) or if all
 predictions of the trained model are equal (degenerate); results list such a seed with the reason. The score of a
@@ -22,11 +22,7 @@ GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl.
-
-    `score` is the value of `metric` among `metrics`, and None if the loss diverged. `identity` is a digest of
-    weights, data and settings: only results of one task with equal identities may be compared over seeds.
-    """
+    """Result of fine-tuning on one task with one seed, or of a probe; it is stored as one line of results.jsonl."""
 
     task: str
     seed: int  # 0 for a probe, which has no seeds
@@ -47,17 +43,18 @@ class Result:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Result:
-        """Build the result from a parsed line of results.jsonl, whose keys are the field names."""
+        """Build the result from a parsed line of results.jsonl.
+
+        Raises DamagedJson if the keys or types are others, for example because another version of the package wrote
+        the line.
+        """
         unknown = set(record) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise DamagedJson(f"it has the unknown key {min(unknown)}")
         return validate_json(_RESULT, record)
 
     def numbers(self) -> dict[str, Any]:
-        """Return all fields except `seconds`, for the comparison of two results of the same seed.
-
-        The computing time is the only field that differs when the same seed is computed again on the same machine.
-        """
+        """Return all fields except `seconds`, the only one that differs when a seed is computed again."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "seconds"}
 
 
@@ -68,8 +65,7 @@ _RESULT = TypeAdapter(Result)
 class SeedSummary:
     """Summary of the results of one task over its seeds: median, lowest and highest score, and failed seeds.
 
-    Diverged seeds have no score and are left out of these numbers, which are None if every seed diverged. A probe,
-    which has nothing random in it, has the single seed 0.
+    Diverged seeds have no score and are left out of these numbers, which are None if every seed diverged.
     """
 
     task: str
@@ -85,7 +81,7 @@ class SeedSummary:
 
 
 def summarize(results: Sequence[Result]) -> SeedSummary:
-    """Summarize the results of one task over its seeds by their median, lowest and highest score."""
+    """Summarize at least one result over the seeds; all are of the same task and mode, in any order."""
     by_seed = sorted(results, key=lambda result: result.seed)
     scores = [result.score for result in by_seed if result.score is not None]
     return SeedSummary(
@@ -112,10 +108,7 @@ def _metric_medians(results: Sequence[Result]) -> dict[str, float]:
 
 
 def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
-    """Return the GLUE average, a fraction: the mean of the median scores of eight tasks.
-
-    These are the tasks in the tables of the ELECTRA paper (`GLUE_AVERAGE`), all of GLUE except WNLI.
-    """
+    """Return the mean of the median scores of the tasks in `GLUE_AVERAGE`, a fraction; None if a score is missing."""
     median_of = {summary.task: summary.median for summary in summaries}
     medians = []
     for task in GLUE_AVERAGE:
@@ -127,7 +120,7 @@ def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
 
 
 def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
-    """Return the summaries as a table for the terminal: one row per task, scores in per cent."""
+    """Return a table for the terminal: one row per task, scores in per cent, and the GLUE average if there is one."""
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for summary in summaries:
         other_medians = [
@@ -158,10 +151,7 @@ def _failed_seeds(summary: SeedSummary) -> str:
 
 
 def percent(summary: SeedSummary, value: float | None) -> str:
-    """Format a score in per cent with one decimal, as in "66.4"; None gives "-".
-
-    The metrics of SQuAD are per cent already; those of all other tasks are fractions and are multiplied by 100.
-    """
+    """Format a score in per cent, as in "66.4", or "-" for None; the metrics of SQuAD are per cent already."""
     if value is None:
         return "-"
     is_per_cent = summary.task.startswith("squad")

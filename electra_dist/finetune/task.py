@@ -1,4 +1,4 @@
-"""Defines the interface of fine-tuning tasks, which the tasks on texts, on questions and on tagged words implement.
+"""Define the interface of fine-tuning tasks, which the tasks on texts, on questions and on tagged words implement.
 
 A model is trained on one task. Training is the same for all tasks (`training_loop.py`); a task provides the examples,
 the model with its head, and the scores.
@@ -18,10 +18,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 class TaskOutcome(NamedTuple):
-    """Metrics and predictions of a model on the development data, and the reason if the result counts as failed.
-
-    A failed result keeps its metrics unless the loss diverged.
-    """
+    """Metrics and predictions of a model on the development data; they are kept if the result counts as failed."""
 
     metrics: dict[str, float]  # fractions; per cent for SQuAD
     failure: str  # why the result counts as failed, in one line; empty for a good one
@@ -38,27 +35,24 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
-        """Return the training examples as rows of token ids, without padding, with their targets.
-
-        The encoder provides the tokenizer and the special ids; the settings limit the length of a row.
-        """
+        """Return the training examples as rows of token ids, without padding, with their targets."""
 
     @abc.abstractmethod
     def model(self, encoder: Pretrained, settings: FinetuneConfig, seed: int) -> TaskModel:
-        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`.
-
-        The settings give the layers of the head and the dropout.
-        """
+        """Build a model on the host: a copy of the encoder with a new head, whose initial weights depend on `seed`."""
 
     @abc.abstractmethod
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        """Score a trained model on the development data."""
+        """Score a trained model of this task, in evaluation mode on any device, on the development data.
+
+        `progress` is called after each batch with ("predict", rows done, rows in total).
+        """
 
     @abc.abstractmethod
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
-        """Return the head of a trained model under Hugging Face's names; None if they have no such head."""
+        """Return the head of a trained model under Hugging Face's names; None if Hugging Face has no such head."""
 
     def saving_obstacle(self, encoder: Pretrained, settings: FinetuneConfig) -> str:
         """Return in one line why models of this task cannot be saved and what to do; empty if they can."""
@@ -67,8 +61,5 @@ class Task(abc.ABC):
     def predict_test_sets(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> tuple[TextFile, ...]:
-        """Return files with predictions for the task's test sets, which have no labels; none for most tasks.
-
-        The arguments are those of `evaluate`.
-        """
+        """Return files with predictions for the task's test sets, which have no labels; none for most tasks."""
         return ()

@@ -1,4 +1,4 @@
-"""Defines the base class of models with a task head, and the head for classification and regression.
+"""Define the base class of models with a task head, and the head for classification and regression.
 
 Classification and regression: the state of [CLS], dropout, Dense(H -> N). With `head: dense`, Dense(H -> H), GELU and
 dropout come in between, as in Hugging Face. The loss is cross-entropy, or the squared error of labels scaled to [0,
@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
-from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.architectures.modern_heads import ModernFeatures
@@ -38,26 +37,22 @@ class TaskModel(nn.Module):
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
+        """Combine an encoder and a head; training changes these modules themselves, because they are not copied."""
         super().__init__()
         self.backbone = backbone
         self.head = head
 
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the mean loss of a batch, as an fp32 scalar.
+        """Return the mean loss of a batch of padded rows, as an fp32 scalar.
 
-        Args:
-            ids_BS: token ids with padding, int64 [B, S].
-            target_BK: K targets per row, [B, K]: int64 label numbers or positions, or fp32 numbers for a regression.
+        `target_BK` has K targets per row: int64 label numbers or positions, or fp32 numbers for a regression. The
+        encoder's dropout is a function of `dropout_keys`.
         """
         raise NotImplementedError
 
 
 class Classifier(TaskModel):
-    """Classifier on the encoder's state of [CLS], with one output per label.
-
-    With a single output it is a regression: the output is the predicted number, and the loss is the mean squared
-    error.
-    """
+    """Classifier on the encoder's state of [CLS], with one output per label; a single output makes it a regression."""
 
     def __init__(
         self,
@@ -68,12 +63,7 @@ class Classifier(TaskModel):
         seed: int,
         features: ModernFeatures | None = None,
     ) -> None:
-        """Add a new classification or regression head to an encoder.
-
-        Args:
-            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
-                becomes part of this model, without a copy. None for the architecture `bert`.
-        """
+        """Add a new head to `backbone`, after `features` (from `new_features`); both modules are used, not copied."""
         layers: list[nn.Module] = [nn.Dropout(settings.head_dropout)]
         if settings.head == "dense":
             layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(settings.head_dropout)]
@@ -82,18 +72,16 @@ class Classifier(TaskModel):
         super().__init__(backbone, on_features(features, new_layers))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the logits of each row, fp32 [B, N], or the predicted numbers, fp32 [B, 1], for a regression.
+        """Return the logits of each row, fp32 [B, N], or the numbers [B, 1] that a regression predicts.
 
-        Args:
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
-                evaluation.
+        `dropout_keys` is None in evaluation mode.
         """
         state_BSH = self.backbone(ids_BS, dropout_keys)
         cls_state_BH = state_BSH[:, 0]
         return self.head(cls_state_BH).float()
 
-    @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean cross-entropy, or with one output the mean squared error of labels scaled to [0, 1]."""
         output_BN = self.predict(ids_BS, dropout_keys)
         if output_BN.shape[1] == 1:
             return F.mse_loss(output_BN, target_BK.float())
@@ -101,10 +89,10 @@ class Classifier(TaskModel):
 
 
 def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
-    """Create the first layers (Dense, GELU, LayerNorm) of a task head for a model of the architecture `modern`.
+    """Create the first layers of a task head (Dense, GELU, LayerNorm) for the architecture `modern`; None for `bert`.
 
-    Returns:
-        The layers on the host; None for the architecture `bert`, whose task heads have no such layers.
+    Their initial weights are those of the encoder's pretraining head, as in Hugging Face's ModernBERT classes. If the
+    encoder has no such head, or one of another width, they are new weights from `seed`.
     """
     if encoder.model.architecture != "modern":
         return None
@@ -121,11 +109,7 @@ def new_features(encoder: Pretrained, seed: int) -> ModernFeatures | None:
 
 
 def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
-    """Put the layers that `new_features` has returned in front of the layers of a task head.
-
-    Args:
-        features: result of `new_features`; None if the head reads the encoder's states directly.
-    """
+    """Put the layers that `new_features` has returned, if any, in front of a task head, as one flat Sequential."""
     if features is None:
         return head
     layers = head if isinstance(head, nn.Sequential) else [head]
@@ -134,7 +118,11 @@ def on_features(features: ModernFeatures | None, head: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def init_head(head: nn.Module, seed: int) -> None:
-    """Initialize a head in place: weights Glorot-uniform, as in TensorFlow's default, and biases 0."""
+    """Initialize a head in place: weights Glorot-uniform, and biases 0.
+
+    Each weight has a generator of its own, keyed by the seed and the parameter's name, so the order of the parameters
+    and torch's global generator do not matter. Values are drawn on the host in fp32.
+    """
     for name, parameter in head.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()

@@ -1,4 +1,4 @@
-"""Computes metrics of predictions, detects degenerate predictions, and fits the linear model of a probe.
+"""Compute metrics of predictions, detect degenerate predictions, and fit the linear model of a probe.
 
 Guarantee: all metrics are fractions, computed by scikit-learn and scipy. Classification has accuracy, Matthews
 correlation and F1 (of label 1 if there are two labels, otherwise the unweighted mean over labels); regression has
@@ -26,12 +26,7 @@ PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4)  # L2 penalties that a probe tries, on 
 
 
 def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> dict[str, float]:
-    """Return `accuracy`, `mcc` (Matthews correlation) and `f1` of predicted label numbers, as fractions.
-
-    Args:
-        predicted: predicted label numbers, [N].
-        true: correct label numbers, [N].
-    """
+    """Return `accuracy`, `mcc` (Matthews correlation) and `f1` of predicted label numbers [N], as fractions."""
     labels = list(range(num_labels))
     average = "binary" if num_labels == 2 else "macro"
     return {
@@ -42,10 +37,7 @@ def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: 
 
 
 def regression_metrics(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the `pearson` and `spearman` correlations of two arrays [N], each from -1 to 1.
-
-    If all values of either array are equal, the correlations are undefined; both are 0 then.
-    """
+    """Return the correlations `pearson` and `spearman` of two arrays [N], both 0 if either array is constant."""
     if np.ptp(predicted) == 0 or np.ptp(true) == 0:
         return {"pearson": 0.0, "spearman": 0.0}
     return {
@@ -58,9 +50,7 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
     """Return a one-line description if all predictions are equal (degenerate), otherwise an empty string.
 
     A model that always predicts the same has learnt nothing from its inputs, although its accuracy may look high.
-
-    Args:
-        predicted: label numbers or predicted values, [N]. Fewer than two predictions are never degenerate.
+    Fewer than two predictions are never degenerate. `labels` is empty for a regression.
     """
     if len(predicted) < 2:
         return ""
@@ -76,13 +66,11 @@ def degenerate(predicted: np.ndarray, labels: Sequence[str]) -> str:
 
 
 def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str) -> float:
-    """Return the standard error of a metric over the choice of the test examples.
+    """Return the standard error of a metric over the choice of the test examples; `num_labels` is 0 for a regression.
 
-    That of an accuracy p over N examples is sqrt(p (1 - p) / N).
-
-    Args:
-        predicted: predicted label numbers or values, [N].
-        true: correct label numbers or values, [N].
+    That of an accuracy p over N examples is sqrt(p (1 - p) / N). That of another metric is found by the bootstrap: it
+    is the standard deviation of the metric over 200 resamples of the examples with replacement, always the same ones
+    for the same number of examples.
     """
     if metric == "accuracy":
         accuracy = float(sk.accuracy_score(true, predicted))
@@ -99,11 +87,7 @@ def metric_standard_error(predicted: np.ndarray, true: np.ndarray, num_labels: i
 
 
 class LinearProbe(NamedTuple):
-    """Outputs of a linear model for development data, and its score on the held-out part of the training data.
-
-    Several sets of features of the same examples, such as those of an encoder's layers, may be compared by the
-    held-out scores, because these do not depend on the development data.
-    """
+    """Outputs of a linear model for development data, and its score on the held-out part of the training data."""
 
     outputs: dict[str, np.ndarray]  # name of a development file -> log-probabilities [M, L], or numbers [M, 1]
     held_out_score: float | None  # None if nothing could be measured, because there are too few examples
@@ -119,14 +103,13 @@ def linear_outputs(
 ) -> LinearProbe:
     """Fit a linear model to frozen features of the training data, and return its outputs for development data.
 
-    The model is an L2-penalized logistic regression, or a ridge regression, on standardized features.
+    The model is an L2-penalized logistic regression, or a ridge regression if `num_labels` is 0, on standardized
+    features. Each penalty of `PENALTIES` is tried: the model is fitted to nine tenths of the training data and scored
+    by `metric` on the last tenth. The final model is fitted to all training data with the best penalty, the smallest
+    of equally good ones. Nothing depends on a seed.
 
-    Args:
-        dev: name of a development file -> features [M, F] of its examples.
-
-    Returns:
-        The outputs by the name of the development file, and the best held-out score. Outputs are log-probabilities [M,
-        num_labels], with -inf for a label without training examples, or predicted numbers [M, 1] for a regression.
+    `num_distinct` is N, or N / 2 if rows i and i + N / 2 are one pair of texts in both orders. A label without
+    training examples has the log-probability -inf.
     """
     is_held_out_N = _held_out_rows(len(train_NF), num_distinct)
     penalty, held_out_score = _best_penalty(train_NF, target_N, is_held_out_N, num_labels, metric)
@@ -146,12 +129,12 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return which rows are held out, bool [num_rows]: a fixed random tenth of the distinct examples. Both or none of
-    them are held out, so a model is never scored on a pair that it was fitted to.
-    """
+    """Return a mask of a fixed random tenth of the distinct examples; nothing is held out of fewer than 10."""
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
     num_held_out = num_distinct // 10
+    # If pairs are used in both orders, rows i and i + num_distinct are one pair. Both or none of them are held out, so
+    # that a model is never scored on a pair that it was fitted to.
     example_N = np.arange(num_rows) % num_distinct
     is_held_out_N: np.ndarray = rank_of_example[example_N] < num_held_out
     return is_held_out_N
@@ -160,9 +143,7 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return the L2 penalty of `PENALTIES` whose linear model has the best `metric` on held-out rows, and that
-    metric.
-    """
+    """Return the penalty with the best metric on the held-out rows, and that metric; None if it cannot be measured."""
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]
     fitted_features = train_NF[~is_held_out_N]
@@ -175,7 +156,6 @@ def _best_penalty(
         return smallest_penalty, None
 
     def held_out_score(penalty: float) -> float:
-        """Fit a model with one L2 penalty to the other rows, and return its metric on the held-out rows."""
         model = _fit_linear(fitted_features, fitted_targets, penalty, num_labels)
         predictions = model.predict(held_out_features)
         if is_classification:
@@ -188,11 +168,12 @@ def _best_penalty(
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
-    """Fit standardization and a linear model to features, and return both as a scikit-learn pipeline."""
+    """Fit standardization and a linear model; return both as a scikit-learn pipeline."""
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    # `penalty` is the factor of the squared weights in the loss: `alpha` of Ridge, 1 / C of LogisticRegression.
     if num_labels == 0:
         ridge = make_pipeline(StandardScaler(), Ridge(alpha=penalty))
         return ridge.fit(features_NF, target_N)

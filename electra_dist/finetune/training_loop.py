@@ -1,4 +1,4 @@
-"""Runs the training and prediction loops of fine-tuning in one process on one device.
+"""Run the training and prediction loops of fine-tuning in one process on one device.
 
 Guarantee: the rows and the dropout of step t depend only on (seed, t) and the settings. A training that was
 interrupted and starts again from step 0 therefore ends with the same numbers: bit for bit on a CPU with the same
@@ -8,6 +8,9 @@ int(examples * epochs / batch) steps, at least one.
 
 How: fp32 on a CPU; fp32 weights with bf16 autocast on a GPU. Each batch is padded to its longest row, rounded up to a
 multiple of 8. Prediction processes the rows in order of length.
+
+Cost: one forward and backward of the encoder per step; losses are copied to the host every 16 steps, so the device is
+rarely synchronized.
 
 Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
 """
@@ -36,16 +39,12 @@ Progress = Callable[[str, int, int], None]  # called with (activity, parts done,
 # Seeds of dropout are derived from (seed, purpose, number). Torch's own dropout uses the step as the number; the
 # encoder's keyed dropout uses this constant. No step reaches it, so the two kinds of dropout never share a seed.
 _KEYED_DROPOUT = 2**32 - 1
-_PAD_TO = 8  # padded lengths are multiples of this, in tokens
+_PAD_TO = 8  # padded lengths are multiples of this, in tokens, which suits the tensor cores of a GPU
 _CHECK_EVERY = 16  # steps between checks of the loss, each of which synchronizes with the device
 
 
 class Examples(NamedTuple):
-    """Training examples of a task: for each example, a row of token ids without padding and its targets.
-
-    Targets are int64 label numbers or positions, or fp32 numbers for a regression, [N, K] with K numbers per
-    example.
-    """
+    """Training examples of a task: for each of them a row of token ids without padding, and K targets."""
 
     ids: Ids
     target_NK: torch.Tensor  # int64 labels or positions; fp32 for a regression
@@ -62,7 +61,8 @@ def quiet(what: str, done: int, total: int) -> None:
 def count_steps(num_examples: int, settings: FinetuneConfig) -> int:
     """Return the number of optimizer steps: examples * epochs / batch size, rounded down, at least 1.
 
-    Every step has a whole batch.
+    Rows at the end of the last pass that do not fill a batch are not used; if there is less than one batch in all,
+    rows are repeated to fill it.
     """
     return max(1, int(num_examples * settings.epochs / settings.batch))
 
@@ -75,7 +75,13 @@ def fit(
     seed: int,
     progress: Progress = quiet,
 ) -> float:
-    """Train `model` in place, on the device where its parameters are."""
+    """Train `model` in place, on the device of its parameters; return the mean loss over the last tenth of the steps.
+
+    The tenth is rounded down, but is at least one step. The model is left in training mode; the state of torch's
+    global generator is the same afterwards as before. `num_layers` is the number of the encoder's layers. `progress`
+    is called every 16 steps, and after the last, with ("train", steps done, steps in total). Raises Diverged if the
+    loss became NaN or infinite; it is checked every 16 steps only, because each check waits for the device.
+    """
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     optimizer = layerwise_adamw(model, num_layers, settings)
@@ -111,12 +117,13 @@ def predict(
     device: torch.device,
     progress: Progress = quiet,
 ) -> Iterator[tuple[list[int], T]]:
-    """Apply `function` to all rows in batches, longest rows first, without gradients.
+    """Apply `function` to all rows in batches without gradients; yield (row numbers, output) for each batch.
 
-    Rows of similar length share a batch, so little of it is padding.
-
-    Args:
-        function: called with the padded ids of a batch, [B, S] int64 on `device`, under autocast (bf16 on a GPU).
+    `function` gets padded ids, int64 [B, S] on `device`, under autocast (bf16 on a GPU). Rows of similar length share
+    a batch, and the longest come first, so that lack of memory shows at the first batch. The caller uses the row
+    numbers to put the outputs back in order. `progress` is called after each batch with ("predict", rows done, rows in
+    total). Raises Diverged if an output is NaN or plus infinity; minus infinity is the log-probability of what cannot
+    be.
     """
     num_rows = len(ids)
     longest_first = sorted(range(num_rows), key=lambda row: -len(ids[row]))
@@ -131,13 +138,14 @@ def predict(
 
 
 def _check_outputs(output: object) -> None:
+    """Raise `Diverged` if a tensor of the output of a model, or of a tuple of them, is NaN or plus infinity."""
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and not bool((tensor < math.inf).all()):
             raise Diverged("outputs of the model are not finite: it has diverged; give an earlier checkpoint")
 
 
 def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
-    """Yield row numbers without end: a new permutation of all rows in each pass over the examples."""
+    """Yield row numbers without end: a permutation of all rows per pass, each a function of seed and pass."""
     epoch = 0
     while True:
         generator = np.random.default_rng(derive_seed(seed, Purpose.ROW_ORDER, epoch))
@@ -146,10 +154,7 @@ def row_sequence(num_examples: int, seed: int) -> Iterator[int]:
 
 
 def padded(rows: Ids, pad: int) -> torch.Tensor:
-    """Return rows of different lengths as one int64 tensor [B, S] on the host, filled with `pad` at their ends.
-
-    S is the length of the longest row, rounded up to a multiple of 8, which suits the tensor cores of a GPU.
-    """
+    """Return rows as one int64 tensor [B, S] on the host, filled with `pad` at their ends; S is a multiple of 8."""
     longest = max(len(row) for row in rows)
     length = math.ceil(longest / _PAD_TO) * _PAD_TO
     padded_rows = []
@@ -160,12 +165,12 @@ def padded(rows: Ids, pad: int) -> torch.Tensor:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return a context manager that runs operations in bf16 on a GPU (autocast), and changes nothing on a CPU."""
+    """Return a context manager that runs operations in bf16 on a GPU, and changes nothing on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def _batch_loss(model: TaskModel, examples: Examples, rows: Sequence[int], seed: int, step: int) -> torch.Tensor:
-    """Return the mean loss of one training batch as a scalar with gradient."""
+    """Return the mean loss of one training batch, with gradient; seeds torch's global generator."""
     device = next(model.parameters()).device
     ids_BS = padded([examples.ids[row] for row in rows], model.backbone.special.pad).to(device)
     target_BK = examples.target_NK[list(rows)].to(device)

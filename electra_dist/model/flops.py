@@ -6,14 +6,12 @@ modern`) it is counted over the window. Vocabulary logits are counted where the 
 positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model). If `mask_prob` is
 scheduled, its mean over the run is used for every step.
 Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
-pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The reference's own script
-counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
+pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200.
 
 Peaks are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak, and
-no MFU is reported for it, nor for fp32 runs, because a guess would be worse than no figure.
+no MFU is reported for it.
 
-Limits: rows are counted as full. Packed rows attend less than `seq_len`, and padded rows carry tokens that are not
-real, so MFU is that of the nominal shape.
+Limits: rows are counted as full, so MFU is that of the nominal shape, although packed rows attend less.
 """
 
 from __future__ import annotations

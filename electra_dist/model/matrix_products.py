@@ -2,8 +2,7 @@
 
 Guarantee: the result is that of torch's `F.linear`. In bf16 on a CPU without bf16 instructions (AMX, AVX512-BF16), the
 products of the same bf16 operands are summed in fp32 and rounded once, forward and backward, because torch's own bf16
-products are 4 to 20 times slower there than fp32 (2 cores of an AMD EPYC 7003: a step of ELECTRA-Small takes 45 s
-with them and 3 s in fp32).
+products are 4 to 20 times slower there than fp32.
 """
 
 from __future__ import annotations

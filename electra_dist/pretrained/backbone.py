@@ -16,12 +16,13 @@ from electra_dist.model.row_layout import SpecialIds, derive
 
 
 class Backbone(nn.Module):
-    """Embeddings and encoder of one tower (generator or discriminator), from token ids to states of the last layer.
+    """Embeddings and encoder of one tower (generator or discriminator): token ids in, states of the last layer out.
 
     Each row of its input holds one example, `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, then [PAD] up to its end.
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, special: SpecialIds) -> None:
+        """Create the module with torch's own initialisation; `Pretrained.backbone` loads weights into it."""
         super().__init__()
         self.model = model
         self.special = special
@@ -29,11 +30,7 @@ class Backbone(nn.Module):
         self.encoder = new_encoder(model, tower, model.embedding_size)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]: B rows, S tokens, H features of the hidden width.
-
-        Args:
-            ids_BS: int64 token ids, [B, S].
-        """
+        """Return the states of the last layer, [B, S, H]; `dropout_keys` are required in training mode only."""
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)
@@ -42,13 +39,10 @@ class Backbone(nn.Module):
         return self.encoder(embedded, mask, dropout_keys)
 
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Return the states below the first layer and after each of the L layers, L + 1 tensors [B, S, H].
+        """Return the input of the first layer and the output of each of the L layers, L + 1 tensors [B, S, H].
 
-        The first tensor contains the (projected) embeddings. The last one is what `forward` returns; with the
-        architecture `modern` this is after the final LayerNorm. Evaluation mode only.
-
-        Args:
-            ids_BS: int64 token ids, [B, S].
+        The last one is what `forward` returns; with the architecture `modern` this is after the final LayerNorm. Call
+        it in evaluation mode only.
         """
         states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
 

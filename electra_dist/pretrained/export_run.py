@@ -30,7 +30,7 @@ _OTHER_FILES = ("config.json", "model.safetensors", "README.md")  # of an export
 
 
 class Export(NamedTuple):
-    """Result of an export: the folders that were written, and the run and the checkpoints of their weights."""
+    """Folders that an export has written, and the run and the checkpoints of their weights."""
 
     config: Config  # config of the run
     state: RunState  # run state at the exported checkpoint; for a mean, at the newest checkpoint in it
@@ -47,11 +47,13 @@ def export_run(
 ) -> Export:
     """Export a checkpoint of a run, or a mean of several, to OUTPUT/discriminator and, if possible, OUTPUT/generator.
 
-    One line on stderr names each checkpoint that was skipped because it is damaged. Each folder also gets the file
-    pretraining.json, which says how the model was trained.
+    Each folder also gets the file pretraining.json, which says how the model was trained. Files of the same names are
+    replaced, but an output folder with the model of another program is refused. One line on stderr names each
+    checkpoint that was skipped because it is damaged.
 
-    Args:
-        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+    `choice` is the number of steps after which the checkpoint was taken, "newest", or "best" on held-out rows.
+    `num_averaged` counts the checkpoints in the mean, the chosen one included; 1 for no mean. `progress` is called
+    with (checkpoints read, checkpoints to read), first before any is read, then after each one.
     """
     _check_writable(output)  # before the weights are read, which may take minutes
     for tower in ("discriminator", "generator"):
@@ -108,7 +110,7 @@ def _refuse_model_of_others(folder: Path) -> None:
 
 
 def _check_writable(output: Path) -> None:
-    """Raise an error if the folder for an export cannot be written; nothing is created."""
+    """Raise UserError if the folder, or its nearest parent that exists, cannot be written; nothing is created."""
     nearest = output
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

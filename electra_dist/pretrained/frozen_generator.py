@@ -5,9 +5,8 @@ the same place; if they have changed, the start is refused before anything is wr
 values under this project's names, so a run and its export to Hugging Face have the same one.
 
 How: from a run of `objective.name: mlm`, the large tower of its newest good checkpoint becomes the generator. A
-Hugging Face folder must be an ElectraForMaskedLM. Every rank reads the source, so it must be visible on all nodes.
-
-Cost: at each start every rank reads the weights twice, once for the identity and once to use them.
+Hugging Face folder must be an ElectraForMaskedLM. At each start every rank reads the source twice, once for the
+identity and once to use the weights, so it must be visible on all nodes.
 
 Limits: a source that is still training changes with each checkpoint; name its export, or wait for its end.
 """
@@ -32,14 +31,21 @@ _LARGE_TO_GENERATOR = {"embeddings.": "embeddings.", "discriminator.": "generato
 
 
 def with_generator_digest(config: Config) -> Config:
-    """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights."""
+    """Return the config with `objective.generator_sha256` set to the digest of the frozen generator's weights.
+
+    A config that already sets it to another digest is refused.
+    """
     digest = weights_sha256(read_frozen_generator(config))
     objective = config.objective.model_copy(update={"generator_sha256": digest})
     return config.model_copy(update={"objective": objective})
 
 
 def read_frozen_generator(config: Config) -> State:
-    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`."""
+    """Return the weights of the frozen generator, in fp32 on the host, under the names of a `FrozenGenerator`.
+
+    Weights of another shape than `model.generator` are refused, as are those with another digest than
+    `objective.generator_sha256`, if that is set.
+    """
     folder = Path(config.train.init_generator_from or "")
     if is_run_folder(folder):
         state = _large_tower_of_run(folder, config.model)
@@ -68,7 +74,7 @@ def read_frozen_generator(config: Config) -> State:
 
 
 def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
-    """Raise if the frozen generator's folder has a vocab.txt with other tokens than the corpus."""
+    """Raise UserError if the frozen generator's folder has a vocab.txt with other tokens than the corpus."""
     check_vocabulary(_KEY, Path(config.train.init_generator_from or ""), vocabulary)
 
 

@@ -6,7 +6,8 @@ does not have: they are left out of an export, and rows of zeros are added to we
 
 How: one table of (our name, Hugging Face's name) per tower, which is the generator or the discriminator. This project
 has one fused parameter for query, key and value; it is split and joined. The table of names for the architecture
-`modern` is in `hf_modernbert.py`. `hf_export.py` writes the folders.
+`modern` is in `hf_modernbert.py`. A `state` of this project holds whole (not partitioned) parameters of both towers,
+with or without the objective's prefix `towers.` before their names.
 
 Limits: the tied output projection is not converted, because Hugging Face ties it to the table while loading. The copy
 gate, the baseline, Electric's two causal towers and the second head of a discriminator that was trained by joint MLM
@@ -56,16 +57,16 @@ TowerName = Literal["discriminator", "generator"]
 def to_hf_discriminator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the discriminator's weights under Hugging Face's names, in fp32 on the host.
 
-    They are a state dict of ElectraForPreTraining. If the discriminator was trained to predict tokens instead of
-    detecting replaced ones (objective `mlm`, for example), they are a state dict of ElectraForMaskedLM.
+    They are a state dict of ElectraForPreTraining or, if the discriminator was trained to predict tokens (objective
+    `mlm`, for example), of ElectraForMaskedLM. With the architecture `modern` they are for ModernBERT's counterparts.
     """
     return _to_hf(state, model, "discriminator")
 
 
 def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the generator's weights under Hugging Face's names: a state dict of ElectraForMaskedLM, in fp32.
+    """Return the generator's weights as a state dict of ElectraForMaskedLM or ModernBertForMaskedLM, fp32 on the host.
 
-    The tied `generator_lm_head.weight` is left out.
+    Raises UserError if Hugging Face has no class for this generator (with `model.architecture: modern` only).
     """
     return _to_hf(state, model, "generator")
 
@@ -73,22 +74,13 @@ def to_hf_generator(state: State, model: ModelConfig) -> dict[str, torch.Tensor]
 def from_hf_discriminator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return Hugging Face weights of a discriminator under the names of ElectraTowers: embeddings, tower, head.
 
-    The token table gets rows of zeros up to the padded vocabulary size of `model`.
-
-    Raises:
-        KeyError: the token table, or a query, key or value parameter, is missing.
+    The head may be missing. Raises KeyError if the token table, or a query, key or value parameter, is missing.
     """
     return _from_hf(theirs, model, "discriminator")
 
 
 def from_hf_generator(theirs: State, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights of a generator under the names of ElectraTowers: embeddings, generator, its head.
-
-    The token table gets rows of zeros up to the padded vocabulary size of `model`.
-
-    Raises:
-        KeyError: the token table, or a query, key or value parameter, is missing.
-    """
+    """Return Hugging Face weights of a generator under the names of ElectraTowers; like `from_hf_discriminator`."""
     return _from_hf(theirs, model, "generator")
 
 
@@ -96,7 +88,8 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
     """Return a model's weights in a form in which one tower can be read by itself, in fp32 on the host.
 
     Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
-    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared.
+    are those that this tower reads, and `discriminator.` or `generator.` are its layers, whatever is shared. Other
+    parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
     if tower == "generator" and model.sharing == "all":
@@ -117,10 +110,9 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
 
 
 def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
-    """Return the shape of a tower (generator or discriminator), and the width of the embedding tables that it reads.
+    """Return the shape of a tower, and the width of the embedding tables that it reads.
 
-    If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and
-    tower.
+    If the width is not the tower's hidden size, a linear layer (`embeddings_project`) lies between tables and tower.
     """
     if tower == "generator":
         return model.generator, model.generator_embedding_width
@@ -136,7 +128,7 @@ def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
 
 
 def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
-    """Yield (name in this project, Hugging Face's name) of every module of a tower except query, key and value."""
+    """Yield (our name, Hugging Face's name) of every module of a tower except query, key and value."""
     shape, width = tower_of(model, tower)
     for ours, theirs in _EMBEDDINGS.items():
         yield f"embeddings.{ours}", f"electra.embeddings.{theirs}"
@@ -152,6 +144,7 @@ def _module_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, s
 
 
 def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, str]]:
+    """Yield (our name, Hugging Face's name) of every parameter that a tower may have, except query, key and value."""
     for ours, theirs in _module_names(model, tower):
         for kind in ("weight", "bias"):
             yield f"{ours}.{kind}", f"{theirs}.{kind}"
@@ -159,7 +152,7 @@ def _parameter_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str
 
 
 def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list[str]]]:
-    """Yield (fused parameter in this project, Hugging Face's three parameters) of every layer of a tower."""
+    """Yield (our fused parameter, Hugging Face's query, key and value in this order) for every layer of a tower."""
     shape, _ = tower_of(model, tower)
     for layer in range(shape.num_layers):
         attention = f"electra.encoder.layer.{layer}.attention.self"
@@ -169,9 +162,7 @@ def _qkv_names(model: ModelConfig, tower: TowerName) -> Iterator[tuple[str, list
 
 
 def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a tower's weights under Hugging Face's names, without the rows that pad the token table. No two tensors
-    share memory, so that safetensors can write them.
-    """
+    """Return a tower's weights under Hugging Face's names; no two tensors share memory, as safetensors requires."""
     ours = standalone(state, model, tower)
     if "discriminator_head.dense.weight" in ours:
         # Joint MLM: Hugging Face's ElectraForPreTraining has no place for a second head.
@@ -195,7 +186,6 @@ def _to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torc
 
 
 def _from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return Hugging Face weights under this project's names; rows of zeros pad the token table."""
     if model.architecture == "modern":
         return hf_modernbert.from_hf(theirs, model, tower, _HEADS[tower])
     ours = {}

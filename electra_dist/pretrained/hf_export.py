@@ -40,9 +40,14 @@ _SPECIAL_TOKENS = ("pad", "unk", "cls", "sep", "mask")
 def export_towers(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> dict[str, Path]:
-    """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator.
+    """Write the towers as Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them.
 
-    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it.
+    The generator's folder is not written if the state has no generator, or if Hugging Face has no class for it. There
+    is none for the pair of causal towers of the objective `electric`, nor for a generator of the architecture `modern`
+    whose layers have another width than its token table.
+
+    `vocab_file` is the corpus's vocab.txt, whose content may be a tokenizer.json. `lowercase` says whether the
+    tokenizer lower-cases. Files of the same names in `out_dir` are replaced.
     """
     folders = tower_folders(state, model, out_dir)
     export_discriminator(state, model, special, vocab_file, lowercase, folders["discriminator"])
@@ -67,10 +72,11 @@ def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[str, 
 def export_discriminator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
-    """Write the discriminator with its tokenizer as a Hugging Face folder.
+    """Write the discriminator with its tokenizer as a Hugging Face folder; arguments as for `export_towers`.
 
-    The model class is ElectraForPreTraining. It is ElectraForMaskedLM if the discriminator was trained to predict
-    tokens instead of detecting replaced ones (objective `mlm`, for example).
+    The model class is ElectraForPreTraining or, if the discriminator was trained to predict tokens,
+    ElectraForMaskedLM. With `model.architecture: modern` it is ModernBertForTokenClassification or
+    ModernBertForMaskedLM.
     """
     tensors = to_hf_discriminator(state, model)
     if model.architecture == "modern":
@@ -89,10 +95,7 @@ def export_discriminator(
 def export_generator(
     state: State, model: ModelConfig, special: SpecialIds, vocab_file: Path, lowercase: bool, out_dir: Path
 ) -> None:
-    """Write the generator with its tokenizer as a Hugging Face folder.
-
-    The model class is ElectraForMaskedLM; with `model.architecture: modern` it is ModernBertForMaskedLM.
-    """
+    """Write the generator with its tokenizer as a folder for ElectraForMaskedLM or ModernBertForMaskedLM."""
     tensors = to_hf_generator(state, model)
     if model.architecture == "modern":
         config = hf_modernbert.hf_config(model, "generator", special, "ModernBertForMaskedLM")
@@ -102,7 +105,7 @@ def export_generator(
 
 
 class TaskHead(NamedTuple):
-    """Head of a fine-tuned model under Hugging Face's names: model class, weights, and entries of config.json."""
+    """Head that a task adds to an encoder, in the form in which a class of Hugging Face loads it."""
 
     architecture: str  # Hugging Face's model class, such as "ElectraForSequenceClassification"
     weights: dict[str, torch.Tensor]  # parameter name -> fp32 value on the host
@@ -118,7 +121,11 @@ def export_task_model(
     lowercase: bool,
     out_dir: Path,
 ) -> None:
-    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder."""
+    """Write an encoder with the head of a task, and its tokenizer, as a Hugging Face folder.
+
+    The names of the `encoder`'s weights begin with `embeddings.` and, for its layers, with `discriminator.`; its shape
+    is that of `model.discriminator`. Files of the same names in `out_dir` are replaced.
+    """
     tensors = to_hf_discriminator(encoder, model) | head.weights
     make_config = hf_modernbert.hf_config if model.architecture == "modern" else _hf_config
     config = make_config(model, "discriminator", special, head.architecture) | head.config
@@ -129,7 +136,7 @@ def export_task_model(
 
 
 def _hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower."""
+    """Return the content of ELECTRA's config.json for one tower; `architecture` is Hugging Face's model class."""
     shape, width = tower_of(model, tower)
     return {
         "architectures": [architecture],
@@ -160,7 +167,7 @@ def _write(
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write a Hugging Face folder: model.safetensors, config.json and the files of the tokenizer."""
+    """Write model.safetensors, config.json and the tokenizer's files; vocab.txt is written for WordPiece only."""
     vocabulary = Vocabulary.read(vocab_file)
     _write_json(out_dir / "config.json", config)
     if vocabulary.tokenizer_json is None:
@@ -190,10 +197,12 @@ def _write(
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as Hugging Face does: indented by two spaces, keys sorted, a line feed at the end."""
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     _write_file(path, text.encode())
 
 
 def _write_file(path: Path, content: bytes) -> None:
+    """Write or replace a file atomically; other users may read it unless the process's umask forbids it."""
     with replacing(path) as file:
         file.write(content)

@@ -66,10 +66,7 @@ FIXED_SETTINGS = {
 
 
 def find_obstacle(model: ModelConfig) -> str:
-    """Return why the generator of a model of the architecture `modern` cannot be exported; "" if it can.
-
-    Hugging Face's ModernBERT has one width for the token table and the layers.
-    """
+    """Return why the generator of a model of the architecture `modern` cannot be exported; "" if it can."""
     width = model.generator_embedding_width
     hidden_size = model.generator.hidden_size
     if width == hidden_size:
@@ -84,13 +81,11 @@ def find_obstacle(model: ModelConfig) -> str:
 def to_hf(
     ours: Mapping[str, torch.Tensor], model: ModelConfig, tower: str, token_head: str
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of one tower under Hugging Face's names, without the padding of the token table.
+    """Return copies of one tower's weights under Hugging Face's names, without the padding of the token table.
 
-    All tensors are copies. At most one head is included: the detection head of a discriminator, otherwise the head
-    `token_head`, if `ours` has it.
-
-    Args:
-        ours: parameters of one tower and of its embeddings, unsharded, in fp32 on the host.
+    `ours` holds whole (not partitioned) parameters of the tower and its embeddings, in fp32 on the host. At most one
+    head is included: the detection head of a discriminator, otherwise the head that predicts tokens, named
+    `token_head`.
     """
     names = dict(_backbone_names(_shape(model, tower), tower))
     if "discriminator_head.dense.weight" in ours and tower == "discriminator":
@@ -108,10 +103,8 @@ def from_hf(
 ) -> dict[str, torch.Tensor]:
     """Return Hugging Face weights under this project's names, with rows of zeros that pad the token table.
 
-    The head is included if it predicts tokens or, for the discriminator, classifies them with a single label.
-
-    Raises:
-        KeyError: a weight of the embeddings or the layers is missing.
+    The head is included if it predicts tokens or, for the discriminator, classifies them with a single label. Raises
+    KeyError if a weight of the embeddings or the layers is missing.
     """
     names = dict(_backbone_names(_shape(model, tower), tower))
     classifier = theirs.get("classifier.weight")
@@ -126,10 +119,7 @@ def from_hf(
 
 
 def with_prefix(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights under the names of a model with a head, in which the encoder's names begin with `model.`.
-
-    Weights of a ModernBertModel, which has no head, get this prefix; others are returned under their own names.
-    """
+    """Return weights under the names of a model with a head: those of a ModernBertModel get the prefix `model.`."""
     is_without_head = any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
     return {f"model.{name}" if is_without_head else name: tensor for name, tensor in theirs.items()}
 
@@ -140,11 +130,7 @@ def backbone_names(model: ModelConfig, tower: str) -> set[str]:
 
 
 def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
-    """Return the settings that a ModernBERT's config.json must have for its weights to fit a tower.
-
-    They give the sizes of the layers and of the vocabulary, the attention window of each layer, the epsilon of the
-    LayerNorms and the positions.
-    """
+    """Return the settings that a ModernBERT's config.json must have for its weights to fit a tower."""
     shape = _shape(model, tower)
     width = model.generator_embedding_width if tower == "generator" else model.embedding_size
     return {
@@ -167,8 +153,9 @@ def shape_of_modern(model: ModelConfig, tower: str) -> dict[str, Any]:
 def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ModernBERT's config.json, completed so that it has all keys of `shape_of_modern`.
 
-    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the
-    bases of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these.
+    Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
+    of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. A setting
+    that this project does not support raises UserError; the path `where` is for its message.
     """
     result = {**_DEFAULTS, **settings, "embedding_size": settings.get("hidden_size")}
     layer_types = settings.get("layer_types")
@@ -197,12 +184,10 @@ def comparable_settings(where: str, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json of a ModernBERT to the fields of the config section `model` of this project.
+    """Convert a ModernBERT's config.json, from `comparable_settings`, to the fields of the config section `model`.
 
-    A config.json describes one encoder, so both towers of the result get its shape.
-
-    Raises:
-        KeyError: config.json lacks a size of the model.
+    A config.json describes one encoder, so both towers of the result get its shape. Raises KeyError if a size is
+    missing.
     """
     tower = {
         "hidden_size": settings["hidden_size"],
@@ -236,7 +221,7 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary parameters of each type of layers for which `rope_parameters` of config.json has some."""
+    """Return `rope_parameters` of config.json by type of layer; refuse rotary positions other than the default."""
     given = settings.get("rope_parameters")
     if given is None:
         return {}
@@ -261,7 +246,7 @@ def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dic
 
 
 def hf_config(model: ModelConfig, tower: str, special: SpecialIds, architecture: str) -> dict[str, Any]:
-    """Return the content of a Hugging Face config.json for one tower."""
+    """Return the content of ModernBERT's config.json for one tower; `architecture` is Hugging Face's model class."""
     shape = shape_of_modern(model, tower)
     del shape["embedding_size"]
     return {
@@ -300,7 +285,7 @@ def _backbone_names(shape: TowerConfig, tower: str) -> Iterator[tuple[str, str]]
 
 
 def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return the number n for which the layers 0, n, 2n and so on have global attention, and the others windows."""
+    """Return the n for which the layers 0, n, 2n and so on have global attention and all others have windows."""
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise UserError(
             f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "

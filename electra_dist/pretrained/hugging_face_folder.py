@@ -37,10 +37,10 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of the config.json of a Hugging Face model whose function this project computes.
+    """Return the content of a Hugging Face model's config.json; missing keys get the values that transformers assumes.
 
-    Keys that may be missing have the values that transformers then assumes. `dtype` is what it rounds the weights
-    to, or None.
+    `dtype` is what transformers rounds the weights to, or None. Raises UserError if the model is of another type, or
+    if a setting makes it compute something that this project does not support.
     """
     where = f"{folder}/config.json"
     given = read_json_object(folder / "config.json", _AGAIN)
@@ -71,7 +71,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_hugging_face_model_config(folder: Path) -> ModelConfig:
-    """Return the section `model` of this project's config for a Hugging Face model of the given shape.
+    """Return the config section `model` that describes the Hugging Face model in a folder.
 
     The folder holds one tower, whereas the section describes two: generator and discriminator get the same shape.
     """
@@ -94,7 +94,7 @@ def read_hugging_face_model_config(folder: Path) -> ModelConfig:
 
 
 def _electra_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config.json of an ELECTRA model to the fields of the config section `model` of this project."""
+    """Convert an ELECTRA model's config.json to fields of the config section `model`; KeyError if a size is absent."""
     tower = {
         "hidden_size": settings["hidden_size"],
         "num_layers": settings["num_hidden_layers"],

@@ -58,11 +58,10 @@ class _Folder(NamedTuple):
 def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
     """Return the vocabulary of a Hugging Face folder, and whether its tokenizer lower-cases text.
 
-    The vocabulary is a tokenizer.json if the tokenizer is not exactly BERT's. The result for lower-casing is then
-    False, because the file decides about that.
-
-    Raises:
-        ManifestMismatch: a file of an export has another digest.
+    If the tokenizer is not exactly BERT's, the vocabulary is a tokenizer.json. That file itself decides about
+    lower-casing, and the second result is False. The files of an export are verified against the digests in its
+    pretraining.json. A model of another program names none; then vocab.txt, if it is beside a tokenizer.json of
+    WordPiece, must have the same tokens.
     """
     check_tokenizer_files(path)
     folder = _read_folder(path)
@@ -92,7 +91,6 @@ def read_hugging_face_vocabulary(path: Path) -> tuple[Vocabulary, bool]:
 
 
 def _read_folder(path: Path) -> _Folder:
-    """Read the files of a tokenizer; raise UserError if one of them is damaged."""
     contents = {}
     for name in ("config.json", _SETTINGS_FILE, _TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json"):
         file = path / name
@@ -128,7 +126,6 @@ def _is_general(folder: _Folder) -> bool:
 
 
 def _general_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
-    """Load tokenizer.json as it is."""
     file = folder.file(_TOKENIZER_FILE)
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(folder.tokenizer))
@@ -201,11 +198,12 @@ def _check_same_tokens(folder: _Folder, ids: dict[str, int]) -> None:
 
 
 def _without_blank(ids: dict[str, int]) -> dict[str, int]:
+    """Return token -> id without the blank token, which no text yields."""
     return {token: token_id for token, token_id in ids.items() if token}
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
-    """Add the tokens that the folder names beside its vocabulary, in the order of transformers."""
+    """Add the tokens that the folder names beside its vocabulary, in transformers' order, which decides their ids."""
     named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
     extra = folder.settings.get("extra_special_tokens") or folder.settings.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -233,11 +231,12 @@ def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_token(key: str, value: object) -> bool:
+    """Return whether an entry of the settings names a token of the model's own, such as "entity_token"."""
     return key.endswith("_token") and isinstance(value, str | dict)
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return id -> token of the added tokens that the folder declares with their ids."""
+    """Return id -> token of the added tokens that the folder declares; `special` applies to added_tokens.json."""
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}
@@ -259,12 +258,12 @@ def _added_token(value: Any, special: bool) -> tokenizers.AddedToken:
 
 
 def _content(value: Any) -> str | None:
-    """Return the characters of a token of a JSON file, which is a string or an object; None for None."""
+    """Return the characters of a token of a JSON file, which is a string or an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise UserError if a token has an id for which the model has no row of embeddings."""
+    """Raise UserError, which names `source`, if a token has an id for which the model has no row of embeddings."""
     ids = _without_blank(tokenizer.get_vocab(with_added_tokens=True))
     num_rows = folder.model.get("vocab_size")
     outside = [token for token, token_id in ids.items() if not isinstance(num_rows, int) or token_id >= num_rows]
@@ -276,7 +275,7 @@ def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -
 
 
 def _lines_of_bert(content: dict[str, Any]) -> str | None:
-    """Return the vocab.txt of a tokenizer that is exactly BERT's; None for another tokenizer."""
+    """Return the vocab.txt of a tokenizer, given as a parsed tokenizer.json; None if it is not exactly BERT's."""
     model = content["model"]
     normalizer = content["normalizer"] or {}
     ids: dict[str, int] = model["vocab"] if model["type"] == "WordPiece" else {}

@@ -2,7 +2,7 @@
 
 Guarantee: whatever the source, `Pretrained` holds fp32 weights under the same names (`embeddings.`, `encoder.`, and
 `head.` if there is one). `backbone` builds a module with a copy of them, so that fine-tuning one copy does not change
-the next. `digest` covers every weight and the vocabulary; results of fine-tuning are stored under it.
+the next.
 
 Cost: the weights once in host memory (1.3 GB for Large), and 1 s to digest them.
 
@@ -52,10 +52,7 @@ _RANDOM = "random:"  # prefix of a model specification that names a config inste
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer.
-
-    The weights are on the host in fp32. Call `backbone` to get a module with a copy of them.
-    """
+    """Weights of one pretrained tower (generator or discriminator), with their shape, vocabulary and tokenizer."""
 
     name: str  # for messages and tables, such as "runs/small at step 1,000"
     model: ModelConfig  # config of the model; its embedding_size is that of this tower's tables
@@ -81,12 +78,11 @@ class Pretrained:
         trained_length: int | None = None,
         may_have_unused_rows: bool = False,
     ) -> Pretrained:
-        """Take one tower (generator or discriminator) out of a state dict that holds both.
+        """Take one tower, with the embeddings that it reads and its head, out of a state dict that holds both.
 
-        Args:
-            reads_masks: whether a tower that predicts tokens was trained on text with [MASK], not with replaced
-                tokens.
-            trained_length: tokens of a row in training; None if it is not known.
+        `state` holds whole (not partitioned) parameters, with or without the objective's prefix `towers.`. `model` is
+        the config section that they were trained with. With `may_have_unused_rows` the embeddings may have more rows
+        than the vocabulary has tokens, as in models of other programs.
         """
         num_unused = model.vocab_size - vocabulary.size
         if num_unused < 0 or (num_unused and not may_have_unused_rows):
@@ -115,9 +111,9 @@ class Pretrained:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 over the vocabulary and the names and bytes of all weights, in hex.
+        """Return the SHA-256 over the vocabulary and the names and bytes of all weights, in hex, computed once.
 
-        Computed at the first access, in about 1 s. Results of fine-tuning are stored under it.
+        Results of fine-tuning are stored under it.
         """
         digest = hashlib.sha256(self.vocabulary.sha256.encode())
         for key in sorted(self.state):
@@ -126,7 +122,11 @@ class Pretrained:
         return digest.hexdigest()
 
     def backbone(self, hidden_dropout: float = 0.0, attention_dropout: float = 0.0) -> Backbone:
-        """Return a new module with a copy of these weights, on the host and in training mode."""
+        """Return a new module with a copy of these weights, on the host and in training mode.
+
+        The arguments are probabilities of dropout: `hidden_dropout` is for embeddings and the outputs of sub-layers.
+        Raises UserError if one is not in [0, 1), or if a weight that the config needs is missing or has another shape.
+        """
         dropout = {"hidden_dropout": hidden_dropout, "attention_dropout": attention_dropout}
         for name, rate in dropout.items():
             if not isinstance(rate, Real) or not 0 <= rate < 1:
@@ -152,8 +152,8 @@ class Pretrained:
     def head_state(self) -> dict[str, torch.Tensor]:
         """Return the weights of the pretraining head, without the prefix `head.`; empty if the source has no head.
 
-        A generator's head predicts tokens. A discriminator's head detects replaced tokens, except after an
-        objective in which the discriminator predicts tokens.
+        A generator's head predicts tokens. A discriminator's head detects replaced tokens, except after an objective
+        in which the discriminator predicts tokens.
         """
         return {key.removeprefix("head."): value for key, value in self.state.items() if key.startswith("head.")}
 
@@ -163,9 +163,11 @@ def load_pretrained(
 ) -> Pretrained:
     """Load one tower of the model that `spec` names, with its vocabulary.
 
-    Args:
-        vocab: vocab.txt for `random:`; None for that of the config's corpus. Ignored otherwise.
-        step: number of steps after which a run's checkpoint was taken; None for the newest, and for what is no run.
+    `spec` is a run's folder, a local Hugging Face folder, or `random:CONFIG.yaml` for the random weights that a run
+    with that config starts from. A Hugging Face folder holds one tower, and "discriminator" stands for it whichever it
+    is. `vocab` is a vocab.txt for `random:`, ignored otherwise; None stands for that of the config's corpus. `step` is
+    the number of steps after which a run's checkpoint was taken; it must be None, which means the newest, for other
+    sources.
     """
     folder = Path(spec)
     if not spec.startswith(_RANDOM) and is_run_folder(folder):
@@ -183,13 +185,16 @@ def load_pretrained(
 
 
 def device_of_choice() -> torch.device:
-    """Return the default GPU of this process if there is one, and the CPU otherwise."""
+    """Return the default GPU of this process if there is one, and the CPU otherwise.
+
+    Raises NodeError if the node has GPUs, torch sees none, and the user has not asked for the CPU.
+    """
     check_gpus()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and `head.`."""
+    """Return one tower's weights under the prefixes `embeddings.`, `encoder.` and, if it has a head, `head.`."""
     weights = standalone(state, model, tower)
     if tower == "discriminator":
         head = _discriminator_head(weights)
@@ -208,7 +213,9 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
 
 
 def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
-    """Return the parameters of the head that the discriminator was pretrained with; empty if there is none."""
+    """Return the head that the discriminator was pretrained with, including a `copy_gate.`; empty if there is none."""
+    # Most objectives train a head that detects replaced tokens. Otherwise it is the head that predicts tokens; the
+    # objective `all_tokens_mlm` also has a gate between copying and predicting a token.
     detection_head = _submodule(weights, "discriminator_head")
     if detection_head:
         return detection_head
@@ -217,6 +224,7 @@ def _discriminator_head(weights: State) -> dict[str, torch.Tensor]:
 
 
 def _submodule(weights: State, name: str) -> dict[str, torch.Tensor]:
+    """Return the parameters of the submodule `name`, with that prefix removed from their names."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
 
@@ -226,7 +234,6 @@ def _with_prefix(prefix: str, weights: State) -> dict[str, torch.Tensor]:
 
 
 def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
-    """Return a tower with the random weights that a run with the config `file` starts from."""
     config = load_config(file)
     return Pretrained.from_state(
         name=f"{_RANDOM}{file}",
@@ -242,7 +249,7 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
-    """Return the vocabulary of a config's corpus, verified against corpus.json."""
+    """Return the vocabulary of a config's corpus, verified against corpus.json unless the corpus is unfinished."""
     store = open_store(config.data.corpus, config.data.endpoint_url)
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
@@ -264,7 +271,7 @@ def _gives_energies(objective_name: str, tower: TowerName) -> bool:
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
-    """Return a tower (generator or discriminator) from a run's checkpoint."""
+    """Return a tower of a run's checkpoint; one line on stderr names each damaged checkpoint that was skipped."""
     run = load_run_weights(run_dir, step)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
@@ -282,7 +289,7 @@ def _from_run(run_dir: Path, tower: TowerName, step: int | None) -> Pretrained:
 
 
 def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
-    """Load the encoder in a Hugging Face folder as a generator or as a discriminator, depending on its weights."""
+    """Load a Hugging Face folder: as a generator if its head predicts tokens, otherwise as a discriminator."""
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
     predicts_tokens = "generator_predictions.dense.weight" in weights or hf_modernbert.OUTPUT_BIAS in weights
@@ -301,8 +308,10 @@ def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
             f"{model.discriminator.num_layers}, so this is not a complete model; copy or export it again"
         )
     state = convert_weights(folder, weights, model, tower)
+    # The head of a model that was fine-tuned to classify texts is no pretraining head.
     if hf_modernbert.is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):
         state = {name: weight for name, weight in state.items() if not name.startswith("discriminator_head.")}
+    # A model of another program has no record, and counts as one that was trained on text with [MASK].
     record = read_pretraining_record(folder)
     return Pretrained.from_state(
         name=str(folder),

@@ -57,12 +57,8 @@ _TIED = {"generator_lm_head.weight": TOKEN_TABLE, "decoder.weight": hf_modernber
 def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, generator_dir: Path | None) -> list[str]:
     """Load the weights of Hugging Face folders into the towers; return notes on the parts that the folders lack.
 
-    Parameters that neither folder holds keep their random initial values. A note is a line of text for the run's
-    log, such as that a head was not found.
-
-    Args:
-        discriminator_dir: Hugging Face folder of the discriminator, or None.
-        generator_dir: Hugging Face folder of the generator, or None.
+    The towers are initialised, on the host and not yet under an engine. Parameters that neither folder holds keep
+    their random initial values.
     """
     large: State = {}
     small: State = {}
@@ -78,10 +74,11 @@ def load_tower_folders(towers: ElectraTowers, discriminator_dir: Path | None, ge
 
 
 def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -> list[str]:
-    """Load the weights of two state dicts into the towers; return a note on each part that the dicts lack.
+    """Load the weights of two state dicts into the towers, as `load_tower_folders` does; return the notes.
 
-    A note is a line of text for the run's log. A part is a submodule such as `generator_head`; what the states lack
-    of it keeps its random initial values.
+    `large` holds the discriminator, its head and the `embeddings.` that it reads, `small` the same of the generator,
+    under the names of ElectraTowers. Either may be empty. `where` names the source in the notes. If the embeddings of
+    the two differ but the towers share one set, those of `large` are used, and a note says so.
     """
     large = cut_positions(large, towers.model.max_positions)
     small = cut_positions(small, towers.model.max_positions)
@@ -100,7 +97,11 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def check_shape(where: str, given: Mapping[str, Any], model: ModelConfig, tower: TowerName) -> None:
-    """Raise if the weights to load have another shape than a tower of the config, or fewer positions than it."""
+    """Raise UserError if weights have another shape than a tower of the config, or fewer positions than it.
+
+    `given` is from `shape_of` or `read_settings`. It may have more positions than the tower. `where` is the file or
+    folder of the weights; the message names it and the first difference.
+    """
     num_positions = given.get(_POSITIONS)
     has_longer_rows = isinstance(num_positions, int) and num_positions < model.max_positions
     for key, wanted in shape_of(model, tower).items():
@@ -148,8 +149,8 @@ def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a Hugging Face folder in fp32 on the host, under the names of a model with a head.
 
-    In a model with a head, the names of the encoder's weights begin with `electra.`, or with `model.` for
-    ModernBERT. The weights of a model without a head get this prefix, too.
+    In a model with a head, the names of the encoder's weights begin with `electra.`, or with `model.` for ModernBERT.
+    The weights of a model without a head get this prefix, too. Tensors that are not of floating point are left out.
     """
     if (folder / "model.safetensors").exists():
         theirs = _read_safetensors(_file_within(folder, "model.safetensors"))
@@ -171,7 +172,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder whose weights are cut into several files, which an index lists."""
+    """Return weights that are cut into several files, which an index lists."""
     file_of = read_json_object(folder / _INDEX_FILE, _COPY_AGAIN).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise UserError(f"{folder / _INDEX_FILE}: damaged, because it has no object weight_map; {_COPY_AGAIN}")
@@ -185,10 +186,11 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _file_within(folder: Path, name: str) -> Path:
-    """Return the path of a file of weights, which lies in the model's folder itself."""
+    """Return the path of a file of weights; refuse a name or a link that leads out of the model's folder."""
     file = folder / name
     model_folder = Path(os.path.realpath(folder))
     places = [model_folder]
+    # In the cache of the Hugging Face hub, the files in snapshots/REVISION are links to files in blobs/.
     if model_folder.parent.name == "snapshots":
         places.append(model_folder.parent.parent / "blobs")
     is_plain_name = name not in ("", ".", "..") and name == os.path.basename(name) and "\0" not in name
@@ -200,7 +202,6 @@ def _file_within(folder: Path, name: str) -> Path:
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, on the host."""
     with readable(file):
         try:
             check_regular(file)
@@ -246,7 +247,7 @@ def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
 
 
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the value of each parameter that the states hold, by its name in `towers`, and notes about conflicts."""
+    """Return the values that the states hold, by parameter name in `towers`, and a note if embeddings differ."""
     values = {name: value for name, value in small.items() if not name.startswith(_EMBEDDINGS)}
     values |= {name: value for name, value in large.items() if not name.startswith(_EMBEDDINGS)}
     large_embeddings = {name: value for name, value in large.items() if name.startswith(_EMBEDDINGS)}
@@ -262,14 +263,12 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 
 
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
-    """Return the values of both towers' embeddings, for towers in which the discriminator has embeddings of its
-    own.
-    """
+    """Return the values of both towers' embeddings if the discriminator has embeddings of its own."""
     if not is_difference:
         return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
     values = dict(small or large)
     for name, value in large.items():
-        if "layer_norm" in name:
+        if "layer_norm" in name:  # not part of the sum of tables that the discriminator reads
             values[f"discriminator_{name}"] = value
         else:
             values[f"discriminator_{name}"] = value - values[name]
@@ -281,7 +280,10 @@ def _differ(large_embeddings: State, small_embeddings: State) -> bool:
 
 
 def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder under the names of ElectraTowers."""
+    """Return the weights of one tower in a Hugging Face folder under the names of ElectraTowers.
+
+    Raises UserError if config.json or a weight is missing, or if the shape or the function is not that of `tower`.
+    """
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder}: no config.json; name the folder of a downloaded or exported ELECTRA model")
@@ -290,7 +292,11 @@ def read_tower(model: ModelConfig, tower: TowerName, folder: Path) -> dict[str, 
 
 
 def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return the weights of a Hugging Face folder under the names of ElectraTowers; every one of the tower is used."""
+    """Return the weights that `read_weights` found in a folder under the names of ElectraTowers; every one is used.
+
+    `model` gives the tower the shape in the folder's config.json. Raises UserError if a parameter of the embeddings or
+    the layers is missing or is one too many, has another shape, or is not what transformers reads in the folder.
+    """
     _check_read_alike(folder, weights)
     unknown = {name for name in weights if name.startswith(_BACKBONES)} - hf_backbone_names(model, tower)
     if unknown:

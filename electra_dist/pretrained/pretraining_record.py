@@ -40,7 +40,7 @@ class PretrainingRecord(BaseModel):
 
 
 def write_pretraining_record(folder: Path, record: PretrainingRecord) -> None:
-    """Write FOLDER/pretraining.json, indented JSON; an existing file is replaced atomically.
+    """Write or replace FOLDER/pretraining.json atomically.
 
     The digests of the tokenizer's files that are in the folder are added to the record, so write those files first.
     """
@@ -63,11 +63,8 @@ def read_pretraining_record(folder: Path) -> PretrainingRecord | None:
 def check_tokenizer_files(folder: Path) -> None:
     """Verify the tokenizer's files of an export against the digests in its pretraining.json.
 
-    Nothing is checked in the folder of another program's model or of an older export, which name no digests.
-
-    Raises:
-        ManifestMismatch: a file has another digest.
-        StoreMissing: a file is missing.
+    Nothing is checked in the folder of another program's model or of an older export, which name no digests. Raises
+    ManifestMismatch if a file has another digest.
     """
     record = read_pretraining_record(folder)
     if record is None:

@@ -40,23 +40,20 @@ class RunWeights(NamedTuple):
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Return the settings of the corpus's tokenizer, read from a file of the run folder at each access."""
+        """Return the settings of the corpus's tokenizer, read from the run folder at each access."""
         return read_run_tokenizer(Path(self.config.run_dir))
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the corpus, read from a file of the run folder at each access."""
+        """Return the vocabulary of the corpus, read from the run folder at each access."""
         return read_run_vocabulary(Path(self.config.run_dir))
 
 
 def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
     """Return the settings of the tokenizer in a run folder, verified against SHA256SUMS there.
 
-    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares
-    all settings with the vocabulary, except whether the tokenizer lower-cases.
-
-    Raises:
-        ManifestMismatch: the file has another digest than SHA256SUMS names.
+    The folder of an older run has no SHA256SUMS, and nothing is verified here. `read_run_vocabulary` then compares all
+    settings with the vocabulary, except whether the tokenizer lower-cases.
     """
     file = run_dir / TOKENIZER_FILE
     try:
@@ -80,8 +77,7 @@ def read_run_tokenizer(run_dir: Path) -> TokenizerEntry:
 def read_run_vocabulary(run_dir: Path) -> Vocabulary:
     """Return the vocabulary in a run folder, verified against the digest in tokenizer.json there.
 
-    Raises:
-        ManifestMismatch: vocab.txt has another digest, or tokenizer.json has other special ids or another size.
+    Raises ManifestMismatch if vocab.txt has another digest, or tokenizer.json other special ids or another size.
     """
     tokenizer = read_run_tokenizer(run_dir)
     settings_file = run_dir / TOKENIZER_FILE
@@ -102,12 +98,10 @@ def read_run_vocabulary(run_dir: Path) -> Vocabulary:
 
 
 def load_run_weights(run_dir: Path, step: int | None = None) -> RunWeights:
-    """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps.
+    """Read the weights in the newest undamaged checkpoint of a run, or in the one after `step` steps; write nothing.
 
-    Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
-
-    Args:
-        step: number of steps after which the checkpoint was taken; None for the newest good one.
+    Raises UserError if `run_dir` is not a run, or has no good checkpoint (after that many steps), or that of another
+    run.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))
@@ -125,10 +119,7 @@ def load_chosen_weights(
 ) -> RunWeights:
     """Read the weights of the checkpoint of a run that a user chooses, or their mean with the checkpoints before it.
 
-    Every byte is verified. Nothing is written, and neither a process group nor a GPU is needed.
-
-    Args:
-        num_averaged: number of checkpoints in the mean, the chosen one included; 1 for no mean.
+    The arguments are those of `export_run`; errors are as for `load_run_weights`.
     """
     config = open_run(run_dir)
     owner = owner_of(config, read_identity(run_dir))

@@ -38,10 +38,7 @@ _SMALL = ("embeddings.", "generator.", "generator_reverse.", "generator_head.", 
 
 
 class Source(NamedTuple):
-    """Folders of the weights to start with: one run folder, or a Hugging Face folder of the discriminator.
-
-    Beside the Hugging Face folder of the discriminator there may be one of the generator.
-    """
+    """Folders of the weights to start with: one run folder, or Hugging Face folders."""
 
     run: Path | None = None  # run folder
     discriminator: Path | None = None  # Hugging Face folder of the large tower
@@ -80,9 +77,6 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
     """Check that the weights that `train.init_from` names exist and were trained with the vocabulary of the corpus.
 
     `check_vocabulary` says which files are compared. Weights without such a file are accepted.
-
-    Raises:
-        ManifestMismatch: a vocabulary file has another digest than its run or export records.
     """
     for folder in find_source(train):
         if folder is not None:
@@ -90,13 +84,11 @@ def check_source(train: TrainConfig, vocabulary: Vocabulary) -> None:
 
 
 def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
-    """Raise if the vocabulary in a folder of weights has other tokens than the corpus.
+    """Raise UserError if the vocabulary in a folder of weights has other tokens than the corpus.
 
     The vocabulary of the folder is its vocab.txt. If there is none and the vocabulary of the corpus is a
-    tokenizer.json, the folder's tokenizer.json is compared. A folder without such a file is accepted.
-
-    Raises:
-        ManifestMismatch: the file has another digest than the run or the export records.
+    tokenizer.json, the folder's tokenizer.json is compared. A folder without such a file is accepted. `key` is the
+    config key that names the folder, for the message.
     """
     vocab_file = folder / VOCAB_FILE
     if not vocab_file.exists() and vocabulary.tokenizer_json is not None:
@@ -116,20 +108,17 @@ def check_vocabulary(key: str, folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def needs_source(train: TrainConfig, targets: Sequence[Store]) -> bool:
-    """Return whether the run must load the weights that `train.init_from` names.
-
-    It must if `init_from` is set and no store in `targets` holds a committed checkpoint of the run yet.
-    """
+    """Return whether `train.init_from` is set and no checkpoint store of the run holds a committed checkpoint yet."""
     return bool(train.init_from) and not any(committed(target) for target in targets)
 
 
 def begin_with_source(
     towers: ElectraTowers, train: TrainConfig, targets: Sequence[Store], run_dir: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """Load the weights that `train.init_from` names, unless the run has a checkpoint. Collective.
+    """Load the weights that `train.init_from` names, unless the run has a checkpoint or names none. Collective.
 
-    Rank 0 decides for all ranks, then every rank reads the source. If `init_from` is not set or the run has a
-    checkpoint, nothing is loaded and the results are empty.
+    Rank 0 decides for all ranks, then every rank reads the source. Results and errors are those of
+    `load_recorded_source`, and empty if nothing is loaded.
     """
     is_needed = from_rank_0(lambda: needs_source(train, targets))
     if not is_needed:
@@ -140,11 +129,8 @@ def begin_with_source(
 def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Path) -> tuple[list[str], dict[str, str]]:
     """Load the weights of `train.init_from`, which must be those that the run folder records, if any. Collective.
 
-    The arguments and results are those of `begin_with_source`; `init_from` is set.
-
-    Raises:
-        ManifestMismatch: the source gives other initial weights than at an earlier start, or not the same on all
-            ranks.
+    Returns lines for the log, and the digest of the initial weights by the name of the source, to be recorded. Raises
+    ManifestMismatch if the source gives other weights than at an earlier start, or not the same on all ranks.
     """
     notes = load_source(towers, train)
     name = f"train.init_from {train.init_from}"
@@ -158,7 +144,8 @@ def load_recorded_source(towers: ElectraTowers, train: TrainConfig, run_dir: Pat
 def load_source(towers: ElectraTowers, train: TrainConfig) -> list[str]:
     """Load the weights of the model at `train.init_from` into the towers; return lines for the run's log.
 
-    The lines name that model and every parameter of the towers that it lacks, which keeps its random initial value.
+    The towers are initialised, on the host and not yet under an engine. The lines name the model and every parameter
+    that it lacks, which keeps its random initial value.
     """
     source = find_source(train)
     if source.run is None:

@@ -1,4 +1,4 @@
-"""Translates task heads into the heads of Hugging Face's models, without a change of what they compute.
+"""Translate task heads into the heads of Hugging Face's models, without a change of what they compute.
 
 Guarantee: the model that is written gives the logits of the model that was trained, to rounding. A regression gives
 its predictions in the units of the labels, although it is trained on labels that are scaled to [0, 1].
@@ -30,10 +30,7 @@ _NUM_LINEAR_LAYERS_OF_DENSE_HEAD = 2
 
 
 def has_too_many_labels(num_labels: int, width: int, settings: FinetuneConfig) -> bool:
-    """Return whether a classifier has too many labels to be written in Hugging Face's format.
-
-    This is so if its head is one linear layer (`head: reference`) with more than H / 2 labels.
-    """
+    """Return whether a linear head has more than `width` / 2 labels, too many for Hugging Face's form (see Limits)."""
     return settings.head == "reference" and 2 * num_labels > width
 
 
@@ -42,7 +39,8 @@ def classifier_head(
 ) -> TaskHead:
     """Convert the head of a `Classifier` to that of ElectraForSequenceClassification or its ModernBERT counterpart.
 
-    The result is for ModernBertForSequenceClassification if the first of the layers is a `ModernFeatures`.
+    `labels` is empty for a regression, and `span` holds the lowest and highest label of one, in the units of the
+    labels. `dropout` is the dropout probability before each linear layer.
     """
     architecture = "ElectraForSequenceClassification"
     output_name = "classifier.out_proj"
@@ -75,7 +73,7 @@ def classifier_head(
 
 
 def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
-    """Convert the head of a tagging model to that of Hugging Face's class for token classification."""
+    """Convert the head of a tagging model to Hugging Face's for token classification; `tags` are ordered by number."""
     # Tagging models are trained without dropout in the head, and would get Hugging Face's default otherwise.
     config = {"classifier_dropout": 0.0, **label_names(tags)}
     if isinstance(head, nn.Sequential):
@@ -86,7 +84,7 @@ def tag_head(head: nn.Module, tags: Sequence[str]) -> TaskHead:
 
 
 def span_head(head: nn.Module) -> TaskHead:
-    """Convert the linear head for answers to that of ElectraForQuestionAnswering or ModernBertForQuestionAnswering."""
+    """Convert the linear head for answers to that of ElectraForQuestionAnswering or its ModernBERT counterpart."""
     if isinstance(head, nn.Sequential):
         config = {"classifier_dropout": 0.0, **label_names(["START", "END"])}
         return TaskHead("ModernBertForQuestionAnswering", _modern_weights(head), config)
@@ -104,9 +102,7 @@ def label_names(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _modern_weights(layers: nn.Sequential) -> dict[str, torch.Tensor]:
-    """Return the weights of a head of the architecture `modern` under the names of Hugging Face's ModernBERT
-    classes.
-    """
+    """Return the weights of a head of the architecture `modern` under Hugging Face's names."""
     features = layers[0]
     output_layer = layers[-1]
     assert isinstance(features, ModernFeatures) and isinstance(output_layer, nn.Linear)

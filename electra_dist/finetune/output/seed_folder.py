@@ -1,8 +1,11 @@
-"""Writes the folder of a fine-tuned seed: the model in Hugging Face's format, predictions, and a record of the result.
+"""Write the folder of a fine-tuned seed: the model in Hugging Face's format, predictions, and a record of the result.
 
 Guarantee: a folder with the name seed-N or best is complete. It is written under another name and renamed at the end;
 its file finetune.json has the identity of the result, so a folder of another model, task or setting is recognised and
 never replaced. The bytes of a folder depend on the identity, the seed and the name of the pretrained model only.
+
+Cost: one copy of the weights in fp32 for each seed; the best seed's folder shares the bytes of its weights with the
+seed's own folder where the file system has hard links.
 """
 
 from __future__ import annotations
@@ -47,10 +50,8 @@ def write_seed_folder(
 ) -> None:
     """Write a trained model with its tokenizer, its predictions and the record of its result.
 
-    In an older folder, files of these names are replaced, and other ones stay.
-
-    Args:
-        head: the model's head under Hugging Face's names; None to write no model.
+    In an older folder, files of these names are replaced, and other ones stay. `head` is None to write no model. The
+    names of `predictions` are relative to the folder.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     record = {
@@ -75,7 +76,6 @@ def write_seed_folder(
 def _write_model(
     folder: Path, encoder: Pretrained, model: TaskModel, head: TaskHead, settings: FinetuneConfig
 ) -> None:
-    """Write a model as a Hugging Face folder."""
     # The export converts a discriminator, so the encoder's layers get a discriminator's names, whichever tower it was.
     weights = {}
     for name, tensor in model.backbone.state_dict().items():
@@ -105,7 +105,10 @@ def _write_model(
 
 
 def read_identity(folder: Path) -> str | None:
-    """Return the identity of the result that a folder holds; None if there is no such folder."""
+    """Return the identity of the result that a folder holds; None if there is no such folder.
+
+    Raises UserError if the folder exists, but was not written by fine-tuning.
+    """
     if not folder.exists():
         return None
     try:
@@ -120,9 +123,10 @@ def read_identity(folder: Path) -> str | None:
 
 
 def check_folder(folder: Path, identity: str, task: str) -> None:
-    """Raise an error if a folder contains models of another task, encoder, data or settings than this command's.
+    """Raise UserError if a folder contains models of another task, encoder, data or settings than this command's.
 
-    Results of several commands would otherwise be mixed in one folder.
+    Results of several commands would otherwise be mixed in one folder. `folder` contains the folders seed-N and best;
+    it may be missing. `identity` is that of the results that are going to be written.
     """
     for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
         found = read_identity(path)
@@ -134,12 +138,10 @@ def check_folder(folder: Path, identity: str, task: str) -> None:
 
 
 def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
-    """Copy the folder of the seed with the highest score to FOLDER/best, and return the path of the copy.
+    """Copy the folder of the seed with the highest score to FOLDER/best; return that path, or None without any score.
 
-    Of several seeds with the highest score, the one with the lowest number is taken.
-
-    Returns:
-        FOLDER/best; None if no seed has a score, and then nothing is copied or removed.
+    Of several such seeds, the lowest is taken. The folder of every seed with a score must exist. The complete copy
+    takes the place of an existing FOLDER/best, of which files with names of their own stay.
     """
     scored = [(result.score, -result.seed) for result in results if result.score is not None]
     if not scored:
@@ -156,7 +158,7 @@ def copy_best(folder: Path, results: Sequence[Result]) -> Path | None:
 
 
 def _link_weights(source: str, target: str) -> str:
-    """Copy a file and return the path of the copy; make a hard link instead if it is the file of the weights."""
+    """Copy a file, or make a hard link to it if it holds the weights, the only large file; return the new path."""
     if Path(source).name == _WEIGHTS_FILE:
         try:
             os.link(source, target)

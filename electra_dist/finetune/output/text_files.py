@@ -1,4 +1,4 @@
-"""Defines the text files that fine-tuning writes beside a model, and makes tables of predictions."""
+"""Define the text files that fine-tuning writes beside a model, and make tables of predictions."""
 
 from __future__ import annotations
 

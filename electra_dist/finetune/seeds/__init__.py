@@ -1,1 +1,1 @@
-"""Runs the seeds of fine-tuning commands, one after another or in several processes, and resumes after interrupts."""
+"""Run the seeds of fine-tuning commands, one after another or in several processes, and resume after interrupts."""

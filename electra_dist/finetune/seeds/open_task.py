@@ -1,4 +1,4 @@
-"""Opens a fine-tuning task by its name on the command line, in this process or in another one."""
+"""Open a fine-tuning task by its name on the command line, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TaskRequest:
 
 
 def open_task(request: TaskRequest) -> Task:
-    """Open a task, and read its data."""
+    """Open a task, and read its data; UserError if the task is unknown or its data are not valid."""
     name = request.name
     if name in GLUE:
         return TextTask(GLUE[name], request.data, with_test=request.with_test)

@@ -1,4 +1,4 @@
-"""Computes several seeds of fine-tuning at the same time, each in a process of its own.
+"""Compute several seeds of fine-tuning at the same time, each in a process of its own.
 
 Guarantee: the results, and the bytes of the models that are written, are those of seeds that run one after another,
 because each is a function of (encoder, data, settings, seed) and a process computes with as many threads as its
@@ -7,6 +7,10 @@ parent. If this process ends, for whatever reason, its processes end, too.
 How: `concurrent.futures` with spawned (not forked) processes. Each process loads the model and the data by itself.
 Before each seed it compares the identity of the result with the one that its parent computed, so that a checkpoint
 that was written in the meantime is noticed. With N GPUs, process i computes on GPU i modulo N.
+
+Cost: each process holds the model and the data in memory, and takes some seconds to start. On a CPU, N processes with
+T threads each need N x T cores: set OMP_NUM_THREADS to the number of cores divided by N. A command without --parallel
+gives the same bits with the same OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -54,14 +58,18 @@ class SeedProcesses:
         tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
         progress: Progress = quiet,
     ) -> None:
-        """Store what the processes need; none is started yet."""
+        """Store what the processes need (`tasks`: name of a task -> its data and settings); none is started yet."""
         self._num_processes = num_processes
         self._model = model
         self._tasks = tasks
         self._progress = progress
 
     def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
-        """Compute jobs, and yield each with its result as soon as it is finished."""
+        """Compute jobs, and yield each with its result as soon as it is finished.
+
+        Raises UserError if a process was killed, or if the model or the data have changed since this process read
+        them. `progress` is called after each result with ("seeds", results done, results in total).
+        """
         if not jobs:
             return
         num_processes = min(self._num_processes, len(jobs))
@@ -105,7 +113,7 @@ def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> s
 
 
 def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
-    """Prepare a new process: set its number of threads, select its GPU, and let it end when the parent ends."""
+    """Set a new process's number of threads, select its GPU by its number, and let it end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)
@@ -114,6 +122,7 @@ def _prepare_process(numbers: Queue[int], num_threads: int) -> None:
 
 
 def _end_with_parent() -> None:
+    """Wait until the parent process has ended, then end this one at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -121,7 +130,7 @@ def _end_with_parent() -> None:
 
 
 def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Result:
-    """Compute the result of one seed in this process."""
+    """Compute the result of one seed in this process; the model and the task stay in memory for the next seed."""
     encoder = _load(model)
     task = _open(task_request)
     if identity(encoder, task, settings, "finetune") != job.identity:

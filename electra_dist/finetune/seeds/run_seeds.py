@@ -1,4 +1,4 @@
-"""Runs all tasks and seeds of a fine-tuning command, and resumes after an interrupt.
+"""Run all tasks and seeds of a fine-tuning command, and resume after an interrupt.
 
 Guarantee: every finished result is appended to results.jsonl, and the file is synced, before the next seed starts. If
 the file already has a result with the same task, seed and identity (a digest of weights, vocabulary, data and
@@ -59,7 +59,16 @@ def run_all(
     save_to: Mapping[str, Path] | None = None,
     compute_jobs: ComputeJobs | None = None,
 ) -> list[Result]:
-    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains."""
+    """Compute the results of all tasks and seeds, except those that OUTPUT/results.jsonl already contains.
+
+    With `probe`, linear models are fitted to frozen states, and each task has one result, with seed 0. `note` is
+    called with one line of text for each result, each remark about a task's data and the folder of the best model.
+    `save_to` maps the name of a task to a folder for its models: seed-0, seed-1, ... and best; tasks that it lacks,
+    and probes, have no models. `compute_jobs` replaces the loop that computes one seed after another in this process.
+
+    The results are ordered by task and then by seed. Raises UserError if a folder has models of another task, encoder
+    or settings, if results.jsonl is damaged, or if a task has no linear probe.
+    """
     mode = "probe" if probe else "finetune"
     task_seeds = [PROBE_SEED] if probe else seeds
     work_of = {task.name: (task, settings) for task, settings in work}
@@ -94,7 +103,6 @@ def run_all(
                 note(remark)
 
     def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Result]]:
-        """Compute jobs one after another in this process."""
         for job in jobs:
             task, settings = work_of[job.task]
             if probe:
@@ -127,6 +135,7 @@ def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: Finetu
 
 
 def _has_its_model(result: Result, folder: Path | None) -> bool:
+    """Return whether a finished seed's model is in `folder`, or none is wanted there, or the loss diverged."""
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity
@@ -144,7 +153,7 @@ def _note_best(model_dir: Path, results: Sequence[Result], note: Callable[[str],
 
 
 def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
-    """Read results.jsonl, and return (task, seed, identity) -> result; the mapping is empty if there is no file."""
+    """Return (task, seed, identity) -> the last such result in results.jsonl; empty if there is no file."""
     results = []
     for number, record in enumerate(read_records(file), start=1):
         try:
@@ -157,7 +166,7 @@ def _finished_results(file: Path) -> dict[tuple[str, int, str], Result]:
 
 
 def _result_line(result: Result, origin: str) -> str:
-    """Format a result as one line for the terminal, such as "rte seed 0 accuracy 0.6643 (41 s)"."""
+    """Format a result as one line for the terminal, such as "rte seed 0  accuracy 0.6643  (41 s)"."""
     seed_text = "" if result.mode == "probe" else f" seed {result.seed}"
     score_text = "-" if result.score is None else f"{result.score:.4f}"
     if result.layer is not None:

@@ -1,4 +1,4 @@
-"""Builds the pretraining head of a loaded model, with its encoder, as a function from token ids to its outputs.
+"""Build the pretraining head of a loaded model, with its encoder, as a function from token ids to its outputs.
 
 There are two kinds of heads. That of a discriminator gives one number per token: the logit of "replaced" or, in
 Electric, the energy of the token. That of a language model gives a distribution over the vocabulary; with a copy gate
@@ -21,22 +21,20 @@ SENTENCES_PER_BATCH = 128  # rows of a forward pass, wherever this package score
 
 
 def predicts_tokens(encoder: Pretrained) -> bool:
-    """Return whether the encoder's pretraining head predicts tokens."""
+    """Return whether the pretraining head predicts tokens; false if it detects replaced tokens or there is none."""
+    # Only a head that predicts tokens has a `bias`, with one value per entry of the vocabulary.
     return "bias" in encoder.head_state()
 
 
 def discriminator_output_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build the discriminator with its head from the weights that `encoder` holds.
+    """Return a function from padded token ids [B, S] to the discriminator's output for each token, fp32 [B, S].
 
-    Returns:
-        A function from padded token ids [B, S] to the output of the head for every token, fp32 [B, S]. The output is
-        the logit of "replaced" or, for the discriminator of Electric, the energy of the token.
+    Raises UserError if the model has no discriminator head.
     """
     head = _head(encoder, device, "dense.weight", "out.weight")
     backbone = encoder.backbone().to(device).eval()
 
     def outputs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the output of the discriminator's head for every token of a batch, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
         hidden_BSH = F.gelu(F.linear(state_BSH, head["dense.weight"], head.get("dense.bias")))
         if "layer_norm.weight" in head:  # architecture `modern`
@@ -50,20 +48,17 @@ def discriminator_output_function(encoder: Pretrained, device: torch.device) -> 
 
 
 def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build a model that restores replaced tokens, with its head, from the weights that `encoder` holds.
+    """Return a function from padded token ids [B, S] to log P(the token is the original one), fp32 [B, S].
 
-    Returns:
-        A function from padded token ids [B, S] to the log-probability that each token is the original one, fp32 [B,
-        S]. Without a copy gate it is log p(token), where p is the distribution that the head predicts at the token's
-        position. A copy gate (All-Tokens MLM) also predicts the probability c that the token was not replaced, and the
-        result is log(c + (1 - c) * p(token)). Logarithms are natural.
+    Without a copy gate it is log p(token), where p is the distribution that the head predicts at the token's position.
+    A copy gate also predicts the probability c that the token was not replaced, and the result is log(c + (1 - c) *
+    p(token)). Logarithms are natural. Raises UserError if the model has no head that predicts tokens.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     gate = {name: weight.to(device) for name, weight in encoder.head_state().items() if name.startswith("copy_gate.")}
     backbone = encoder.backbone().to(device).eval()
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return for every token of a batch the log-probability that it is the original one, fp32 [B, S]."""
         state_BSH = backbone(ids_BS)
         logp_BSV = token_log_probs(state_BSH)
         logp_BS = logp_BSV.gather(2, ids_BS[..., None]).squeeze(-1)
@@ -78,18 +73,15 @@ def kept_log_prob_function(encoder: Pretrained, device: torch.device) -> Callabl
 
 
 def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build the pretraining head that predicts tokens from the weights that `encoder` holds.
+    """Return a function from states [..., H] to log-probabilities of all V tokens, fp32 [..., V].
 
-    Returns:
-        A function from states [..., H] to fp32 log-probabilities of all V tokens, [..., V]. Its layers are Dense(H ->
-        E), GELU, LayerNorm and an output layer; the weight of the last is the encoder's token embedding table [V, E],
-        where E is the embedding width.
+    Its layers are Dense(H -> E), GELU, LayerNorm and an output layer, whose weight is the token embedding table [V,
+    E]. Raises UserError if the model has no head that predicts tokens.
     """
     head = _head(encoder, device, "dense.weight", "layer_norm.weight", "bias")
     table_VE = encoder.state["embeddings.word.weight"][: encoder.model.vocab_size].to(device)
 
     def log_probs(state: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of all tokens, fp32 [..., V], from states [..., H]."""
         hidden = F.gelu(F.linear(state, head["dense.weight"], head.get("dense.bias")))
         normed = F.layer_norm(
             hidden,
@@ -105,7 +97,7 @@ def token_log_prob_function(encoder: Pretrained, device: torch.device) -> Callab
 
 
 def _head(encoder: Pretrained, device: torch.device, *needed: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the pretraining head on `device`, keyed by their names within the head."""
+    """Return the weights of the pretraining head on `device`; UserError if it lacks one of the names `needed`."""
     head = {name: weight.to(device) for name, weight in encoder.head_state().items()}
     missing = [name for name in needed if name not in head]
     if missing:

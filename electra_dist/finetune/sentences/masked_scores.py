@@ -1,4 +1,4 @@
-"""Scores tokens by a masked language model: each token is masked in turn, and predicted from all other tokens.
+"""Score tokens by a masked language model: each token is masked in turn, and predicted from all other tokens.
 
 Cost: one forward pass of a sentence for each of its tokens.
 
@@ -23,8 +23,10 @@ TokenScorer = Callable[[Ids, Progress], list[torch.Tensor]]
 
 
 def masked_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Build a function that masks the tokens of a row in turn, and returns how probable the model finds each of
-    them.
+    """Return a function that gives log p(token | all other tokens), natural logarithm, for the tokens of each row.
+
+    Only a call of this function, not `masked_scorer` itself, raises UserError if the model has no head that predicts
+    tokens.
     """
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
@@ -41,15 +43,14 @@ def masked_log_probs(
 ) -> torch.Tensor:
     """Return log p(token | all other tokens) of the tokens at C places of rows, fp32 [C] on the host.
 
-    Args:
-        ids: rows of token ids with [CLS] and [SEP], without padding.
+    Rows have [CLS] and [SEP], but no padding. A place is (index of the row, position in the row); the model reads one
+    copy of the row for each. `progress` is called with ("predict", copies done, copies in total).
     """
     token_log_probs = token_log_prob_function(encoder, device)
     backbone = encoder.backbone().to(device).eval()
     mask = encoder.special.mask
 
     def log_probs(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of all tokens of the vocabulary at the masked token of each row, [B, V]."""
         state_BSH = backbone(ids_BS)
         is_masked_BS = ids_BS == mask
         assert bool((is_masked_BS.sum(1) == 1).all()), "a row holds another [MASK] than that of the scored token"
@@ -68,5 +69,4 @@ def masked_log_probs(
 
 
 def _with_mask(row: Sequence[int], position: int, mask: int) -> list[int]:
-    """Return a copy of a row of ids in which the id at `position` is replaced by `mask`, the id of [MASK]."""
     return [*row[:position], mask, *row[position + 1 :]]

@@ -1,4 +1,4 @@
-"""Generates sentence pairs that test number agreement in English, from templates.
+"""Generate sentence pairs that test number agreement in English, from templates.
 
 Guarantee: the two sentences of a pair have the same number of tokens and differ at one position, because every word is
 a single entry of the model's vocabulary; words outside the vocabulary are not used. The number (singular or plural) is
@@ -48,11 +48,7 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a temp
 
 
 class Pair(NamedTuple):
-    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only.
-
-    Each word is one token of the model, so both sentences have the same number of tokens. The phenomenon is the
-    kind of agreement that the pair tests.
-    """
+    """Pair of a grammatical and an ungrammatical sentence, as words, which differ in one word only."""
 
     phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
     good: Words
@@ -68,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one open place, and the correct and the incorrect word for that place."""
+    """Sentence with one open place, marked by `_SLOT`, and the correct and the incorrect word for that place."""
 
     frame: Words
     good_word: str
@@ -87,7 +83,7 @@ class _WordSampler:
         self._generator = np.random.default_rng(seed)
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """Draw one word from a list of (singular, plural) forms, and return both forms."""
+        """Draw a word both of whose forms (singular, plural) are in the vocabulary, and return both forms."""
         known_words = []
         for singular, plural in words:
             if singular in self._vocabulary and plural in self._vocabulary:
@@ -98,17 +94,17 @@ class _WordSampler:
         return self.choose([word for word in words if word in self._vocabulary])
 
     def draw_number(self) -> int:
-        """Draw a grammatical number: 0 for singular, 1 for plural, with equal probability."""
         return self.choose((0, 1))
 
     def choose(self, options: Sequence[T]) -> T:
+        """Draw one of `options`, whether or not it is in the vocabulary."""
         if not options:
             raise _NoWords
         return options[int(self._generator.integers(len(options)))]
 
 
 def _subject_verb(sampler: _WordSampler) -> _Contrast:
-    """Draw a sentence such as "the old boy [is] tired.", where the verb agrees with its subject."""
+    """Draw a sentence such as "the old boy [is] tired."; the word in brackets differs in the ungrammatical one."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
     verb = sampler.draw_forms(BE)
@@ -187,7 +183,11 @@ TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
 
 
 def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dict[str, list[Pair]]:
-    """Generate distinct sentence pairs for every phenomenon (kind of number agreement) in `TEMPLATES`."""
+    """Generate distinct sentence pairs for every phenomenon (kind of number agreement), in the order of `TEMPLATES`.
+
+    Each word of `vocabulary` must be one token of the model. `num_pairs` are requested for each phenomenon; a list is
+    shorter, and may be empty, if the vocabulary has too few words for the template.
+    """
     pairs_of = {}
     for number, phenomenon in enumerate(TEMPLATES):
         phenomenon_seed = seed * len(TEMPLATES) + number  # distinct for all seeds and phenomena
@@ -196,7 +196,6 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
 
 
 def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
-    """Draw up to `num_pairs` distinct sentence pairs of one phenomenon, in the order of the draws."""
     draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
     pairs: dict[Pair, None] = {}  # used as an ordered set: only the keys matter

@@ -1,4 +1,4 @@
-"""Reads minimal pairs of sentences from files, in the format of BLiMP or in that of Zorro.
+"""Read minimal pairs of sentences from files, in the format of BLiMP or in that of Zorro.
 
 Guarantee: every line of a file belongs to a pair; a line that does not is an error with its number, so no pair is left
 out silently. The digest covers the bytes of all files.
@@ -42,7 +42,7 @@ class PairFiles(NamedTuple):
     sha256: str  # of the names and the bytes of all files
 
     def sample(self, per_kind: int | None) -> PairFiles:
-        """Return a fixed random sample of at most `per_kind` pairs of each kind, in the order of the files."""
+        """Return a fixed random sample of at most `per_kind` pairs (None: all) of each kind, in their order."""
         if per_kind is None:
             return self
         rows_of: dict[str, list[int]] = {}
@@ -56,7 +56,10 @@ class PairFiles(NamedTuple):
 
 
 def read_pair_files(paths: Sequence[Path]) -> PairFiles:
-    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name."""
+    """Read the minimal pairs of files and folders; of a folder, all its .jsonl and .txt files, by name.
+
+    Raises UserError, which names the file and the line, for a line that belongs to no pair.
+    """
     digest = hashlib.sha256()
     pairs: list[SentencePair] = []
     for file in _files(paths):
@@ -76,9 +79,7 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, in the order of their
-    names.
-    """
+    """Return the files that `paths` name; a folder stands for its .jsonl and .txt files, sorted by name."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -98,7 +99,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
-    """Return the pair that a line of a .jsonl file holds."""
+    """Return the pair that a line of a .jsonl file holds; the name of the file is its kind if the object has none."""
     json_line = parse_json_line(file, number, line)
     record = json_line.record
     for key in ("sentence_good", "sentence_bad"):

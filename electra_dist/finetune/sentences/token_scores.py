@@ -1,16 +1,19 @@
-"""Computes how plausible a model finds the tokens of a sentence, with the head with which it was pretrained.
+"""Compute how plausible a model finds the tokens of a sentence, with the head with which it was pretrained.
 
-How: a model reads a token in one of four ways.
-- A discriminator gives a logit for "replaced": P(original) of a token is sigmoid(-logit).
-- The discriminator of Electric gives an energy E: -E is the token's log-probability given all other tokens, up to a
-  constant.
-- A masked language model predicts a token that shows [MASK] from all other tokens.
+How: the score of a token depends on the kind of model. Scores of different kinds are not comparable.
+
+- A discriminator gives a logit for "replaced". The score is log P(original) = log sigmoid(-logit).
+- The discriminator of Electric gives an energy E. The score is -E, the token's log-probability given all other
+  tokens, up to a constant.
+- A masked language model predicts a token that shows [MASK] from all other tokens. The score is
+  log p(token | all other tokens), and its sum over a sentence is the pseudo-log-likelihood (see `masked_scores`).
 - A model that restores the original tokens of a text with replaced tokens and never saw [MASK] (the objectives Replace
-  MLM and All-Tokens MLM) gives the probability that the token is the original one, from the unmasked sentence.
+  MLM and All-Tokens MLM) reads the unmasked sentence. The score is log P(the token is the original one).
 
-Source of the pseudo-log-likelihood: Salazar et al., "Masked language model scoring", ACL 2020.
+Cost: one forward pass of a sentence; for a masked language model one pass for each of its tokens.
 
-Shapes: N rows, B rows of a batch, S tokens, H hidden width, V tokens of the vocabulary, C copies of rows.
+Shapes: N rows, B rows of a batch, S tokens. Rows are token ids with [CLS] and [SEP], without padding. All functions
+call `progress` after each batch with ("predict", rows done, rows in total). Logarithms are natural.
 """
 
 from __future__ import annotations
@@ -32,15 +35,7 @@ from electra_dist.pretrained.load_encoder import Pretrained
 
 
 def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer:
-    """Load a model with its pretraining head to a device; return a function that scores every token of rows of ids.
-
-    The meaning of a token's score depends on the kind of model, and scores of different kinds are not comparable.
-    Logarithms are natural.
-    - discriminator: log P(the token is the original one), given the sentence;
-    - discriminator of Electric: minus the energy, which is log p(token | all other tokens) up to a constant;
-    - masked language model: log p(token | all other tokens);
-    - model that restores replaced tokens: log P(the token is the original one), given the sentence.
-    """
+    """Return a function that scores every token of rows, except [CLS] and the last [SEP]."""
     if predicts_tokens(encoder):
         if encoder.reads_masks:
             return masked_scorer(encoder, device)
@@ -50,14 +45,12 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
         discriminator_outputs = discriminator_output_function(encoder, device)
 
         def token_scores(ids_BS: torch.Tensor) -> torch.Tensor:
-            """Return the score of every token of a batch from the outputs of a discriminator, fp32 [B, S]."""
             output_BS = discriminator_outputs(ids_BS)
             if encoder.gives_energies:
                 return -output_BS  # Electric: the output is an energy, and a low energy means a probable token
             return F.logsigmoid(-output_BS)  # RTD: the output is the logit of "replaced"
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return the scores of the tokens of each row; the model reads each row once, without [MASK]."""
         return _values_between_ends(token_scores, encoder, ids, device, progress)
 
     return score
@@ -70,10 +63,10 @@ def score_places(
     device: torch.device,
     progress: Progress = quiet,
 ) -> torch.Tensor:
-    """Return the scores of the tokens at some places of rows, fp32 [n] on the host.
+    """Return the scores of the tokens at n places of rows, (index of the row, position in the row), fp32 [n].
 
-    Args:
-        ids: N rows of token ids with [CLS] and [SEP], without padding.
+    No place is the first or last of its row. A masked language model reads one copy of a row for each place, every
+    other model reads each row once.
     """
     if predicts_tokens(encoder) and encoder.reads_masks:
         return masked_log_probs(encoder, ids, places, device, progress)
@@ -84,10 +77,9 @@ def score_places(
 def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the log-probability that the encoder gives to each whole sentence, natural logarithm, fp32 [N].
+    """Return the sum of the scores of each row's tokens, without [CLS] and the last [SEP], fp32 [N].
 
-    Args:
-        ids: N rows of token ids, `[CLS] sentence [SEP]`, without padding.
+    For a masked language model this is the pseudo-log-likelihood.
     """
     return _row_sums(build_token_scorer(encoder, device)(ids, progress))
 
@@ -95,11 +87,7 @@ def sentence_log_probs(
 def replaced_logits(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N].
-
-    Args:
-        ids: N rows of token ids with [CLS] and [SEP], without padding.
-    """
+    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N]."""
     replaced_logit = discriminator_output_function(encoder, device)
     return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
 
@@ -107,21 +95,16 @@ def replaced_logits(
 def kept_log_probs(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the log-probability that the token at one position of each row is the original one, fp32 [N].
-
-    Args:
-        ids: N rows of token ids with [CLS] and [SEP], without padding.
-    """
+    """Return log P(the token is the original one) at one position of each row, fp32 [N]; no token shows [MASK]."""
     return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
 
 
 def pseudo_log_likelihood(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the pseudo-log-likelihood of each row, natural logarithm, fp32 [N].
+    """Return the sum of log p(token | all other tokens) over each row's tokens without [CLS] and [SEP], fp32 [N].
 
-    Args:
-        ids: N rows of token ids with [CLS] and [SEP], without padding.
+    Rows must be single sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
     """
     return _row_sums(masked_scorer(encoder, device)(ids, progress))
 
@@ -134,9 +117,7 @@ def _at_positions(
     device: torch.device,
     progress: Progress,
 ) -> torch.Tensor:
-    """Compute a value for every token in batches; return the value at one position of each row, fp32 [N] on the
-    host.
-    """
+    """Compute a value for every token in batches; return that at one position of each row, fp32 [N] on the host."""
     value_N = torch.empty(len(ids))
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
@@ -151,9 +132,7 @@ def _values_between_ends(
     device: torch.device,
     progress: Progress,
 ) -> list[torch.Tensor]:
-    """Compute a value for every token in batches; return the values between the first and the last token of each
-    row.
-    """
+    """Compute a value for every token in batches; return those between the first and the last token of each row."""
     values = [torch.empty(0)] * len(ids)
     for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
         for row, value_S in zip(rows, value_BS.cpu(), strict=True):
@@ -162,5 +141,4 @@ def _values_between_ends(
 
 
 def _row_sums(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of each of N tensors as one fp32 tensor [N]; the sums are taken in float64."""
     return torch.tensor([value.double().sum().item() for value in values], dtype=torch.float32)

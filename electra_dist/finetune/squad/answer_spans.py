@@ -1,4 +1,4 @@
-"""Finds the best answer span of each SQuAD window among the candidate starts and ends of the model's span head."""
+"""Find the best answer span of each SQuAD window among the candidate starts and ends of the model's span head."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ Span = tuple[float, int, int]  # (log-probability, first token, last token), tok
 
 
 def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: int) -> list[Span | None]:
-    """Return the best allowed answer span of each window among its candidate starts and ends.
+    """Return the best allowed answer span of each window among its candidate starts and ends; None if none is allowed.
 
-    A window is a row with the question and a part of the passage; windows of one passage overlap.
-
-    Returns:
-        For each window (log-probability, first token, last token), the tokens numbered within the passage; None if
-        none of the window's candidates is allowed.
+    A span is allowed if it lies in the passage, does not end before it starts, has at most `max_answer` tokens, and
+    starts at a token that the window owns (see `passage_windows`). The best span has the highest log p(start) + log
+    p(end | start). `scores` has the windows in the same order.
     """
     # Plain lists, because single elements of a tensor are slow to read.
     start_logps = scores.start_logp_BK.tolist()
@@ -41,7 +39,7 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span of tokens may be the answer that a window gives."""
+    """Return whether a span may be the window's answer; its ends are counted from the window's first passage token."""
     is_inside = 0 <= start <= end < len(window.owned)
     if not is_inside:
         return False

@@ -1,4 +1,4 @@
-"""Defines a SQuAD model whose start and end do not depend on each other, as Hugging Face's models for SQuAD.
+"""Define a SQuAD model whose start and end do not depend on each other, as Hugging Face's models for SQuAD.
 
 How: one Dense(H -> 2) over the states gives the logits of start and end. In a window without the answer, both targets
 are [CLS], so the probability of [CLS] is that of "no answer". The loss is the mean of the two cross-entropies over all
@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from typing_extensions import override
 
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.squad.span_head import OUTSIDE, AnswerModel, SpanScores
@@ -28,10 +27,7 @@ from electra_dist.pretrained.backbone import Backbone
 
 
 class LinearSpanModel(AnswerModel):
-    """SQuAD model that `transformers` can load: an encoder with one linear layer for the answer's start and end.
-
-    The targets are those of `AnswerModel`; the third one, whether the question has no answer, is not used.
-    """
+    """SQuAD model that `transformers` can load: an encoder with one linear layer for the answer's start and end."""
 
     def __init__(
         self,
@@ -41,12 +37,7 @@ class LinearSpanModel(AnswerModel):
         seed: int,
         features: ModernFeatures | None = None,
     ) -> None:
-        """Add a new linear head to an encoder of hidden size `width`.
-
-        Args:
-            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
-                becomes part of this model, without a copy. None for the architecture `bert`.
-        """
+        """Add a new head to `backbone`, after `features` (from `new_features`); both modules are used, not copied."""
         output_layer = nn.Linear(width, 2)
         init_head(output_layer, seed)
         super().__init__(backbone, on_features(features, output_layer))
@@ -55,27 +46,21 @@ class LinearSpanModel(AnswerModel):
     def logits(
         self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the answer's start and of its end at every token, two fp32 tensors [B, S].
-
-        Args:
-            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
-                evaluation.
-        """
+        """Return the logits of the answer's start and of its end at every token, two fp32 tensors [B, S]."""
         logit_BS2 = self.head(self.backbone(ids_BS, dropout_keys)).float()
         start_logit_BS, end_logit_BS = logit_BS2.unbind(-1)
         return start_logit_BS, end_logit_BS
 
-    @override
     def forward(self, ids_BS: torch.Tensor, target_B3: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean loss of a batch; padding takes no part, and the third target (no answer) is not used."""
         start_logit_BS, end_logit_BS = self.logits(ids_BS, dropout_keys)
         is_pad_BS = ids_BS == self.backbone.special.pad
         start_loss = F.cross_entropy(start_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 0])
         end_loss = F.cross_entropy(end_logit_BS + OUTSIDE * is_pad_BS, target_B3[:, 1])
         return (start_loss + end_loss) / 2
 
-    @override
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
+        """Return the K best starts of each row, each with the same K best ends, which do not depend on the start."""
         is_outside_BS = ~self.allowed(ids_BS)
         start_logit_BS, end_logit_BS = self.logits(ids_BS)
         start_logp_BS = (start_logit_BS + OUTSIDE * is_outside_BS).log_softmax(-1)
@@ -95,7 +80,9 @@ class LinearSpanModel(AnswerModel):
 
 
 def _best_span_logp(scores: SpanScores) -> torch.Tensor:
-    """Return the log-probability of the most probable answer span of each row, natural logarithm, fp32 [B]."""
+    """Return log p(start) + log p(end) of each row's most probable span among the candidates, fp32 [B]."""
+    # A pair is no span if it starts at [CLS], which stands for "no answer", or if it ends before it starts. A row
+    # without any span gets the lowest finite number, which makes its logit of "no answer" larger than any other.
     logp_BKK = scores.start_logp_BK[..., None] + scores.end_logp_BKK
     start_BK1 = scores.start_BK[..., None]
     is_span_BKK = (start_BK1 > 0) & (scores.end_BKK >= start_BK1)

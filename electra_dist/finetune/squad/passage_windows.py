@@ -1,4 +1,4 @@
-"""Turns SQuAD files into windows of token ids, and spans of tokens back into text of the passage.
+"""Turn SQuAD files into windows of token ids, and spans of tokens back into text of the passage.
 
 Guarantee: the windows of a passage together cover every token, and neighbouring windows start `doc_stride` tokens
 apart. Each token is owned by one window, the only one that may predict an answer that starts there. It is the window
@@ -36,11 +36,7 @@ from electra_dist.tokenizer import TextTokenizer
 
 
 class Question(NamedTuple):
-    """One question of a SQuAD file, with the number of its passage and its gold answers.
-
-    `start` is the index in the passage of the first character of the first gold answer, -1 if the question has no
-    answer or the answer does not occur in the passage.
-    """
+    """Question of a SQuAD file, with the number of its passage and its gold answers."""
 
     id: str
     text: str
@@ -50,7 +46,7 @@ class Question(NamedTuple):
 
 
 class SquadFile(NamedTuple):
-    """Contents of a SQuAD file: all passages, and the questions that can be used, with their passages' numbers."""
+    """Contents of a SQuAD file: all passages, and the questions that can be used."""
 
     passages: list[str]
     questions: list[Question]
@@ -58,17 +54,18 @@ class SquadFile(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Passage of a SQuAD file, as text and as tokens.
-
-    `offsets` has for each token the range [start, end) of its characters in the text.
-    """
+    """Passage of a SQuAD file, as text and as tokens."""
 
     text: str
     ids: list[int]
     offsets: list[tuple[int, int]]  # [start, end) of each token, in characters of the text
 
     def answer(self, first: int, last: int) -> str:
-        """Return the text of the passage from token `first` to token `last`, both included."""
+        """Return the text of the passage from token `first` to token `last`, both included.
+
+        Combining marks that follow the last token (such as the accent of a decomposed character) are included: the
+        tokenizer strips them, so no token covers them.
+        """
         start, _ = self.offsets[first]
         _, end = self.offsets[last]
         while end < len(self.text) and unicodedata.category(self.text[end]) == "Mn":  # nonspacing mark
@@ -76,10 +73,7 @@ class Passage(NamedTuple):
         return self.text[start:end]
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the numbers of the first and the last token that overlap the characters [start, end) of the text.
-
-        If no token overlaps them, the result is (0, -1), an empty span.
-        """
+        """Return the first and the last token that overlap the characters [start, end); (0, -1) if there is none."""
         overlapping = []
         for number, (token_start, token_end) in enumerate(self.offsets):
             if token_start < end and token_end > start:
@@ -90,11 +84,7 @@ class Passage(NamedTuple):
 
 
 class AnswerWindow(NamedTuple):
-    """One row for the model: `[CLS] question [SEP] part of the passage [SEP]`.
-
-    A passage that is too long for one row has several windows, which overlap. Each token is owned by the window
-    with the most context around it; only that window may predict an answer that starts at the token.
-    """
+    """Row for the model, `[CLS] question [SEP] part of the passage [SEP]`; the windows of a passage overlap."""
 
     question: int  # number of the question within the file
     ids: list[int]
@@ -111,14 +101,10 @@ class _Paragraph(TypedDict):
 
 
 class _Article(TypedDict):
-    """Article of a SQuAD file."""
-
     paragraphs: list[_Paragraph]
 
 
 class _Squad(TypedDict):
-    """Content of a SQuAD file."""
-
     data: list[_Article]
 
 
@@ -131,7 +117,11 @@ class _LeftOut(Exception):
 
 
 def read_squad(file: Path, version: int, unique_ids: bool = False) -> SquadFile:
-    """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted."""
+    """Read all passages and questions of a SQuAD JSON file; questions that cannot be used are left out and counted.
+
+    `version` is 1, or 2, in which questions may have no answer. With `unique_ids`, a question with the id of an
+    earlier one is left out, because predictions are by id. UserError if no question is left.
+    """
     try:
         with readable(file):
             content = read_regular(file, MOST_DATA_BYTES)
@@ -173,7 +163,7 @@ def _other_format(file: Path, version: int, reason: str) -> UserError:
 
 
 def _parse_question(entry: object, passage: int, passage_text: str | None, version: int) -> Question:
-    """Convert one entry of the list `qas` of a SQuAD file into a `Question`."""
+    """Convert an entry of the list `qas` into a `Question`; `passage_text` is None if the passage is no text."""
     if passage_text is None:
         raise _LeftOut("their passage is no text")
     if not isinstance(entry, dict):
@@ -186,6 +176,7 @@ def _parse_question(entry: object, passage: int, passage_text: str | None, versi
     is_impossible = entry.get("is_impossible")
     if is_impossible not in (None, False, True):
         raise _LeftOut("their is_impossible is neither true nor false")
+    # In version 2 a question that is marked `is_impossible` has no gold answers, as in the official script.
     answers = [] if version == 2 and is_impossible else _parse_answers(entry.get("answers") or [])
     if not answers and version == 1:
         raise _LeftOut("they have no answer")
@@ -194,7 +185,7 @@ def _parse_question(entry: object, passage: int, passage_text: str | None, versi
 
 
 def _parse_answers(answers: object) -> list[tuple[str, int]]:
-    """Return the gold answers of a question that have text, each with its `answer_start`, or 0 if that is negative."""
+    """Return the gold answers that have text, each with its `answer_start`, or 0 if that is negative."""
     parsed = []
     try:
         for answer in validate_json(_LIST, answers):
@@ -207,7 +198,6 @@ def _parse_answers(answers: object) -> list[tuple[str, int]]:
 
 
 def _text_or_none(value: object) -> str | None:
-    """Return a JSON value if it is text, otherwise None."""
     try:
         return as_text(value)
     except NotText:
@@ -215,7 +205,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
-    """Return the index of the occurrence of `answer` in a passage that is nearest to `start`; -1 if there is none."""
+    """Return the index of the occurrence of `answer` nearest to `start`, the earlier of two; -1 if there is none."""
     if passage_text.startswith(answer, start):
         return start
     last_before = passage_text.rfind(answer, 0, start + len(answer))
@@ -236,10 +226,10 @@ def encode_passages(texts: Sequence[str], tokenizer: TextTokenizer) -> list[Pass
 def make_windows(
     number: int, query: Sequence[int], passage: Passage, special: SpecialIds, settings: FinetuneConfig
 ) -> list[AnswerWindow]:
-    """Build the windows of one question: rows with the question and consecutive, overlapping parts of its passage.
+    """Build the windows of question `number` of the file, in the order of the passage; none for an empty passage.
 
-    Args:
-        special: ids of [CLS] and [SEP].
+    The question `query`, without special tokens, is truncated to `max_query`. UserError if `max_length` leaves no room
+    for the passage beside it.
     """
     question_ids = query[: settings.max_query]
     num_special = 3  # [CLS] and two [SEP]
@@ -269,7 +259,9 @@ def make_windows(
 def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
     """Return the range [start, end) of passage tokens in each of the windows that cover a passage.
 
-    With 10 tokens, a room of 6 and a stride of 3, for instance, the windows are [0, 6), [3, 9) and [6, 10).
+    With 10 tokens, a room of 6 and a stride of 3, for instance, the windows are [0, 6), [3, 9) and [6, 10). `room`, at
+    least 1, is the largest number of passage tokens in a window. `stride`, the distance between the starts of windows,
+    is lowered to `room`, so that no token is skipped.
     """
     spans = []
     start = 0
@@ -285,7 +277,9 @@ def window_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int
 def window_target(window: AnswerWindow, first: int, last: int, impossible: bool) -> tuple[int, int, int]:
     """Return the training target of a window: (start position, end position, 1 if the question has no answer).
 
-    Positions are indices into the window's ids, both included.
+    Positions are indices into the window's ids, both included, and 0, the position of [CLS], if the window does not
+    contain the whole answer. The third number is 0 for a window without the answer if another part of the passage has
+    it. `first` and `last` are tokens of the passage; `last` is below `first` for an empty answer.
     """
     window_end = window.first + len(window.owned)  # the window has the passage tokens [window.first, window_end)
     if impossible:
@@ -298,6 +292,8 @@ def window_target(window: AnswerWindow, first: int, last: int, impossible: bool)
 
 
 def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
+    """Return for each token of a passage the number of the window that owns it; `spans` are those of the windows."""
+    # If several overlapping windows scored the same answer, some of them would do so with little context.
     if len(spans) <= 1:
         return [0] * num_tokens
     return [_owner(spans, token) for token in range(num_tokens)]
@@ -306,8 +302,10 @@ def _owners(spans: Sequence[tuple[int, int]], num_tokens: int) -> list[int]:
 def _owner(spans: Sequence[tuple[int, int]], token: int) -> int:
     """Return the number of the window in which `token` has the most context, the first of equally good ones."""
 
+    # The context is the number of tokens to the nearer end of the window, plus 0.01 per token of the window, which
+    # decides for the longer one of two with equal contexts. Token 5, for instance, has min(5, 0) = 0 tokens of context
+    # in the window [0, 6) and min(2, 3) = 2 in the window [3, 9). Source: `max context` of the reference.
     def context(window: int) -> float:
-        """Return the context of `token` in one window: tokens to the nearer end, plus 0.01 per token of the window."""
         start, end = spans[window]
         left = token - start
         right = end - 1 - token

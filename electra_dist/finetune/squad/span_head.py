@@ -1,7 +1,8 @@
-"""Defines the head of google-research/electra for SQuAD, and what all models for SQuAD have in common.
+"""Define the head of google-research/electra for SQuAD, and what all models for SQuAD have in common.
 
 A passage that is too long for a row is cut into overlapping parts; the question with one of these parts is a window,
 and each row is a window. The head has three outputs (`linear_span_head.py` has a simpler one):
+
 - Start logits: Dense(H -> 1) over all states.
 - End logits: Dense(2H -> W), GELU, Dense(W -> 1) over [state of the start ; state of the token]. The start is the true
   one in training, and each of the K most probable ones (the beam) in prediction.
@@ -9,14 +10,14 @@ and each row is a window. The head has three outputs (`linear_span_head.py` has 
   target of both start and end in a window without the answer.
 - No-answer logit: Dense(2H -> W), GELU, Dense(W -> 1) over [state of CLS ; mean of the states weighted by
   softmax(start logits)]. It is positive for "no answer".
-The loss is (start + end) / 2 + answerable_weight * answerability: cross-entropies of start and end, and the binary
-cross-entropy of the no-answer logit.
 
-Guarantee: losses and scores are fp32 whatever the precision of the states.
+The loss is (start + end) / 2 + answerable_weight * answerability: cross-entropies of start and end, and the binary
+cross-entropy of the no-answer logit. Losses and scores are fp32 whatever the precision of the states.
 
 Source: google-research/electra, finetune/qa/qa_tasks.py.
 
-Shapes: B rows, S tokens, H hidden width, K beam, W span_width (512 by default).
+Shapes: B rows, S tokens, H hidden width, K beam, W span_width (512 by default). Rows of ids are int64 `[CLS] question
+[SEP] part of the passage [SEP]`, padded.
 """
 
 from __future__ import annotations
@@ -38,23 +39,17 @@ OUTSIDE = -1000.0  # added to the start and end logits of positions that cannot 
 
 
 class SpanScores(NamedTuple):
-    """Candidate answer spans of each of B rows: the K best starts, and the K best ends for each start, best first.
+    """Candidate answer spans of each of B rows: the K best starts, and the K best ends for each start, best first."""
 
-    Log-probabilities are natural logarithms; positions are indices into the row of ids.
-    """
-
-    start_logp_BK: torch.Tensor  # log-probabilities of the starts, fp32
-    start_BK: torch.Tensor  # positions of the starts, int64
+    start_logp_BK: torch.Tensor  # natural log-probabilities of the starts, fp32
+    start_BK: torch.Tensor  # positions of the starts in the row of ids, int64
     end_logp_BKK: torch.Tensor  # [row, start, end]: log-probability of the end, given the start, fp32
     end_BKK: torch.Tensor  # [row, start, end]: positions of the ends, int64
     no_answer_B: torch.Tensor  # logit, positive for "no answer", fp32
 
 
 class SpanHead(nn.Module):
-    """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer".
-
-    In prediction, `search` returns the most probable starts of each row, and the most probable ends for each start.
-    """
+    """SQuAD head: logits of the answer's start, of its end given the start, and of "no answer"."""
 
     def __init__(self, width: int, settings: FinetuneConfig, seed: int) -> None:
         """Build the head with initial weights from `seed`."""
@@ -68,18 +63,17 @@ class SpanHead(nn.Module):
         init_head(self, seed)
 
     def start_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's start at each token, fp32 [B, S]."""
+        """Return the logits of the answer's start at each token, fp32 [B, S]; 1000 less where it is not allowed."""
         logit_BS = self.start(state_BSH).squeeze(-1).float()
         return logit_BS + OUTSIDE * ~allowed_BS
 
     def end_logits(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor, start_BK: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the answer's end at each token for each of K given starts, fp32 [B, K, S].
-
-        The logit is Dense(GELU(Dense([state of the start ; state of the token]))).
-        """
+        """Return the logits of the answer's end at each token for each of K starts (positions), fp32 [B, K, S]."""
         hidden_size = state_BSH.shape[-1]
         start_index_BKH = start_BK[..., None].expand(-1, -1, hidden_size)
         start_state_BKH = state_BSH.gather(1, start_index_BKH)
+        # The first Dense is split into a half for the start and a half for the token, so that the product with a
+        # token's state is computed once instead of once per start.
         start_weight_WH, token_weight_WH = self.end_hidden.weight.split(hidden_size, dim=1)
         start_part_BKW = F.linear(start_state_BKH, start_weight_WH, self.end_hidden.bias)
         token_part_BSW = F.linear(state_BSH, token_weight_WH)
@@ -92,10 +86,7 @@ class SpanHead(nn.Module):
         return logit_BKS + OUTSIDE * ~allowed_BS[:, None]
 
     def no_answer_logit(self, state_BSH: torch.Tensor, start_logit_BS: torch.Tensor) -> torch.Tensor:
-        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none.
-
-        It is Dense(GELU(Dense([state of CLS ; expected state of the start]))).
-        """
+        """Return the logit of "no answer" for each row, fp32 [B]; positive if the row seems to have none."""
         start_prob_BS = start_logit_BS.softmax(-1).to(state_BSH.dtype)
         expected_start_BH = torch.einsum("bs,bsh->bh", start_prob_BS, state_BSH)
         cls_state_BH = state_BSH[:, 0]
@@ -104,7 +95,7 @@ class SpanHead(nn.Module):
         return self.answer(hidden_BW).squeeze(-1).float()
 
     def search(self, state_BSH: torch.Tensor, allowed_BS: torch.Tensor) -> SpanScores:
-        """Return the candidate answer spans of each row: its K best starts, and for each start the K best ends.
+        """Return the K best starts of each row, and for each start the K best ends; K is the beam, but at most S.
 
         An end may lie before its start, or outside the passage: the caller rejects such spans.
         """
@@ -134,8 +125,8 @@ class AnswerModel(TaskModel):
     def allowed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return which positions may be the start or the end of an answer, bool [B, S].
 
-        Args:
-            ids_BS: B rows `[CLS] question [SEP] passage [SEP]`, int64; the passage has token type 1.
+        These are the tokens of the passage with its final [SEP], as in google-research/electra, and [CLS], which
+        stands for "no answer".
         """
         allowed_BS = derive(ids_BS, self.backbone.special).token_type_BS == 1
         allowed_BS[:, 0] = True
@@ -144,21 +135,18 @@ class AnswerModel(TaskModel):
     def search(self, ids_BS: torch.Tensor) -> SpanScores:
         """Return the candidate answer spans of each row, and its logit of "no answer".
 
-        Args:
-            ids_BS: B windows `[CLS] question [SEP] part of the passage [SEP]`, padded to S tokens, int64.
+        The model must be in evaluation mode: in training mode the encoder needs dropout keys, which this method lacks.
         """
         raise NotImplementedError
 
 
 class SpanModel(AnswerModel):
-    """SQuAD model of google-research/electra: an encoder with a `SpanHead`.
-
-    The targets are those of `AnswerModel`.
-    """
+    """SQuAD model of google-research/electra: an encoder with a `SpanHead`."""
 
     head: SpanHead
 
     def __init__(self, backbone: Backbone, width: int, settings: FinetuneConfig, seed: int) -> None:
+        """Add a new SQuAD head, with initial weights from `seed`, to an encoder of hidden size `width`."""
         super().__init__(backbone, SpanHead(width, settings, seed))
         self.answerable_weight = settings.answerable_weight
 

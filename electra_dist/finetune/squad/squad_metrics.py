@@ -1,4 +1,4 @@
-"""Computes the official metrics of SQuAD 1.1 and 2.0: exact match, F1 and the best no-answer threshold.
+"""Compute the official metrics of SQuAD 1.1 and 2.0: exact match, F1 and the best no-answer threshold.
 
 Guarantee: the rules are those of the official scripts. An answer is lower-cased, its ASCII punctuation is deleted, the
 words a, an and the are replaced by spaces, and runs of white space by one space. "Exact" means equal to one of the
@@ -25,18 +25,14 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalized(answer: str) -> str:
-    """Return an answer in the form in which answers are compared: "The U.S.  army" becomes "us army".
-
-    It is lower-cased, ASCII punctuation and the words "a", "an" and "the" are removed, and runs of white space become
-    one space. The result may be empty.
-    """
+    """Return an answer in the form in which answers are compared: "The U.S.  army" becomes "us army"."""
     without_punctuation = answer.lower().translate(_PUNCTUATION)
     without_articles = _ARTICLES.sub(" ", without_punctuation)
     return " ".join(without_articles.split())
 
 
 def exact(predicted: str, gold: str) -> float:
-    """Return 1.0 if both answers are equal after normalization (case, punctuation, articles, spaces), else 0.0."""
+    """Return 1.0 if both answers are equal after normalization, else 0.0."""
     return float(normalized(predicted) == normalized(gold))
 
 
@@ -57,8 +53,9 @@ def f1(predicted: str, gold: str, version: int) -> float:
 
 
 def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]:
-    """Return the metrics of SQuAD 1.1 in per cent: `exact` (share of exact matches) and `f1` (mean F1 of the
-    words).
+    """Return the metrics of SQuAD 1.1 in per cent: `exact` (share of exact matches) and `f1` (mean F1 of the words).
+
+    A question without a prediction counts as wrong.
     """
     return {
         "exact": _mean_score(predicted, gold, score=exact),
@@ -69,7 +66,10 @@ def squad1_metrics(predicted: Mapping[str, str], gold: Gold) -> dict[str, float]
 def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold) -> dict[str, float]:
     """Return the metrics of SQuAD 2.0, in per cent.
 
-    A question is left unanswered if its no-answer score is above a threshold.
+    `best_exact` and `best_f1` are the scores at the no-answer threshold that is best for each, and
+    `best_exact_threshold` and `best_f1_threshold` are these thresholds. `has_answer_exact` and `has_answer_f1` are the
+    scores over the questions that have an answer, with every question answered. `predicted` has the best answer to
+    every question, as if each had one.
     """
     answerable_questions = [question for question in gold if gold[question]]
     # Gold answers that normalize to "" do not count; "" is the gold answer of a question that has no others.
@@ -92,10 +92,11 @@ def squad2_metrics(predicted: Mapping[str, str], no_answer: Mapping[str, float],
 def best_threshold(
     scores: Mapping[str, float], predicted: Mapping[str, str], no_answer: Mapping[str, float], gold: Gold
 ) -> tuple[float, float]:
-    """Find the no-answer threshold with the best mean score, as the official script does.
+    """Return the best mean score in per cent, and its no-answer threshold, found as the official script does.
 
-    Args:
-        scores: question id -> score of its predicted answer, in [0, 1].
+    The search starts with "" as the prediction for every question, which is right for the questions without an answer.
+    Then it raises the threshold past one question after the other, from the lowest no-answer score on, and gives that
+    question the model's answer. The threshold is 0 if answering never improves the score. `scores` are in [0, 1].
     """
     num_unanswerable = sum(not answers for answers in gold.values())
     total = float(num_unanswerable)
@@ -113,7 +114,7 @@ def best_threshold(
 
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
-    """Return the mean of `score` over all questions of `gold`, in per cent."""
+    """Return the mean of `score` over all questions, in per cent; one without a prediction counts as 0."""
     scores = []
     for question, answers in gold.items():
         if question in predicted:

@@ -1,4 +1,4 @@
-"""Makes SQuAD 1.1 and 2.0 a fine-tuning task: training on windows, prediction of answer spans, official metrics.
+"""Make SQuAD 1.1 and 2.0 a fine-tuning task: training on windows, prediction of answer spans, official metrics.
 
 Guarantee: the answer to a question is the span with the highest log p(start) + log p(end) over all windows of the
 question (p(end) depends on the start with `span_head: reference`), among the model's candidates that lie in the
@@ -52,19 +52,10 @@ _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official fil
 
 
 class SquadTask(Task):
-    """Question answering on SQuAD 1.1 or 2.0, scored by the official metrics in per cent.
-
-    The score is F1 for version 1.1 and, for 2.0, F1 at the best no-answer threshold.
-    """
+    """Question answering on SQuAD, scored by the official F1 in per cent; for 2.0, at the best no-answer threshold."""
 
     def __init__(self, version: int, data: Path) -> None:
-        """Read the training and development files.
-
-        Args:
-            data: folder of train-v1.1.json and dev-v1.1.json (v2.0 for version 2), or a folder whose folder squad/ has
-                them. In place of a missing training file dev-v1.1.split-train.json is read, in place of a missing
-                development file dev-v1.1.split-heldout.json.
-        """
+        """Read the files of SQuAD `version` 1 or 2 in `data` or its folder squad/; `notes` tell what is left out."""
         self.version = version
         self.name = f"squad{version}"
         self.metric = "f1" if version == 1 else "best_f1"
@@ -89,8 +80,12 @@ class SquadTask(Task):
         if num_lost > 0:
             self.notes.append(f"{train_file}: {num_lost} questions whose answer is not in the passage are left out")
 
-    @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
+        """Return every window of every training question, with the target of `window_target`.
+
+        If a question has several gold answers, the first one is the target. Questions whose answer does not occur in
+        the passage are left out.
+        """
         passages, windows = _windows(self.train, encoder, settings)
         ids = []
         targets = []
@@ -116,8 +111,8 @@ class SquadTask(Task):
             return LinearSpanModel(backbone, width, settings, seed, new_features(encoder, seed))
         return SpanModel(backbone, width, settings, seed)
 
-    @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead | None:
+        """Return the head of a model with `span_head: linear` under Hugging Face's names; None for the reference's."""
         if isinstance(model, LinearSpanModel):
             return span_head(model.head)
         return None
@@ -147,7 +142,12 @@ class SquadTask(Task):
         return self.score(passages, best, no_answer)
 
     def score(self, passages: Sequence[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Compute the official metrics from the predicted spans of the development questions."""
+        """Compute the official metrics from the predicted spans of the development questions, by question number.
+
+        A question without a span is answered with "". One without a no-answer logit, because its passage has no
+        tokens, counts with 0. The outcome counts as failed if every predicted answer is "" or, in version 2, if no
+        no-answer threshold gives a better F1 than leaving all questions unanswered.
+        """
         predicted: dict[str, str] = {}
         no_answer_scores: dict[str, float] = {}
         gold: dict[str, tuple[str, ...]] = {}
@@ -176,6 +176,7 @@ class SquadTask(Task):
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:
+    """Return a mapping from the ids of questions as JSON text, in the form that the official scripts read."""
     return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
@@ -185,13 +186,14 @@ def _find(data: Path, *names: str) -> Path:
 
 
 def _is_lost(question: Question) -> bool:
+    """Return whether a question has a gold answer that does not occur in its passage, and so is not trained on."""
     return bool(question.answers) and question.start < 0
 
 
 def _windows(
     file: SquadFile, encoder: Pretrained, settings: FinetuneConfig
 ) -> tuple[list[Passage], list[AnswerWindow]]:
-    """Encode the passages of a file, and build the windows of all questions."""
+    """Encode the passages of a file; return them, and the windows of all questions in the order of the questions."""
     passages = encode_passages(file.passages, encoder.tokenizer)
     question_ids = encoder.tokenizer.encode([question.text for question in file.questions])
     windows: list[AnswerWindow] = []

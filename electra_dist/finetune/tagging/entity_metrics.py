@@ -1,4 +1,4 @@
-"""Finds the spans that BIO tags mark, such as named entities, and computes their precision, recall and F1.
+"""Find the spans that BIO tags mark, such as named entities, and compute their precision, recall and F1.
 
 Guarantee: a predicted span counts as right if its first word, its last word and its type are those of a true span, as
 in the evaluation of CoNLL-2000 and CoNLL-2003. Tags may be in the schemes IOB1, BIO (IOB2) and BIOES (IOBES, BILOU).
@@ -25,9 +25,10 @@ def are_bio_tags(tags: Sequence[str]) -> bool:
 
 
 def spans_of(tags: Sequence[str]) -> list[Span]:
-    """Return the spans that the tags of a sentence mark, in their order.
+    """Return the spans that the tags of a sentence mark, in their order, as (type, first word, last word).
 
-    A span is (type, index of its first word, index of its last word).
+    Indices begin at 0: B-PER I-PER O B-LOC gives ("PER", 0, 1) and ("LOC", 3, 3). A tag I- or E- that continues no
+    span begins a new one; no sequence is an error.
     """
     spans: list[Span] = []
     open_type = ""  # type of the span that this word may continue; empty if there is none
@@ -46,9 +47,9 @@ def spans_of(tags: Sequence[str]) -> list[Span]:
 
 
 def entity_metrics(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return `f1`, `precision` and `recall` of the predicted spans of all sentences, as fractions.
+    """Return `f1`, `precision` and `recall` of the predicted spans over all sentences and types, as fractions.
 
-    Spans are counted over all sentences and all types before the fractions are taken (micro average).
+    A fraction with the denominator 0 is returned as 0.
     """
     counts: Counter[str] = Counter()
     for true_tags, predicted_tags in zip(true, predicted, strict=True):

@@ -1,4 +1,4 @@
-"""Reads sentences of tagged words from CoNLL-U files or from files with columns, as CoNLL-2003 has them.
+"""Read sentences of tagged words from CoNLL-U files or from files with columns, as CoNLL-2003 has them.
 
 Guarantee: every line belongs to a sentence, separates two, or is a comment; a line that fits none of these is an error
 with its number. A file of another layout is refused: lines of different widths, tags with spaces in them, numbers or
@@ -56,7 +56,11 @@ class _Line(NamedTuple):
 
 
 def find_tagged_file(folder: Path, split: str) -> Path:
-    """Return the file of a folder with the sentences of "train" or "dev"."""
+    """Return the only file of a folder with the sentences of "train" or "dev"; UserError if there is none or several.
+
+    The name is train, or for "dev" one of dev, valid, validation and testa, with one of the suffixes .conllu, .txt,
+    .conll, .tsv, .bio and .iob2. Names of treebank files, *-train.conllu and *-dev.conllu, are found, too.
+    """
     suffixes = (".conllu", *_COLUMN_SUFFIXES)
     files = [folder / f"{name}{suffix}" for name in _NAMES_OF_SPLIT[split] for suffix in suffixes]
     found = [file for file in files if file.is_file()] + sorted(folder.glob(f"*-{split}.conllu"))
@@ -121,6 +125,7 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
 
 
 def _num_marked(block: Sequence[_Line]) -> int:
+    """Return how many lines at the beginning of a sentence look like comments: # and a space or a tab."""
     for number, line in enumerate(block):
         if line.columns[0] != "#" and not line.columns[0].startswith("# "):
             return number
@@ -128,9 +133,7 @@ def _num_marked(block: Sequence[_Line]) -> int:
 
 
 def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
-    """Raise UserError for the first line that is no word with its tag, or that has another width than those before.
-    Lines with spaces may not, because a word with a space in it looks like that.
-    """
+    """Raise UserError for the first line that is no word with its tag, or that has another width than those before."""
     first_of: dict[bool, _Line] = {}  # the first line with tabs, and the first one without
     for line in lines:
         if len(line.columns) < _MIN_COLUMNS or not line.columns[0] or not line.columns[-1]:
@@ -142,6 +145,8 @@ def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
                 f"{file}:{line.number}: the tag `{tag}` has a space in it; write one word, a tab and its tag on each "
                 f"line"
             )
+        # Lines with tabs may leave out the columns between word and tag. Lines with spaces may not, because a word
+        # with a space in it looks like that.
         if line.has_tabs and len(line.columns) == _MIN_COLUMNS:
             continue
         first = first_of.setdefault(line.has_tabs, line)

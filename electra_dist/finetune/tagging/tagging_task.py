@@ -1,4 +1,4 @@
-"""Makes tagging a fine-tuning task: one label for each word, such as a part of speech or a named entity.
+"""Make tagging a fine-tuning task: one label for each word, such as a part of speech or a named entity.
 
 Guarantee: every word of the development data gets exactly one prediction. A sentence that is longer than the model's
 rows is cut between two words into several rows. The words are encoded as a text in which spaces separate them, as a
@@ -46,35 +46,26 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
 class TaggingModel(TaskModel):
-    """Encoder with a head that computes the logits of the tags from the state of each token.
-
-    The head is one linear layer; in models of the architecture `modern`, the layers of `ModernFeatures` precede it.
-    """
+    """Encoder with a head that computes the logits of the tags from the state of each token."""
 
     def __init__(
         self, backbone: Backbone, width: int, num_tags: int, seed: int, features: ModernFeatures | None = None
     ) -> None:
-        """Add a new head for tags to an encoder.
-
-        Args:
-            features: first layers of the head in models of the architecture `modern`, from `new_features`. The module
-                becomes part of this model, without a copy. None for the architecture `bert`.
-        """
+        """Add a new head to `backbone`, after `features` (from `new_features`); both modules are used, not copied."""
         output_layer = nn.Linear(width, num_tags)
         init_head(output_layer, seed)
         super().__init__(backbone, on_features(features, output_layer))
 
     def predict(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the logits of the tags at every token, fp32 [B, S, N].
-
-        Args:
-            dropout_keys: seed, step and row numbers, of which the encoder's dropout is a function; None for
-                evaluation.
-        """
+        """Return the logits of the tags at every token, fp32 [B, S, N]; `dropout_keys` is None in evaluation mode."""
         return self.head(self.backbone(ids_BS, dropout_keys)).float()
 
-    @override
     def forward(self, ids_BS: torch.Tensor, target_BK: torch.Tensor, dropout_keys: DropoutKeys) -> torch.Tensor:
+        """Return the mean cross-entropy over the words of a batch.
+
+        `target_BK`, with K >= S, has the number of the tag at the first piece of each word, and -100 elsewhere. The
+        columns from S on belong to longer rows of other batches, and are not used.
+        """
         logit_BSN = self.predict(ids_BS, dropout_keys)
         target_BS = target_BK[:, : ids_BS.shape[1]]
         return F.cross_entropy(logit_BSN.flatten(0, 1), target_BS.flatten(), ignore_index=_NO_WORD)
@@ -92,7 +83,7 @@ class TaggingTask(Task):
     """Tagging of words, scored by accuracy (`tagging`) or by the F1 of the spans that BIO tags mark (`ner`)."""
 
     def __init__(self, name: str, data: Path) -> None:
-        """Read the training and development files."""
+        """Read the files train and dev of the folder `data`; `name` is "ner", which needs BIO tags, or "tagging"."""
         train_file = find_tagged_file(data, "train")
         dev_file = find_tagged_file(data, "dev")
         self.name = name
@@ -156,10 +147,7 @@ class TaggingTask(Task):
         return self.score(predicted)
 
     def score(self, predicted: Sequence[Sequence[str]]) -> TaskOutcome:
-        """Compute the metrics of predicted tags, one list for each development sentence.
-
-        They are the accuracy over words and, if the tags mark spans, precision, recall and F1 of the spans.
-        """
+        """Score predicted tags, one list per development sentence; a single tag for all words counts as a failure."""
         true = [sentence.tags for sentence in self.dev]
         num_right = 0
         for true_tags, predicted_tags in zip(true, predicted, strict=True):
@@ -191,10 +179,7 @@ class TaggingTask(Task):
 def tagged_rows(sentences: Sequence[TaggedSentence], encoder: Pretrained, max_length: int) -> list[TaggedRow]:
     """Return rows `[CLS] words [SEP]` of at most `max_length` tokens, which together have all words in their order.
 
-    A sentence that does not fit into one row is cut between two words.
-
-    Args:
-        max_length: longest row in tokens, with [CLS] and [SEP].
+    A word of which the tokenizer leaves nothing, such as a control character, becomes [UNK].
     """
     special = encoder.special
     room = max_length - _NUM_SPECIAL

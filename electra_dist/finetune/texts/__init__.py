@@ -1,1 +1,1 @@
-"""Implements tasks on single texts and pairs of texts: the nine tasks of GLUE, and those in files of a user."""
+"""Implement tasks on single texts and pairs of texts: the nine tasks of GLUE, and those in files of a user."""

@@ -1,4 +1,4 @@
-"""Translates the labels of a task on texts into targets of training, and a model's outputs into labels.
+"""Translate the labels of a task on texts into targets of training, and a model's outputs into labels.
 
 A label of a classification becomes its number in the list of labels. A label of a regression is scaled linearly, so
 that the lowest possible label becomes 0 and the highest 1; if the task does not define these two, the lowest and the
@@ -22,9 +22,9 @@ class LabelTargets:
     """Translation between the labels in the files of a task and the targets and outputs of a model."""
 
     def __init__(self, spec: TextSpec, train: Texts) -> None:
-        """Find the labels of a task, or the range of them for a regression."""
-        self.labels: tuple[str, ...] = ()
-        self.span = (0.0, 1.0)
+        """Find the labels of a task, or the range of a regression; `train` is the whole training file."""
+        self.labels: tuple[str, ...] = ()  # in the order of their numbers; empty for a regression
+        self.span = (0.0, 1.0)  # labels of a regression that become the targets 0 and 1
         if spec.kind == "classification":
             self.labels = spec.labels or _labels_of(train)
             if len(self.labels) == 1:
@@ -34,11 +34,14 @@ class LabelTargets:
                 )
         else:
             self.span = spec.span or _range_of(_label_values(train))
-        self.num_outputs = len(self.labels) or 1
+        self.num_outputs = len(self.labels) or 1  # of the head: one per label, or 1 for a regression
         self._has_limits = spec.span is not None
 
     def targets(self, texts: Texts) -> torch.Tensor:
-        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression."""
+        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
+
+        If the range of a regression is that of the training labels, targets of other files may lie outside [0, 1].
+        """
         if self.labels:
             number_N = torch.tensor(_label_numbers(texts, self.labels))
             return number_N[:, None]
@@ -48,11 +51,14 @@ class LabelTargets:
         return scaled_N[:, None].float()
 
     def predictions(self, output_NL: np.ndarray) -> np.ndarray:
-        """Return what a model's outputs [N, L] predict for each example, [N], on the scale of the targets."""
+        """Return what outputs [N, L] predict, [N]: the label with the highest output, or a regression's number."""
         return output_NL.argmax(1) if self.labels else output_NL[:, 0]
 
     def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
-        """Return the predicted label of each example as it would be written in a file, from outputs [N, L]."""
+        """Return the predicted label of each example as it would be written in a file, from outputs [N, L].
+
+        Numbers of a regression are in the units of the labels, and limited to the range that the task defines.
+        """
         predicted_N = self.predictions(output_NL)
         if self.labels:
             return [self.labels[number] for number in predicted_N]
@@ -64,7 +70,7 @@ class LabelTargets:
 
 
 def _labels_of(train: Texts) -> tuple[str, ...]:
-    """Return the labels of a file for a classification, sorted, each once."""
+    """Return the labels of a file, sorted, each once; refuse labels that tables or readers would confuse."""
     labels = tuple(sorted(set(train.label)))
     label_of: dict[Decimal, str] = {}
     for label in labels:
@@ -83,7 +89,7 @@ def _labels_of(train: Texts) -> tuple[str, ...]:
 
 
 def _number_in(label: str) -> Decimal | None:
-    """Return the number that a label is; None if it is another text."""
+    """Return the finite number that a label is; None if it is another text."""
     try:
         number = Decimal(label)
     except InvalidOperation:
@@ -92,7 +98,6 @@ def _number_in(label: str) -> Decimal | None:
 
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
-    """Return the index of each example's label in `labels`."""
     number_of = {label: number for number, label in enumerate(labels)}
     numbers = []
     for label, line in zip(texts.label, texts.line, strict=True):
@@ -106,7 +111,6 @@ def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
 
 
 def _label_values(texts: Texts) -> list[float]:
-    """Return each example's label as a number, for a regression."""
     values = []
     for label, line in zip(texts.label, texts.line, strict=True):
         try:
@@ -123,9 +127,9 @@ def _label_values(texts: Texts) -> list[float]:
 
 
 def _range_of(values: list[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of `values`, the labels of a regression."""
+    """Return the lowest and the highest of `values`; if these are equal, a larger number in place of the highest."""
     low = min(values)
     high = max(values)
     if high == low:
-        high = low + max(1.0, abs(low))
+        high = low + max(1.0, abs(low))  # callers divide by the difference; a smaller one may be lost in rounding
     return low, high

@@ -1,4 +1,4 @@
-"""Reads examples (texts and labels) from TSV and JSONL files, and encodes them as token ids.
+"""Read examples (texts and labels) from TSV and JSONL files, and encode them as token ids.
 
 Guarantee: a TSV file is split at tabs only, because GLUE contains unbalanced quotes; a byte order mark is dropped.
 Callers name a column by its title in the header, or by its index, from 0, if the file has no header (CoLA). Lines with
@@ -26,10 +26,7 @@ Column = str | int  # name in the header of a file, or index (from 0) in a file 
 
 
 class Texts(NamedTuple):
-    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers.
-
-    It also records the file's path and sha256, and how many lines were left out because they have too few columns.
-    """
+    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers."""
 
     a: list[str]
     b: list[str] | None  # None for a task on single texts
@@ -40,7 +37,7 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def sample(self, size: int) -> Texts:
-        """Return a random sample of `size` examples, in the order of the file."""
+        """Return a random sample of `size` examples, or all, in the order of the file; the seed is fixed."""
         num_examples = len(self.a)
         if size >= num_examples:
             return self
@@ -55,7 +52,7 @@ class Texts(NamedTuple):
 
 
 def find_file(places: Sequence[Path]) -> Path:
-    """Return the first of the paths `places` at which there is a file."""
+    """Return the first of the paths `places` at which there is a file; UserError, which lists them all, if none."""
     for place in places:
         if place.is_file():
             return place
@@ -71,8 +68,9 @@ def find_file(places: Sequence[Path]) -> Path:
 def read_texts(file: Path, text_a: Column, text_b: Column | None, label: Column) -> Texts:
     """Read the texts and labels of a .jsonl file, or of a .tsv file (any other suffix is read as TSV).
 
-    Args:
-        text_b: column of the second text, of the same kind; None for a task on single texts.
+    `text_b` is None for a task on single texts. Blank lines are ignored. UserError if there is no example, a column is
+    missing, a line of TSV has more columns than the header, or a line of JSONL is not an object with text in these
+    columns.
     """
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
@@ -106,9 +104,8 @@ def encode_texts(
 ) -> list[list[int]]:
     """Return one row of token ids per example: `[CLS] A [SEP]` for single texts, `[CLS] A [SEP] B [SEP]` for pairs.
 
-    Args:
-        b: second texts, as many as in `a`; None for single texts. An empty second text is left out with its [SEP].
-        special: ids of [CLS] and [SEP].
+    `b` is None for single texts; an empty second text is left out with its [SEP]. `max_length` counts the special
+    tokens. A longer single text is cut at its end, a longer pair by `truncate_pair`.
     """
     all_first_ids = tokenizer.encode(a)
     if b is None:
@@ -127,7 +124,10 @@ def encode_texts(
 
 
 def truncate_pair(first: list[int], second: list[int], max_total: int) -> tuple[list[int], list[int]]:
-    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does."""
+    """Cut the ends of two texts so that together they have at most `max_total` ids, as BERT does.
+
+    The longer text loses its last id, again and again, until both fit; of two equally long texts, the second one does.
+    """
     first_length = len(first)
     second_length = len(second)
     while first_length + second_length > max_total:
@@ -142,7 +142,7 @@ Row = tuple[int, list[str] | None]  # line number, and the requested columns; No
 
 
 def _tsv_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Split the lines of a TSV file at tabs, without any quoting rules, and select columns."""
+    """Split the lines of a TSV file at tabs and select columns: all by title, or all by index without a header."""
     has_header = not isinstance(columns[0], int)
     if has_header:
         header_line = lines[0][1] if lines else ""
@@ -174,7 +174,7 @@ def _check_widths(file: Path, num_columns: int, lines: Sequence[tuple[int, str]]
 
 
 def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> list[int]:
-    """Return the index, from 0, of each of the named `columns` in the header of a TSV file."""
+    """Return the index of each column in a header, without spaces around titles; the first of equal titles counts."""
     header = [name.strip() for name in header_line.split("\t")]
     missing = [column for column in columns if column not in header]
     if missing:
@@ -186,7 +186,7 @@ def _header_indices(file: Path, header_line: str, columns: Sequence[Column]) -> 
 
 
 def _jsonl_rows(file: Path, lines: Sequence[tuple[int, str]], columns: Sequence[Column]) -> list[Row]:
-    """Parse each line of a JSONL file as a JSON object, and select the values of some keys."""
+    """Parse each line of a JSONL file, and select the keys `columns`; the last one, the label, may be a number."""
     *text_keys, label_key = map(str, columns)
     rows: list[Row] = []
     for number, line in lines:

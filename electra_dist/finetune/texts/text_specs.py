@@ -1,4 +1,4 @@
-"""Describes tasks on texts by their files, columns, labels and metric; `GLUE` has the nine tasks of the benchmark.
+"""Describe tasks on texts by their files, columns, labels and metric; `GLUE` has the nine tasks of the benchmark.
 
 Guarantee: columns, labels, metrics and folders are those of the standard GLUE download, as google-research/electra
 reads them.
@@ -20,8 +20,7 @@ from electra_dist.finetune.texts.labelled_texts import Column
 class TextSpec:
     """Description of a task on texts: names of its files, their columns, its labels and its metric.
 
-    A column is a title in the header, a key of the JSON objects, or an index from 0 in a file without header. An
-    empty `labels` means a regression, or a classification whose labels are those of the training data, sorted.
+    A column is a title in the header, a key of the JSON objects, or an index from 0 in a file without header.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Implements classification and regression on single texts or pairs, as a fine-tuning task.
+"""Implement classification and regression on single texts or pairs, as a fine-tuning task.
 
 Guarantee: with the setting `both_orders` (the default), the pairs (A, B) of MRPC and STS, whose order has no meaning,
 are used in training as (B, A), too. The `digest` of a task covers the bytes of its files and the way in which they are
@@ -38,11 +38,7 @@ class TextTask(Task):
     """Classification or regression task on single texts or pairs, read from files as its `TextSpec` describes."""
 
     def __init__(self, spec: TextSpec, data: Path, max_train: int | None = None, with_test: bool = False) -> None:
-        """Read the training and development files of the task.
-
-        Args:
-            max_train: number of training examples to use, drawn with a fixed seed; None for all.
-        """
+        """Read the files of the task in `data`; `max_train` examples are drawn with a fixed seed (None: all)."""
         self.spec = spec
         self.name = spec.name
         self.metric = spec.metric
@@ -73,8 +69,11 @@ class TextTask(Task):
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 
-    @override
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
+        """Return the training examples as rows of token ids with their targets.
+
+        If each pair (A, B) is also used as (B, A), rows i and i + N are the two orders of pair i, for N pairs.
+        """
         first_texts = self.train.a
         second_texts = self.train.b
         target_N1 = self.train_target
@@ -86,7 +85,7 @@ class TextTask(Task):
         return Examples(ids=ids, target_NK=target_N1)
 
     def dev_ids(self, prefix: str, encoder: Pretrained, settings: FinetuneConfig) -> list[list[int]]:
-        """Return the examples of one development file as rows of token ids, in the order of the file."""
+        """Return the examples of the development file whose metrics have the given prefix as rows of token ids."""
         texts = self.dev[prefix]
         return encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
 
@@ -98,10 +97,10 @@ class TextTask(Task):
             backbone, encoder.tower.hidden_size, self._label_targets.num_outputs, settings, seed, features
         )
 
-    @override
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
+        """Predict for every development file, and score the predictions; `progress` starts again with each file."""
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
@@ -120,8 +119,8 @@ class TextTask(Task):
             files.append(predictions_file(test_set, self._label_targets.predicted_labels(output_NL)))
         return tuple(files)
 
-    @override
     def hf_head(self, model: TaskModel, settings: FinetuneConfig) -> TaskHead:
+        """Return the head under Hugging Face's names; a regression then predicts labels as they are in the files."""
         assert isinstance(model.head, torch.nn.Sequential)
         return classifier_head(model.head, self.labels, self._label_targets.span, settings.head_dropout)
 
@@ -166,12 +165,10 @@ class TextTask(Task):
         return tuple(files)
 
     def score(self, outputs: dict[str, np.ndarray]) -> TaskOutcome:
-        """Compute the metrics of a model's outputs on the development files.
+        """Compute the metrics of a model's outputs on the development files, given by the prefix of their metrics.
 
-        Args:
-            outputs: prefix of a file -> outputs in the order of its N examples. A classification has one value per
-                label, [N, L], and the label with the highest value is the prediction; a regression has predicted
-                numbers, [N, 1].
+        A classification has one output per label, [N, L], a regression a predicted number, [N, 1]. The outcome counts
+        as failed if all predictions for a file are equal.
         """
         metrics: dict[str, float] = {}
         failures = []
@@ -191,13 +188,13 @@ class TextTask(Task):
         return TaskOutcome(metrics=metrics, failure=first_failure)
 
     def standard_error(self, outputs: dict[str, np.ndarray]) -> float:
-        """Return the standard error of the task's score over the choice of its development examples."""
+        """Return the standard error of the task's score over the choice of examples in its main development file."""
         predicted_N = self._label_targets.predictions(outputs[""])
         true_N = self.dev_target[""][:, 0].numpy()
         return metric_standard_error(predicted_N, true_N, len(self.labels), self.metric)
 
     def _read(self, data: Path, stem: str) -> Texts:
-        """Read the examples of one of the task's files, such as MRPC/train.tsv."""
+        """Read the examples of the file STEM of the task; a GLUE task's folder is in `data` or in its folder glue/."""
         spec = self.spec
         is_glue = spec.folder != ""
         if is_glue:

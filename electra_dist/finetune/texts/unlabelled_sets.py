@@ -1,4 +1,4 @@
-"""Reads test sets without labels, and writes predictions for them as the GLUE benchmark wants them.
+"""Read test sets without labels, and write predictions for them as the GLUE benchmark wants them.
 
 Guarantee: a submission has one line for each example of the test file, in its order, with the columns `index` and
 `prediction`; names of files and forms of labels are those that gluebenchmark.com asks for. Labels of the tasks on
@@ -62,8 +62,9 @@ GLUE_TEST_SETS = {
 def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None) -> list[UnlabelledSet]:
     """Read the test files of a task that exist; a missing file is no error.
 
-    Args:
-        text_b: column of the second text of a custom task; None for single texts.
+    The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is test.tsv or, without
+    that, test.jsonl, with the columns `text_a` and `text_b`. UserError if a line has too few columns, because a
+    submission needs a prediction for every example.
     """
     if task not in GLUE_TEST_SETS:
         for name in ("test.tsv", "test.jsonl"):
@@ -79,7 +80,6 @@ def read_test_sets(task: str, data: Path, text_a: Column, text_b: Column | None)
 
 
 def _read(file: Path, spec: UnlabelledSpec) -> UnlabelledSet:
-    """Read one test file."""
     # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
     texts = read_texts(file, spec.text_a, spec.text_b, label=index_column)

@@ -1,4 +1,4 @@
-"""Reads sentences of a treebank from CoNLL-U files: words with their parts of speech and heads.
+"""Read sentences of a treebank from CoNLL-U files: words with their parts of speech and heads.
 
 Guarantee: words are the syntactic words of the tree; lines of multiword tokens (ID 1-2) and of empty nodes (ID 5.1)
 are left out, as the format prescribes. Every other line that does not fit the format is an error with its number, and
@@ -48,10 +48,7 @@ class Treebank(NamedTuple):
 
 
 def read_treebank(folder: Path) -> Treebank:
-    """Read the files of a folder whose names end in `train.conllu` and `test.conllu`.
-
-    Published treebanks have such names, for example `en_ewt-ud-train.conllu`.
-    """
+    """Read the one file of a folder whose name ends in `train.conllu`, and the one that ends in `test.conllu`."""
     files = [_only_file(folder, "train"), _only_file(folder, "test")]
     digest = hashlib.sha256()
     for file in files:
@@ -61,7 +58,7 @@ def read_treebank(folder: Path) -> Treebank:
 
 
 def read_conllu(file: Path) -> list[Sentence]:
-    """Return the sentences of a CoNLL-U file."""
+    """Return the sentences of a CoNLL-U file; UserError if it has none, or a line that does not fit the format."""
     sentences = []
     for first_line, columns_of_words in _blocks(file, split_lines(read_regular(file, MOST_DATA_BYTES), file)):
         num_words = len(columns_of_words)
@@ -89,7 +86,7 @@ def read_conllu(file: Path) -> list[Sentence]:
 def check_words(words: Sequence[str], place: str) -> None:
     """Raise UserError if a sentence has underscores in place of its words, as treebanks without their text have.
 
-    A sentence of one such word may be a ruled line of a text.
+    A sentence of one such word may be a ruled line of a text. `place` is the file and line, for the message.
     """
     if len(words) > 1 and not "".join(words).strip("_"):
         raise UserError(
@@ -123,7 +120,6 @@ def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]
 
 
 def _only_file(folder: Path, split: str) -> Path:
-    """Return the file of a folder whose name is SPLIT.conllu or ends in -SPLIT.conllu."""
     files = sorted(folder.glob(f"*-{split}.conllu")) + sorted(folder.glob(f"{split}.conllu"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"

@@ -1,8 +1,11 @@
-"""Computes the frozen states of the words of sentences at every layer of an encoder.
+"""Compute the frozen states of the words of sentences at every layer of an encoder.
 
 How: the words are encoded as a text in which spaces separate them. The state of a word is that of its first piece. The
 state of [CLS] precedes those of the words and represents the root of the sentence's tree. So the state at place i of a
 sentence is that of its word i, counted from 1 as in CoNLL-U.
+
+Cost: one forward pass of each sentence. All states are kept: (L + 1) x H floats for each word, which is 1.3 GB for the
+250,000 words of UD English-EWT with L = 4 and H = 256.
 
 Shapes: L1 is the number of layers + 1, for the embeddings; W places ([CLS] and the words) of one sentence, T places of
 all sentences, H hidden width.
@@ -40,7 +43,12 @@ class WordStates(NamedTuple):
 def compute_word_states(
     encoder: Pretrained, sentences: Sequence[Sentence], device: torch.device, progress: Progress
 ) -> WordStates:
-    """Return the states of [CLS] and of the first piece of each word, at every layer, without gradient."""
+    """Return the states of [CLS] and of the first piece of each word, at every layer, without gradient.
+
+    Sentences with more pieces than the model has positions are left out; they are the same ones for all models with
+    the same vocabulary and number of positions. UserError if none is left. `progress` is called after each batch with
+    ("predict", sentences done, sentences in total).
+    """
     kept_sentences = []
     rows = []
     places_of_row = []  # for each row, the indices of [CLS] and of the first piece of each word
@@ -63,7 +71,6 @@ def compute_word_states(
     state_LTH = torch.empty(encoder.tower.num_layers + 1, int(ends[-1]), encoder.tower.hidden_size)
 
     def all_layers(ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the states of one padded batch at all layers, [L1, B, S, H]."""
         return torch.stack(backbone.layer_states(ids_BS))
 
     for row_numbers, state_LBSH in predict(all_layers, rows, encoder.special.pad, _BATCH, device, progress):

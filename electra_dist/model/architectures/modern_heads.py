@@ -1,7 +1,7 @@
 """Define the heads of the architecture `modern`, which predict tokens or detect replaced tokens.
 
-Both have a dense layer, GELU and a LayerNorm without biases, and then an output with a bias. To predict tokens, the
-output is the tied token table with one bias per token; to detect replaced tokens, it is one unit.
+Both have a dense layer, GELU and a LayerNorm without biases, then an output with a bias: the tied token table, or one
+unit.
 
 Guarantee: the same functions as the heads of Hugging Face's ModernBertForMaskedLM and ModernBertForTokenClassification
 on the same weights. Losses are at least fp32, whatever the dtype of the parameters.

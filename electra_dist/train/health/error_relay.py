@@ -27,10 +27,7 @@ _EXIT_CODE = "reported_exit_code"
 
 
 def report_once(error: UserError | StorageLost, exit_code: int) -> None:
-    """Print an error that ends the run, unless another rank has printed one, and inform the other ranks.
-
-    It is printed to stderr. The other ranks find out by `reported_exit_code`.
-    """
+    """Print an error that ends the run, unless another rank has printed one, and inform the other ranks."""
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()

@@ -16,10 +16,7 @@ from electra_dist.nvml import GpuProbe, GpuSample
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """Readings of all GPUs of a node, combined into one value per quantity: the worst one or, where noted, the sum.
-
-    A quantity is None if no GPU reports it.
-    """
+    """Readings of all GPUs of a node, combined into one value per quantity: the worst one or, where noted, the sum."""
 
     gpu_temperature_c: int | None  # highest
     gpu_power_w: float | None  # sum
@@ -36,10 +33,7 @@ class GpuSampler:
         self._probe = GpuProbe.open()
 
     def read(self) -> GpuReading | None:
-        """Return the present readings of the local GPUs, combined by `worst`; None without NVML or GPUs.
-
-        It takes a few milliseconds for eight GPUs; call it at steps that are logged, not at every step.
-        """
+        """Return the present readings of the local GPUs, combined by `worst`; None without NVML or GPUs."""
         if self._probe is None:
             return None
         return worst(self._probe.sample())
@@ -72,8 +66,6 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
     """Return why the node's GPUs can no longer be trusted, as one line, or an empty string if they can.
-
-    Only uncorrected memory errors that are new since `first` count, because they damage results.
 
     Args:
         first: reading at the start of the run; None without GPUs.

@@ -54,11 +54,7 @@ class RankObservation:
 
 
 class RankMonitor:
-    """Heartbeat and health checks of one rank, for the life of its process.
-
-    Call `began` when the number of this start of the run ("attempt") is known, `beat` at every step and change of
-    phase, `look` at every logged step, and `close` when the run ends without an exception.
-    """
+    """Heartbeat and health checks of one rank, for the life of its process."""
 
     def __init__(
         self,
@@ -68,8 +64,6 @@ class RankMonitor:
         lease: RunLease | None = None,
     ) -> None:
         """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
-
-        The process group must exist.
 
         Args:
             cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
@@ -102,10 +96,7 @@ class RankMonitor:
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do.
-
-        The hang limit of a phase is the time without a heartbeat after which a supervisor ends a rank.
-        """
+        """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do."""
         self._phase = phase
         self._step = step
         self._waits_for_storage = False
@@ -118,10 +109,7 @@ class RankMonitor:
             self._set_collective_timeout(limit_s)
 
     def waits_for_storage(self, reason: str) -> None:
-        """Write a heartbeat of phase "storage": the training thread waits, as long as `cluster.storage_patience_s`.
-
-        Call it about every second while the wait goes on.
-        """
+        """Write a heartbeat of phase "storage": the training thread waits, as long as `cluster.storage_patience_s`."""
         if reason:
             self._waits_for_storage = True
             self._heartbeat.beat("storage", self._step, reason)
@@ -131,8 +119,6 @@ class RankMonitor:
 
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
         """Report that the training thread waits for the thread of this rank that reads rows or writes checkpoints.
-
-        If that thread waits for storage, the failure that it waits for is reported at once.
 
         Args:
             waited_s: seconds waited so far.
@@ -192,10 +178,7 @@ class RankMonitor:
         return times
 
     def close(self) -> None:
-        """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver.
-
-        A rank that ends by an exception does not call it.
-        """
+        """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver."""
         self._heartbeat.close()
         if self._sampler:
             self._sampler.close()

@@ -34,11 +34,7 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """The end of the Slurm job, which a jump of the wall clock does not move.
-
-    Slurm gives it as a Unix time, which is converted once to the monotonic clock. A supervisor passes it on to each
-    start of its ranks, converted back to Unix time by the wall clock of that moment.
-    """
+    """The end of the Slurm job, which a jump of the wall clock does not move."""
 
     def __init__(self) -> None:
         unix_time = os.environ.get(_JOB_END, "")
@@ -52,11 +48,7 @@ class JobEndTime:
 
 
 class StopRequest:
-    """The requests to stop or save that this rank has received.
-
-    Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop calls
-    `wants_stop` and `wants_save` before every step that is not skipped; the step adds up the answers of all ranks.
-    """
+    """The requests to stop or save that this rank has received."""
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
         """Install handlers for the signals above, in place of those that were there; an ignored SIGHUP stays
@@ -80,10 +72,7 @@ class StopRequest:
         self._reason = signal.Signals(number).name
 
     def wants_stop(self) -> bool:
-        """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
-
-        Once True it stays True.
-        """
+        """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end."""
         if self._watches and not self._reason:
             reason = self._find_reason()
             if reason:  # an empty text must not overwrite the reason of a signal that arrives meanwhile
@@ -103,10 +92,7 @@ class StopRequest:
         return ""
 
     def wants_save(self) -> bool:
-        """Return whether the user has requested a checkpoint without a stop, by the file `save` in the run folder.
-
-        Only rank 0 looks for the file; on other ranks the result is always False.
-        """
+        """Return whether the user has requested a checkpoint without a stop, by the file `save` in the run folder."""
         if not self._watches:
             return False
         is_requested = self._save_file.exists()
@@ -115,10 +101,7 @@ class StopRequest:
 
     @property
     def margin_s(self) -> float:
-        """Seconds before the end of the Slurm job at which the run stops by itself.
-
-        It is twice the sum of the longest step and the longest save so far, and at least 10 s.
-        """
+        """Seconds before the end of the Slurm job at which the run stops by itself."""
         return max(_LEAST_MARGIN_S, _SAFETY_FACTOR * (self.longest_step_s + self.longest_save_s))
 
     @property
@@ -127,19 +110,13 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only.
-
-        If its disk refuses that, the file is passed over until somebody has removed it.
-        """
+        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only."""
         try:
             self._save_file.unlink(missing_ok=True)
         except OSError:
             self._was_saved = True
 
     def stopped(self) -> None:
-        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only.
-
-        If its disk refuses that, the file stays.
-        """
+        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only."""
         with contextlib.suppress(OSError):
             self._stop_file.unlink(missing_ok=True)
