@@ -38,7 +38,23 @@ ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "SKSKSKSKSKSKSKSKSKSK"
 CEPH_PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph", "monmaptool", "ceph-authtool")
 START_S = 60.0
 # Moto's server, which is killed when the process that has started it ends (1: PR_SET_PDEATHSIG, 9: SIGKILL).
-MOTO = "import ctypes, moto.server; ctypes.CDLL(None).prctl(1, 9); moto.server.main()"
+# S3 decides about conditional writes one after another. Moto looks first and writes then, so two writers of a moment
+# would both be the first one without the lock.
+MOTO = """
+import ctypes, functools, threading, moto.server
+from moto.s3.responses import S3Response
+ctypes.CDLL(None).prctl(1, 9)
+lock = threading.Lock()
+def one_at_a_time(method):
+    @functools.wraps(method)
+    def locked(*arguments, **options):
+        with lock:
+            return method(*arguments, **options)
+    return locked
+for name in ("put_object", "_key_response_post"):
+    setattr(S3Response, name, one_at_a_time(getattr(S3Response, name)))
+moto.server.main()
+"""
 
 
 class S3Server(NamedTuple):
