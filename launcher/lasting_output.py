@@ -20,7 +20,7 @@ class LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text if that is possible, and return its length in any case."""
+        """Write `text` if that is possible, and return its length in any case."""
         try:
             self._stream.write(text)
         except (OSError, ValueError):  # ValueError: the stream was closed in this process

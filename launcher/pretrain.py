@@ -38,19 +38,11 @@ from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train on this rank, or print the plan of the run if `--dry-run` is given, and return the exit code.
+    """Train on this rank, or print the plan with `--dry-run`; return an exit code of `electra_dist/errors.py`.
 
-    An error that the user must fix is printed to stderr as one line that begins with "error: ". Only one rank prints
-    it: rank 0, or the first rank of a node that alone has the error, or, once the ranks have formed the process group,
-    the first rank that meets the error. A rank whose own environment variables cannot be used prints that, too. Any
-    other exception is raised, and the process then ends with exit code 1.
-
-    Args:
-        argv: command-line arguments; None means those of this process.
-
-    Returns:
-        An exit code of `electra_dist/errors.py`: 0 for done (also after `--dry-run`), 69 for an unhealthy node, 75
-        for stopped on request or for lack of storage, or 78 for a user's error.
+    An error that the user must fix is printed as one line: by rank 0, by the first rank of a node that alone has the
+    error, or, once the process group exists, by the first rank that meets the error. A rank whose own environment
+    variables cannot be used prints that, too. Any other exception is raised, and the process ends with exit code 1.
     """
     args = _parse(argv)
     overrides = whole_overrides(args.set)
@@ -94,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
-    """Train on this rank; at the end rank 0 writes report.html, also if training failed."""
+    """Train on this rank; at the end rank 0 writes report.html, unless an input was refused."""
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
@@ -115,6 +107,7 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
 def _write_report(run_dir: Path) -> None:
     """Write report.html; print one line to stderr if that fails, because the run itself is not affected."""
     try:
+        # Imported here, because matplotlib takes half a second.
         from electra_dist.report.report_page import write_report
 
         write_report(run_dir)
@@ -127,6 +120,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
+    """Estimate how many rows fit on a GPU: where the search for `train.micro_batch: auto` begins."""
     from electra_dist.planning.activation_memory import micro_batch_limit
 
     plan = config.plan.model_copy(update={"num_gpus": world_size})
@@ -134,7 +128,6 @@ def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of a rank; print the usage and exit with code 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
     parser.add_argument("--config", required=True, help="YAML file, for example configs/large_25pct_mask.yaml")
     parser.add_argument(
@@ -156,6 +149,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _end_process(exit_code: int) -> NoReturn:
+    """End the process at once, without Python's own clean-up, which could abort it and change the exit code."""
+    # Everything that must be kept has been written and closed by now. The clean-up would destroy the threads of
+    # torch's process group and of the loader in an arbitrary order. A thread that is destroyed while it runs aborts
+    # the process, and the launcher would then see SIGABRT instead of the exit code.
     with contextlib.suppress(OSError):  # Nobody may read the output any more.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,10 +11,7 @@ import sys
 
 
 def start_in_utf8_mode() -> None:
-    """Start this program again in UTF-8 mode if the locale has another encoding. Call it before anything else.
-
-    The new program replaces this process. Programs that it starts inherit the mode.
-    """
+    """Replace this process by the same program in UTF-8 mode if the locale has another encoding. Call it first."""
     if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8":
         return
     arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]

@@ -45,9 +45,9 @@ _SPARE_BYTES = 8 << 20  # added to this room
 
 
 def differences(found: Path, expected: Path) -> tuple[int, str]:
-    """Compare losses, gradient norms and receipts of two runs, step by step and bit for bit.
+    """Compare two run folders step by step; return the number of steps in `expected` and the first difference, or "".
 
-    A receipt is a checksum of all rows that the run has trained on so far.
+    Losses, gradient norms and receipts must be equal bit for bit, and the numbers of steps must be equal.
     """
     found_lines = compared_lines(found)
     expected_lines = compared_lines(expected)
@@ -61,9 +61,9 @@ def differences(found: Path, expected: Path) -> tuple[int, str]:
 
 
 def compared_lines(run_dir: Path) -> list[str]:
-    """Return one line of JSON for each training step of a run, with the fields that two runs are compared by.
+    """Return one line of JSON per training step with the fields COMPARED.
 
-    COMPARED lists the fields: step, losses, gradient norm and receipt (checksum of the rows).
+    A float is written with all its digits, so two lines are equal only if all values are equal bit for bit.
     """
     lines = []
     for record in _training_records(run_dir):
@@ -73,11 +73,12 @@ def compared_lines(run_dir: Path) -> list[str]:
 
 
 def _training_records(run_dir: Path) -> list[Record]:
+    """Return the records of training steps in a run's metrics; those of evaluations have no gradient norm."""
     return [record for record in read_metrics(run_dir) if "grad_norm" in record]
 
 
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-    """Return the command that runs a config under the supervisor, with every step logged, and local checkpoints."""
+    """Return the command that supervises a run, with every step logged and local checkpoints only."""
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "launcher.supervise", "--config", str(config), "--gpus-per-node", str(ranks)]
     for override in [*overrides, *drill_overrides]:
@@ -86,7 +87,7 @@ def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]
 
 
 def _print_table(hits: Sequence[Hit]) -> None:
-    """Print one line for each fault, then one for each kind with means and worst values."""
+    """Print one line for each fault, then one for each kind of fault."""
     print(f"\n{'fault':10} {'step':>6} {'exit':>5} {'notice s':>9} {'next step s':>12} {'lost':>5}  what")
     for hit in hits:
         code = "-" if hit.code is None else str(hit.code)
@@ -106,7 +107,6 @@ def _print_table(hits: Sequence[Hit]) -> None:
 
 
 def _seconds_text(seconds: float | None) -> str:
-    """Return seconds with one decimal as text; "-" for None, an event that did not happen."""
     return "-" if seconds is None else f"{seconds:.1f}"
 
 
@@ -120,8 +120,10 @@ def _mean_and_worst(values: Sequence[float | None]) -> str:
 
 
 def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None:
-    """Print the goodput of the drill (useful part of the time), and the mean cost of a fault."""
+    """Print which part of the `seconds` of the run with faults was useful, and what a fault costs on average."""
     step_times = [record["step_s"] for record in _training_records(reference)]
+    # Useful is the time that the steps took without faults. A fault costs the time until the next new step, and the
+    # time of the steps that were repeated.
     useful_s = sum(step_times)
     num_hits = max(1, len(hits))
     steps_lost = sum(hit.steps_lost for hit in hits)
@@ -137,7 +139,11 @@ def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None
 
 
 def drill(config: Config, args: argparse.Namespace) -> int:
-    """Make the reference run and the run with faults, print the tables and the verdict, and return the exit code."""
+    """Make the reference run and the run with faults, print the tables and the verdict; return 0 if it passed, else 1.
+
+    A UserError means that the drill cannot begin: RUN-chaos exists, the config does not fit a drill, or the reference
+    run failed.
+    """
     base = Path(config.run_dir)
     reference = base.with_name(f"{base.name}-reference")
     run_dir = base.with_name(f"{base.name}-chaos")
@@ -172,7 +178,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
 
 
 def _make_reference(reference: Path, args: argparse.Namespace) -> None:
-    """Make the run without faults; its output is appended to the file NAME.log beside its folder."""
+    """Make or continue the run without faults; its output is appended to the file NAME.log beside its folder."""
     output = reference.with_name(f"{reference.name}.log")
     command = _supervise(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:
@@ -187,7 +193,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
 def _hit_run(
     run_dir: Path, reference: Path, planned: Sequence[Planned], args: argparse.Namespace
 ) -> tuple[list[Hit], list[str]]:
-    """Start the run with faults, inflict all planned faults, and wait for the end of the run."""
+    """Make the run with faults; return their results, and why the run did not end as it must ([] if it did)."""
     disk = None
     if "disk" in args.faults:
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
@@ -212,17 +218,12 @@ def _hit_run(
 
 
 def _small_disk_bytes(checkpoints: Path) -> int:
-    """Return the size of the disk for the fault `disk`, in bytes: 4 times a finished run's checkpoints, and 8 MiB."""
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     return _DISK_FACTOR * size + _SPARE_BYTES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the drill and return its exit code: 0 passed, 1 failed, 78 a user error, which is printed as one line.
-
-    Args:
-        argv: command-line arguments; None means those of this process.
-    """
+    """Run the drill and return its exit code: 0 passed, 1 failed, 75 interrupted, 78 a user error."""
     args = _parse(argv)
     try:
         _check_kinds(args.faults)
@@ -236,7 +237,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:
-    """Check the kinds of faults on the command line; raise UserError if one does not exist, or if there is none."""
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown == [""]:  # an empty text, split at commas
         raise UserError(f"--faults names no kind of fault; choose from {','.join(FAULTS)}")
@@ -245,7 +245,6 @@ def _check_kinds(kinds: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; print the usage and exit with code 2 on an unknown option."""
     parser = argparse.ArgumentParser(
         prog="python -m launcher.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,8 +42,8 @@ T = TypeVar("T")
 class Planned:
     """Planned fault of a drill: its kind, and the moment at which it is inflicted.
 
-    Without `in_save`, that is `delay` step times after the run has reached `step`. With `in_save`, it is `delay`
-    step times after the run, having reached `step`, has begun to write its next checkpoint.
+    That moment is `delay` step times after the run has reached `step` or, with `in_save`, after it has then begun to
+    write its next checkpoint.
     """
 
     kind: str  # a key of FAULTS
@@ -54,11 +54,7 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Hit:
-    """Result of one fault of a drill: what was hit, and how the run reacted.
-
-    Times are in seconds since the fault. If `fault` is empty, the run reacted as it must to this kind of fault;
-    otherwise it is the reason why not.
-    """
+    """Result of one fault of a drill: what was hit, and how the run reacted. Times are since the fault."""
 
     kind: str  # a key of FAULTS
     step: int  # steps done at the fault
@@ -71,9 +67,12 @@ class Hit:
 
 
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
-    """Plan the faults of a drill: every kind about equally often, in random order. Pure.
+    """Plan `count` faults: every kind about equally often, in random order. Pure.
 
-    The run is divided into `count` + 1 windows of equal length.
+    The run of `num_steps` steps is divided into `count` + 1 windows of equal length. Each fault comes at a random step
+    of its window, early enough that the run saves a new checkpoint (one every `every_steps` steps) between any two
+    faults. A UserError means that the run is too short for that, or that `kinds` has too few kinds that restart the
+    ranks.
     """
     draw = random.Random(seed)
     window = num_steps // (count + 1)
@@ -98,7 +97,9 @@ def ordered_kinds(
 ) -> list[str]:
     """Return the names of `count` faults in random order, every kind about equally often.
 
-    Some kinds kill DeepSpeed's launcher process (`Fault.hits_launcher`).
+    Each start of the ranks has one launcher process of DeepSpeed. A second fault that kills it (`Fault.hits_launcher`)
+    would find nothing to kill until the ranks start again. Therefore there is always a fault that makes the ranks
+    start again between two such faults; a UserError means that there are too few of those.
     """
     num_repetitions = count // len(kinds) + 1
     all_kinds = (list(kinds) * num_repetitions)[:count]
@@ -139,9 +140,11 @@ class Drill:
         first_step: int = 0,
         disk: Path | None = None,
     ) -> None:
-        """Start the run's supervisor.
+        """Start the supervisor by `command`, with its output in RUN_DIR.log; `seed` decides what the faults hit.
 
         Args:
+            first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
+                until there are two committed checkpoints of this step or later steps.
             disk: the folder whose disk the fault `disk` fills; None: the run's checkpoint folder.
         """
         self._run_dir = run_dir
@@ -159,10 +162,8 @@ class Drill:
     def hit(self, planned: Planned) -> Hit:
         """Wait for the planned moment, inflict the fault, wait until the run makes new steps, and return the result.
 
-        If the fault ends the supervisor, this call starts it again. Afterwards the run is training.
-
-        Raises:
-            Stuck: the run has no ranks to hit, ends unexpectedly, or makes no progress within PATIENCE_S.
+        If the fault ends the supervisor, this call starts it again. Raises Stuck if the run has no ranks to hit, ends
+        unexpectedly, or makes no progress within PATIENCE_S.
         """
         fault = self._faults[planned.kind]
         if fault.bad_checkpoint:
@@ -206,11 +207,7 @@ class Drill:
         return beat if newest_beat is None else newest_beat
 
     def finish(self) -> int:
-        """Wait for the end of the supervisor that was started last, and return its exit code (-9 after SIGKILL).
-
-        Raises:
-            Stuck: the supervisor does not end within PATIENCE_S.
-        """
+        """Wait up to PATIENCE_S for the supervisor to end, and return its exit code (-9 after SIGKILL)."""
         try:
             return self._supervisor.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -222,7 +219,6 @@ class Drill:
         self._supervisor.wait()
 
     def _victim(self) -> Victim:
-        """Return the run as a target for faults; its supervisor is None if it has ended."""
         is_running = self._supervisor.poll() is None
         supervisor_pid = self._supervisor.pid if is_running else None
         return Victim(run_dir=self._run_dir, supervisor=supervisor_pid, disk=self._disk)
@@ -232,18 +228,18 @@ class Drill:
         return len([step for step, _attempt, _folder in checkpoints if step >= self._first_step])
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the supervisor of the run, append its output to RUN_DIR.log, and return its process. The supervisor
-        gets a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill.
-        """
+        # A child inherits ignored signals: with the default action, the fault `hup` works in a drill under `nohup`,
+        # too.
         own_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             with self._output.open("ab") as out:
+                # In a session of its own, so that Ctrl-C in the drill's terminal reaches only the drill.
                 return subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         finally:
             signal.signal(signal.SIGHUP, own_handler)
 
     def _ledger(self) -> list[Record]:
-        """Return the events of the run's ledger, oldest first; [] if there is no ledger yet."""
+        """Return the events of the run's ledger; it is polled and grows, so an unchanged file is not read again."""
         file = self._run_dir / LEDGER_FILE
         if file.exists():
             status = file.stat()
@@ -254,21 +250,20 @@ class Drill:
         return self._events
 
     def _beat(self) -> Beat | None:
-        """Return the last heartbeat of rank 0; None before the first."""
         for beat in read_heartbeats(self._run_dir):
             if beat.rank == 0:
                 return beat
         return None
 
     def _ready(self, planned: Planned) -> Beat | None:
-        """Return rank 0's heartbeat if the planned fault may come now, otherwise None. The limit of silence of a rank
-        without a step time is much longer, so that a hang would be noticed late.
-        """
+        """Return rank 0's heartbeat if the planned fault may come now, otherwise None."""
         beats = read_heartbeats(self._run_dir)
         if not beats:
             return None
         first_beat = beats[0]
         is_step_reached = first_beat.step >= planned.step
+        # A rank without a step time may be silent for much longer, so that a hang would be noticed late. Heartbeats of
+        # an earlier start of the ranks, which may have had more ranks, do not count.
         is_step_time_known = all(beat.step_s is not None for beat in beats if beat.attempt == first_beat.attempt)
         if not is_step_reached or not is_step_time_known:
             return None
@@ -276,7 +271,11 @@ class Drill:
         return first_beat if has_new_checkpoint else None
 
     def _new_step(self, before: Beat, begin: float, restarts: bool) -> Beat | None:
-        """Return rank 0's heartbeat if the run has completed a step since a fault, otherwise None."""
+        """Return rank 0's heartbeat if the run has completed a step since the fault (at `begin`), otherwise None.
+
+        With `restarts`, the step must be later than the checkpoint from which the ranks resumed; it may be a repeated
+        one.
+        """
         beat = self._beat()
         if beat is None or beat.time < begin:
             return None
@@ -289,7 +288,7 @@ class Drill:
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
-        """Call `condition` every 20 ms until it returns something other than None, and return that."""
+        """Poll `condition` until it returns something other than None, and return that."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             has_ended = self._supervisor.poll() is not None
@@ -309,15 +308,14 @@ class Drill:
         checkpoints = self._run_dir / CHECKPOINTS_DIR
         while time.monotonic() < deadline:
             for folder in checkpoints.glob("step-*"):
+                # A checkpoint's folder gets its manifest last, so a folder without one is being written.
                 has_manifest = any(folder.glob("manifest*"))
                 if not has_manifest:
                     return
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[Record]) -> None:
-        """Complete the result of a fault: exit code, time to notice, repeated steps, and whether the run reacted
-        well.
-        """
+        """Complete `hit`: exit code, time to notice, repeated steps, and whether the run reacted well."""
         lines = self._log_since(begin)
         if fault.then == "restarts":
             has_noticed_crash = any("crash" in text for _, text in lines)

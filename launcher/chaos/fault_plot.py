@@ -19,9 +19,7 @@ _INTERRUPTED_COLOR = "#2563eb"
 
 
 def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], out: Path) -> None:
-    """Write a PNG of three diagrams over the steps: losses of both runs, their difference, and seconds lost by
-    faults.
-    """
+    """Write a PNG with three diagrams: losses of both runs, their difference, and seconds lost by each fault."""
     with matplotlib.rc_context(print_style()):
         figure = Figure(figsize=(7.6, 5.0), layout="constrained")
         FigureCanvasAgg(figure)
@@ -33,7 +31,6 @@ def write_fault_plot(reference: Path, interrupted: Path, hits: Sequence[Hit], ou
 
 
 def _draw_losses(axes: Axes, reference: Path, interrupted: Path, hits: Sequence[Hit]) -> None:
-    """Draw the loss of each step of both runs, and a vertical line at each fault."""
     steps, losses = _losses(reference)
     axes.plot(steps, losses, color=_REFERENCE_COLOR, linewidth=5, label="uninterrupted run")
     steps, losses = _losses(interrupted)
@@ -58,7 +55,7 @@ def _draw_difference(axes: Axes, reference: Path, interrupted: Path) -> None:
 
 
 def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
-    """Draw a bar for each fault: the seconds from the fault to the next new step, colored by the kind of fault."""
+    """Draw a bar for each fault, colored by its kind: the seconds from the fault to the next new step."""
     colors = matplotlib.colormaps["tab20"]
     for color, kind in enumerate(sorted({hit.kind for hit in hits})):
         of_kind = [hit for hit in hits if hit.kind == kind and hit.recovery_s is not None]
@@ -72,5 +69,6 @@ def _draw_costs(axes: Axes, hits: Sequence[Hit]) -> None:
 
 
 def _losses(run_dir: Path) -> tuple[list[int], list[float]]:
+    """Return the steps that a run logged, and the loss of each, in nats."""
     records = [record for record in read_metrics(run_dir) if "grad_norm" in record]
     return [record["step"] for record in records], [record["loss"] for record in records]

@@ -34,8 +34,8 @@ _KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process t
 class Fault:
     """One kind of fault: what is done to the run, and how the run must react.
 
-    `FAULTS` lists all kinds by their names on the command line. A fault with `undo` lasts until `undo` is called:
-    if the run must end (`then` is "ends"), that is after its end, otherwise `lasts_s` seconds after `act`.
+    A fault with `undo` lasts until `undo` is called: after the end of the run if `then` is "ends", otherwise `lasts_s`
+    seconds after `act`.
     """
 
     act: Act  # inflicts the fault and returns what was hit, for the table
@@ -49,10 +49,9 @@ class Fault:
 
 
 def _to_a_rank(number: int) -> Act:
-    """Return a function that sends signal `number` to one random rank of a run, for `Fault.act`."""
+    """Return a function that sends signal `number` to one random rank of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Send the signal to one random rank of the run; return for example "rank 3"."""
         ranks = victim.ranks()
         rank = draw.choice(sorted(ranks))
         send_signal([ranks[rank]], number)
@@ -62,7 +61,7 @@ def _to_a_rank(number: int) -> Act:
 
 
 def _to_supervisor(number: int) -> Act:
-    """Return a function that sends signal `number` to the supervisor of a run, for `Fault.act`."""
+    """Return a function that sends signal `number` to the supervisor of a run."""
 
     def act(victim: Victim, draw: random.Random) -> str:
         send_signal([victim.supervisor], number)
@@ -72,29 +71,32 @@ def _to_supervisor(number: int) -> Act:
 
 
 def _continue_ranks(victim: Victim) -> None:
+    """Send SIGCONT to all ranks of the run, to continue the one that SIGSTOP has stopped; the others ignore it."""
     send_signal(victim.ranks().values(), signal.SIGCONT)
 
 
 def _kill_launcher(victim: Victim, draw: random.Random) -> str:
+    """Kill the DeepSpeed process that has started the ranks; they must go on without it."""
     pids = victim.pids("deepspeed.launcher.launch")
     send_signal(pids, signal.SIGKILL)
     return "deepspeed.launcher.launch"
 
 
 def _signal_all_processes(victim: Victim, draw: random.Random) -> str:
-    """Send SIGUSR2 to the supervisor and all other processes of the run."""
+    """Send SIGUSR2 to all processes of the run, as `scancel --signal=USR2` does to all processes of a job step."""
     pids = [victim.supervisor, *victim.pids()]
     send_signal(pids, signal.SIGUSR2)
     return f"{len(pids)} processes"
 
 
 def _request_stop(victim: Victim, draw: random.Random) -> str:
+    """Create the file `stop` in the run folder, by which a user stops a run."""
     (victim.run_dir / STOP_FILE).touch()
     return f"file {STOP_FILE}"
 
 
 def _power(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, as a power loss does; return for example "5 processes"."""
+    """Kill all processes of the run, as a power loss does."""
     return f"{kill_everything(victim)} processes"
 
 

@@ -3,7 +3,8 @@
 Guarantee: only files in the run's folder, and on the disk that the fault `disk` fills, are changed.
 
 How: a fault that damages a file first kills all processes of the run, so that no process repairs or replaces the file
-before the next start reads it. Each function has the signature that `Fault.act` or `Fault.undo` needs (faults.py).
+before the next start reads it. Each function has the signature that `Fault.act` or `Fault.undo` needs (faults.py) and
+returns what it hit as text for the drill's table.
 """
 
 from __future__ import annotations
@@ -26,13 +27,7 @@ FILLER = "chaos-filler"  # the file with which `fill_disk` fills a disk
 
 
 def cut_file(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and cut a random file of the newest checkpoint to a random shorter size.
-
-    A power loss may leave a cut file, if its last bytes never reached the disk.
-
-    Returns:
-        Which file was cut to how many bytes.
-    """
+    """Kill the run, and cut a random file of the newest checkpoint to a random size, as a power loss may do."""
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw)
     size = draw.randrange(file.stat().st_size)
@@ -41,10 +36,7 @@ def cut_file(victim: Victim, draw: random.Random) -> str:
 
 
 def flip_byte(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and change one random byte of a random file of the newest checkpoint.
-
-    The next start must notice that the checkpoint is damaged.
-    """
+    """Kill the run, and change one random byte of a random file of the newest checkpoint."""
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw)
     data = bytearray(file.read_bytes())
@@ -55,10 +47,7 @@ def flip_byte(victim: Victim, draw: random.Random) -> str:
 
 
 def delete_part(victim: Victim, draw: random.Random) -> str:
-    """Kill all processes of the run, and delete a random file of the newest checkpoint, but not its manifest.
-
-    This is what a file system leaves that has lost a directory entry.
-    """
+    """Kill the run, and delete a random file of the newest checkpoint, but not its manifest."""
     kill_everything(victim)
     file = random_checkpoint_file(victim, draw, with_manifest=False)
     file.unlink()
@@ -66,13 +55,13 @@ def delete_part(victim: Victim, draw: random.Random) -> str:
 
 
 def tear_tail(name: str) -> Act:
-    """Return a function that kills all processes of a run and adds an unfinished line to a file, for `Fault.act`.
+    """Return a fault that kills the run and adds an unfinished line to the file `name` in its folder.
 
-    A power loss in the middle of an append leaves an unfinished line.
+    A power loss in the middle of an append leaves such a line; the next start must drop it and nothing else. The file
+    holds JSON lines, at least one.
     """
 
     def act(victim: Victim, draw: random.Random) -> str:
-        """Append a random number of the first bytes of the file's last line to it; return the name and the number."""
         kill_everything(victim)
         file = victim.run_dir / name
         last_line = file.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
@@ -89,7 +78,10 @@ tear_ledger = tear_tail(LEDGER_FILE)
 
 
 def steal_lease(victim: Victim, draw: random.Random) -> str:
-    """Take the lease of the run folder for this process, as another start of the run would."""
+    """Take the lease of the run folder for this process, as another start of the run would, until `return_lease`.
+
+    The run has then lost the right to write to its folder and must end without another save.
+    """
     folder = victim.run_dir / LEASE_DIR
     created = None
     while created is None:  # `create` returns None if another process has taken this number first.
@@ -101,24 +93,23 @@ def steal_lease(victim: Victim, draw: random.Random) -> str:
 
 
 def return_lease(victim: Victim) -> None:
-    """Release the newest lease of the run folder, so that the next start of the run can take its own at once.
+    """Release the lease that `steal_lease` took, so that the next start of the run need not wait until it expires.
 
-    Call it after `steal_lease`, when the run has ended: the newest lease is then the stolen one.
+    Call it when the run has ended: the newest lease is then the stolen one.
     """
     lease_file.release(lease_file.find_newest(victim.run_dir / LEASE_DIR).path)
 
 
 def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: bool = True) -> Path:
-    """Return a random file of the newest checkpoint that has a manifest: a file of its tensors, or the manifest.
+    """Return a random file of the newest checkpoint that has a manifest; the manifest only if `with_manifest`.
 
-    Other files, which the ranks submit for the manifest, are not chosen: if a kill has left one, nothing reads it.
-
-    Raises:
-        IndexError: the run has no checkpoint with a manifest.
+    A start ignores a folder without a manifest, instead of finding it damaged. Raises IndexError if there is no
+    checkpoint.
     """
     newest_checkpoint = committed(LocalStore(victim.checkpoints))[-1]
     _step, _attempt, folder_name = newest_checkpoint
     folder = victim.checkpoints / folder_name
+    # Not the files that the ranks submit for the manifest: if a kill has left one, nothing reads it.
     files = sorted(folder.glob("*.safetensors"))
     if with_manifest:
         files.append(folder / MANIFEST)
@@ -128,10 +119,8 @@ def random_checkpoint_file(victim: Victim, draw: random.Random, with_manifest: b
 def fill_disk(victim: Victim, draw: random.Random) -> str:
     """Fill the disk of `victim.filled_folder` to the last byte with one file, which `free_disk` deletes.
 
-    Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled.
-
-    Returns:
-        The size of the file, for example "8,388,608 bytes".
+    Mount a small file system at that folder first (`SmallDisk`); otherwise the machine's own disk is filled. The run
+    must repeat a save that the full disk refuses until it succeeds, and go on.
     """
     num_written = 0
     with (victim.filled_folder / FILLER).open("wb", buffering=0) as file:
@@ -155,7 +144,7 @@ class SmallDisk:
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        """Create the folder and mount a tmpfs of `size_bytes` there."""
+        """Create `folder`, which must not exist, and mount a tmpfs there for all checkpoints that are kept."""
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "chaos", str(folder)]

@@ -21,10 +21,7 @@ from electra_dist.run.marked_processes import mark_of, marked_pids
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """The run that a fault hits: its folder, and its processes on this machine.
-
-    The processes are looked up anew at each call, because they change with each restart.
-    """
+    """The run that a fault hits: its folder, and its processes here, which are looked up anew at each call."""
 
     run_dir: Path
     supervisor: int | None  # pid of the supervisor; None if it has ended
@@ -41,7 +38,10 @@ class Victim:
         return self.disk or self.checkpoints
 
     def pids(self, words: str = "") -> list[int]:
-        """Return the pids of the processes that the run's supervisor has started and that still run."""
+        """Return the pids of the processes that the run's supervisor has started and that still run.
+
+        Only processes are returned whose command line, joined by spaces, contains `words`, for example "python -m x".
+        """
         matching = []
         for pid in marked_pids(mark_of(self.run_dir, 0)):
             with contextlib.suppress(OSError):  # The process may have ended.
@@ -52,11 +52,9 @@ class Victim:
         return matching
 
     def ranks(self) -> dict[int, int]:
-        """Return a dict from rank number to pid of the ranks that run on this machine.
-
-        A process is a rank if its command line contains the option --state.
-        """
+        """Return rank number -> pid of the ranks that run on this machine."""
         pids = {}
+        # Only the command line of a rank contains this option.
         for pid in self.pids("--state"):
             with contextlib.suppress(OSError):  # The process may have ended.
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -80,7 +78,7 @@ def send_signal(pids: Iterable[int | None], number: int) -> None:
 
 
 def kill_everything(victim: Victim) -> int:
-    """Send SIGKILL to the supervisor, and then to all other processes of the run until none is left.
+    """Send SIGKILL to the supervisor and all other processes of the run until none is left; return about how many.
 
     The processes are listed and killed repeatedly, because a process may start another one before it is killed.
     """

@@ -87,7 +87,7 @@ def _json_tree(checkpoint: Found) -> dict[str, Any]:
 
 
 def _table_row(checkpoint: Found) -> list[str | Text]:
-    """Return the row of a checkpoint in the table of `electra-dist checkpoint list`, eight cells."""
+    """Return the row of a checkpoint in the table of `list`; without a manifest, time to rows seen are empty."""
     step = f"{checkpoint.step:,}"
     attempt = str(checkpoint.attempt)
     manifest = checkpoint.manifest
@@ -173,7 +173,6 @@ class Verified:
 
 
 def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
-    """Read every byte of a checkpoint and return what is wrong with it."""
     from electra_dist.checkpoint.file_reader import verify as verify_files
 
     begin = time.perf_counter()
@@ -189,6 +188,7 @@ def _verify(checkpoint: Found, advance: Callable[[int], None]) -> Verified:
 
 
 def _print_verified(verified: Verified, out: Console) -> None:
+    """Print "good" or "BAD" for a checkpoint, its size and the time of reading it, and a line for each fault."""
     verdict = ("BAD ", "red") if verified.faults else ("good", "green")
     out.print(styled(verdict, f" {verified.url}  {verified.size_bytes / 1e6:,.1f} MB in {verified.seconds:.1f} s"))
     for fault in verified.faults:
@@ -240,9 +240,7 @@ def _print_diff(left: Side, right: Side, different: list[Difference], num_compar
 
 
 def _print_diff_json(left: Side, right: Side, different: list[Difference], num_compared: int) -> None:
-    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and the state's
-    fields.
-    """
+    """Print the differences of two checkpoints as a JSON object: all parameters that differ, and state fields."""
     from electra_dist.checkpoint.state_diff import state_differences
 
     fields = state_differences(left.manifest.state, right.manifest.state)
@@ -322,7 +320,7 @@ def repair(
 
 
 def _open_side(path: str, endpoint_url: str | None) -> Side:
-    """Find one of the two checkpoints that `electra-dist checkpoint diff` compares, and read its manifest."""
+    """Find one of the two checkpoints to compare, and read its manifest."""
     from electra_dist.checkpoint.state_diff import Side
 
     store, folder = find_checkpoint(path, endpoint_url)
@@ -340,7 +338,7 @@ def _open_side(path: str, endpoint_url: str | None) -> Side:
 def _progress_of_bytes(
     total: int | None, *, to_stderr: bool = False
 ) -> Iterator[tuple[Console, Callable[[int], None]]]:
-    """Show a progress bar of the bytes verified while a `with` block runs."""
+    """Show a progress bar while a `with` block runs; yield its console and a function that moves it by some bytes."""
     out = Console(stderr=True) if to_stderr else open_console()
     columns = [TextColumn("verified"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, transient=True, console=out) as progress:

@@ -16,15 +16,9 @@ from electra_dist.store.open_store import open_store
 
 
 def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
-    """Return the stores in which to look for the checkpoints of `path`.
+    """Return the stores in which to look for checkpoints: those of a run folder's config, or `path` itself.
 
-    Args:
-        path: a run folder, whose config names the stores; a folder of checkpoints; or an s3:// prefix.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS. It is not used for a run folder, whose
-            config has the endpoint.
-
-    Raises:
-        UserError: `path` is no run folder, no other existing folder and no s3:// prefix.
+    `endpoint_url` is the S3 endpoint of an s3:// path; None means that of AWS. A run folder's config has its own.
     """
     if path.startswith("s3://"):
         return [open_store(path, endpoint_url)]
@@ -48,13 +42,6 @@ def find_checkpoint(path: str, endpoint_url: str | None = None) -> tuple[Store, 
 
     A checkpoint is committed if it has a manifest; whether `path` itself has one is not checked. If several stores
     have the newest checkpoint, the first store is taken.
-
-    Args:
-        path: the folder of one checkpoint; or a run folder, a folder of checkpoints or an s3:// prefix.
-        endpoint_url: S3 endpoint of an s3:// path; None means that of AWS.
-
-    Raises:
-        UserError: there is no such path, or no committed checkpoint below it.
     """
     parent, _, name = path.rstrip("/").rpartition("/")
     is_checkpoint_folder = parse_folder(name) is not None

@@ -14,7 +14,8 @@ def open_console(*, soft_wrap: bool = True) -> Console:
     """Return a console for stdout.
 
     On a terminal, tables fit its width and have colours. In a pipe or a file nothing is cut, wrapped or coloured, even
-    if the environment asks for colours (FORCE_COLOR), so that other programs can read the lines.
+    if FORCE_COLOR is set, so that other programs can read the lines. With `soft_wrap` the terminal breaks long lines
+    (for text), otherwise rich breaks them within the cells of a table.
     """
     console = Console(soft_wrap=soft_wrap)
     if console.file.isatty():
@@ -28,7 +29,6 @@ def print_json(tree: object) -> None:
 
 
 def _without_nan(tree: object) -> object:
-    """Return a JSON value with None in place of every number that is not finite."""
     if isinstance(tree, float) and not math.isfinite(tree):
         return None
     if isinstance(tree, dict):

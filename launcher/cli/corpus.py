@@ -169,7 +169,6 @@ def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
 
 
 def _outcome(result: JoinedCorpus) -> str:
-    """Return what a build has done: "built", "already built, nothing to do", or "built (...)" for a resumed build."""
     if result.was_there:
         return "already built, nothing to do"
     if result.resumed_shards:
@@ -252,9 +251,7 @@ def python_docs(output: Annotated[Path, typer.Option(help="folder in which to wr
 
 
 def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Raise an error if the output folder is inside an input folder. A second build would then read the vocab.txt and
-    the shards of the first one as input text.
-    """
+    """Refuse an output inside an input: a second build would read the files of the first one as input text."""
     for path in inputs:
         if "://" in output:
             is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")

@@ -99,6 +99,7 @@ def find(
 
 
 def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | None) -> tuple[FoundRows, int | None]:
+    """Search for the query; return the rows and the number of tokens of its text, if it has one."""
     if query.text is None:
         return search.rows_with_documents(), None
     forms = tokens_of_text(query.text, corpora.store, corpora.manifest)
@@ -106,12 +107,11 @@ def _search(search: RowSearch, query: Query, corpora: RunCorpora, least: int | N
 
 
 def _endpoint_url(config: Config | None, endpoint_url: str | None) -> str | None:
-    """Return the S3 endpoint that the user gave or, without it, that of the run; None for AWS."""
     return endpoint_url or (config.data.endpoint_url if config is not None else None)
 
 
 def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -> RunCorpora:
-    """Open the given corpus or, if none is given, all corpora of the run."""
+    """Open the given corpus or, if none is given, all corpora of the run, their shards numbered as those of one."""
     if config is not None and corpus is None:
         return open_run_corpora(config.data.model_copy(update={"endpoint_url": _endpoint_url(config, endpoint_url)}))
     if corpus is None:
@@ -131,9 +131,7 @@ def _progress(shards: Iterable[int]) -> Iterable[int]:
 
 
 def _parse_request(words: list[str], query: Query, corpus: str | None, run: Path | None) -> Request:
-    """Interpret the positional arguments and options of the command. A run folder may be given alone, because its
-    config names the corpora.
-    """
+    """Interpret the positional arguments, [CORPUS] [RUN] [TEXT], and the options of the command."""
     if query.source is not None and query.document is not None:
         raise UserError("--source and --document: both are given; give one of them")
     remaining = list(words)

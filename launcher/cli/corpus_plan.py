@@ -106,11 +106,7 @@ def plan(
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Return the rates (CPU times of the steps of a build) from a JSON file.
-
-    Raises:
-        UserError: the file is missing or damaged, or has no rates.
-    """
+    """Return the rates (CPU times of the steps of a build) that this command or benchmarks/corpus_builder.py kept."""
     from electra_dist.planning.corpus.corpus_rates import CorpusRates
 
     next_step = "give another --rates, or leave it out to measure"
@@ -122,7 +118,7 @@ def read_rates(path: Path) -> CorpusRates:
 
 
 class _Measurement:
-    """Measurement of the rates (CPU times of the steps of a build) for one command line."""
+    """Measurement of the rates for one command line, which is kept in the user's cache folder."""
 
     def __init__(
         self,
@@ -139,7 +135,7 @@ class _Measurement:
         self._preparation = preparation
 
     def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
-        """Return the rates that an earlier call has kept for the same text, settings and machine, or measure them."""
+        """Return the rates that an earlier call kept for the same text, settings and machine, or measure them."""
         path = user_cache_folder() / f"corpus-rates-{self._digest()}.json"
         if path.exists() and not again:
             try:
@@ -168,7 +164,7 @@ class _Measurement:
         )
 
     def _digest(self) -> str:
-        """Return 16 hexadecimal digits that are equal only for the same input files, settings and kind of machine."""
+        """Return a digest of the input files' locations and sizes (not content), the settings and the machine."""
         config = self._config
         values = {
             "machine": cpu(),
@@ -200,9 +196,7 @@ class _Measurement:
             return measure_rates(request, sample, f"{cpu()['model']}", stages)
 
     def _measure_preparation(self, files: list[InputFile]) -> list[PrepareRate]:
-        """Measure the stages of `corpus prepare` on the files of the sample; return [] if no preparation is
-        planned.
-        """
+        """Measure the stages of `corpus prepare` on the sample; return [] if no preparation is planned."""
         if self._preparation is None:
             return []
         try:
@@ -233,13 +227,14 @@ class _Measurement:
 
 
 def _placeholder(config: Config) -> Vocabulary:
+    """Return a vocabulary of model.vocab_size entries, which a plan needs only for its number of entries."""
     from electra_dist.tokenizer import SPECIAL_TOKENS
 
     return _filled(Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"), config.model.vocab_size)
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return the vocabulary, filled to `size` entries with [unusedN], because `size` determines the bytes of an id."""
+    """Fill a vocabulary to `size` entries with [unusedN], because `size` determines the bytes of an id."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
@@ -288,7 +283,6 @@ def _table(plan: CorpusPlan, prices: Prices) -> Table:
         column.justify = "right"
 
     def add(name: str, hours: float, size: tuple[float, float], requests: Requests, cost: float) -> None:
-        """Add the row of one step, or of all steps; `size` has the bytes read and the bytes written."""
         gigabytes = [f"{num_bytes / 1e9:,.1f}" for num_bytes in size]
         numbers = [requests.get, requests.put, requests.list, requests.delete]
         cells = [name, f"{hours:,.2f}", *gigabytes, *(f"{number:,}" for number in numbers)]
@@ -339,7 +333,6 @@ def _remarks(
 def _as_json(
     plan: CorpusPlan, rates: CorpusRates, prices: Prices, hours: float | None, num_machines_needed: int | None
 ) -> dict[str, Any]:
-    """Return the plan, with the cost of each step and the rates, as a JSON object for --json."""
     steps = [asdict(step) | {"cost": step.cost(prices)} for step in plan.steps]
     tree = asdict(plan) | {"steps": steps, "hours": plan.hours, "rates": rates.model_dump()}
     for key in ("prepare", "parallel", "merge"):  # `steps` has them all

@@ -90,7 +90,7 @@ def _submit(preparation: Preparation, out: Console) -> None:
 
 
 def _stage_table(preparation: Preparation) -> Table:
-    """Return a table of the stages with the number of their tasks, of the tasks not completed yet, and their steps."""
+    """Return a table of the stages: the number of tasks, of tasks not completed yet, and their steps."""
     from electra_dist.corpus.prepare.preparation import tasks_left
 
     left = tasks_left(preparation)

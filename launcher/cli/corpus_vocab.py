@@ -60,19 +60,9 @@ def train_vocab(
 def find_vocabulary(
     path: Path | None, files: list[InputFile], settings: Config, output: str, text_field: str, console: Console
 ) -> Vocabulary:
-    """Return the vocabulary of a build: the one at `path`, or the one in the output, or a new one.
+    """Return the vocabulary of a build: the one at `path`, or the vocab.txt in the output, or a new one from `files`.
 
-    Without `path`, the vocab.txt in the output is used. It must have the digest that an earlier call of this build has
-    recorded, if any. If the output has no vocab.txt, a vocabulary is trained on `files`.
-
-    Args:
-        path: vocab.txt that the user gave with --vocab; None if there is none.
-        settings: config with the size of the vocabulary and the S3 endpoint.
-        output: local path or s3:// URL of the corpus.
-
-    Raises:
-        UserError: the vocabulary cannot be read or trained, or is not of the kind that `corpus.tokenizer` sets.
-        ManifestMismatch: the vocab.txt in the output has another digest; a UserError.
+    ManifestMismatch is raised if the vocab.txt in the output is not the one with which this build began.
     """
     wanted_kind = settings.corpus.tokenizer
     if path is not None:
@@ -95,7 +85,7 @@ def find_vocabulary(
 
 
 def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
-    """Check that a vocabulary is of the kind that the config sets: WordPiece or byte-level BPE."""
+    """Check that a vocabulary is of the kind that `corpus.tokenizer` sets."""
     if vocabulary.kind == wanted_kind:
         return
     description = "a tokenizer.json" if vocabulary.kind == "bpe" else "a WordPiece vocabulary"
@@ -117,7 +107,7 @@ class _Training:
     def train(
         self, files: list[InputFile], size: int, lowercase: bool, folder: Path, kind: TokenizerKind
     ) -> Vocabulary:
-        """Train a vocabulary; the same text and the same arguments give the same one."""
+        """Train a vocabulary, always the same from the same text; `folder` keeps a sample until the end."""
         num_bytes = sum(file.size for file in files)
         if num_bytes * _ASSUMED_COMPRESSION <= self._limit_bytes:
             return train_kind(kind, lambda: (text for _, _, text in self._texts(files)), size, lowercase)

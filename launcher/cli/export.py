@@ -90,7 +90,6 @@ def export(
 
 
 def _parse_checkpoint(text: str) -> Choice:
-    """Return the checkpoint that `--checkpoint` names: a step, "best" or "newest"."""
     if text == "newest":
         return "newest"
     if text == "best":
@@ -102,7 +101,7 @@ def _parse_checkpoint(text: str) -> Choice:
 
 
 def _parse_average(text: str | None) -> int:
-    """Return the number N of checkpoints to average from `--average last:N`; 1, which means no average, without it."""
+    """Return N of `--average last:N`; 1, which means no average, without it."""
     if text is None:
         return 1
     match = _AVERAGE.fullmatch(text)
@@ -112,7 +111,7 @@ def _parse_average(text: str | None) -> int:
 
 
 def _check_local_checkpoints(run: Path) -> None:
-    """Raise OtherRun if a run folder has checkpoints of another run; those on S3 are not read for a report."""
+    """Refuse a run folder with checkpoints of another run; those on S3 are not read for a report."""
     try:
         config = open_run(run)
     except UserError:

@@ -34,11 +34,7 @@ SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, 
 
 
 class Kind(StrEnum):
-    """Kind of the label in a task of the user's own files (`--task custom`).
-
-    `classification` predicts a class and is scored by accuracy; `regression` predicts a number and is scored by
-    Spearman's correlation.
-    """
+    """Kind of the label in a task of the user's own files: a class (accuracy) or a number (Spearman's correlation)."""
 
     classification = "classification"
     regression = "regression"
@@ -239,6 +235,7 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
 
 
 def _default_output(model: str) -> Path:
+    """Return MODEL/finetune or, for random:CONFIG.yaml, which has no folder, runs/finetune_random_CONFIG."""
     if model.startswith("random:"):
         config_name = Path(model.removeprefix("random:")).stem
         return Path("runs") / f"finetune_random_{config_name}"
@@ -247,7 +244,11 @@ def _default_output(model: str) -> Path:
 
 @contextmanager
 def progress_bar(out: Console) -> Iterator[Report]:
-    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal."""
+    """Show a progress bar while the `with` block runs; show nothing if `out` is not a terminal.
+
+    Yields a function of the current activity, its parts done, and its parts in total. The bar restarts with each
+    activity.
+    """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -48,12 +48,13 @@ class _CommandsOnUse(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a placeholder for a subcommand with its name and its description; None for an unknown name."""
+        """Return a placeholder for `--help` to list; `resolve_command` returns the command to run."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(name=cmd_name, help=_description(*COMMANDS[cmd_name]))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return (name, command, remaining arguments) for the arguments of the command line; import the command."""
         name, command, remaining = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, remaining
@@ -69,6 +70,7 @@ class _CommandsOnUse(TyperGroup):
 
 
 def _import_command(name: str) -> Any:
+    """Import a subcommand: a Typer application, such as `corpus`, or a function, such as `status`."""
     module, attribute = COMMANDS[name]
     function_or_app = getattr(import_module(module), attribute)
     if isinstance(function_or_app, typer.Typer):
@@ -82,7 +84,7 @@ def _import_command(name: str) -> Any:
 
 
 def _description(module: str, attribute: str) -> str:
-    """Return the description of a subcommand from the source of its module, without importing the module."""
+    """Return a command function's docstring or a Typer application's `help` without importing its module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as file:
@@ -123,7 +125,7 @@ def _group(
 def main() -> None:
     """Run the command line of this process; print a UserError to stderr as one line and exit with code 78.
 
-    A UserError is an error that the user can correct. Any other exception is a bug and shows its traceback.
+    Any other exception is a bug and shows its traceback.
     """
     start_in_utf8_mode()
     outlive_the_reader()

@@ -61,7 +61,6 @@ def score(
 
 
 def _read_lines(texts: str) -> list[TextLine]:
-    """Return the texts of a file or, for "-", of standard input."""
     if texts == _STDIN:
         return read_text_lines(sys.stdin.buffer.read(), "standard input")
     file = Path(texts)
@@ -86,7 +85,7 @@ def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bo
 
 
 def _print_score(line: TextLine, text_score: TextScore, tokens: bool, as_json: bool, rank: int | None = None) -> None:
-    """Print the score of one text as a line, or as a JSON object."""
+    """Print the score of one text as a line, with `tokens` also their values, or as a JSON object, which has them."""
     is_for_people = sys.stdout.isatty()  # a program gets the text itself, a terminal no control that is in it
     if as_json:
         record = {"line": line.line, "text": line.text, "score": text_score.score}

@@ -64,10 +64,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def advice(profile: StepProfile) -> list[str]:
-    """Return what to change to make steps faster, one line for each change, always in the same order.
-
-    If there is no change to advise, a single line names the part of the step that takes the most time.
-    """
+    """Return what to change to make steps faster, one line each, or one line on the largest part of the step."""
     lines = []
     if profile.wait_share > _MUCH_WAITING:
         lines.append(

@@ -96,9 +96,7 @@ def verify_command(
 def _json_tree(
     run: Path, result: AuditResult, expected: Expected, damaged: list[str], corpora: RunCorpora
 ) -> dict[str, Any]:
-    """Return the result of an audit of the rows that a run used as a JSON object; `deviation` is null if it is
-    good.
-    """
+    """Return the result of an audit as a JSON object; `deviation` is null if the rows are those prescribed."""
     last = result.last
     assert last is not None
     phases = []
@@ -129,7 +127,7 @@ def _num_starts(run: Path) -> int:
 
 
 def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]], list[str]]:
-    """Read the run states of all complete checkpoints of a run."""
+    """Return (URL, run state) of all undamaged committed checkpoints, and a line for each damaged one."""
     owner = owner_of(config, read_identity(Path(config.run_dir)))
     checkpoints = []
     damaged = []
@@ -148,9 +146,7 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
 
 
 def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
-    """Return the steps, from 0, that made no update because their gradients overflowed fp16; their rows do not
-    count.
-    """
+    """Return the steps, from 0, that made no update because their gradients overflowed fp16."""
     # A record has the number of steps done, which is one more than the number of its step.
     records = iter_records(run_dir / METRICS_FILE, whole_metrics_fault, containing=b"true")
     steps = {record["step"] - 1 for record in records if record.get("overflow")}
@@ -160,7 +156,7 @@ def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: RunCorpora, out: Console) -> None:
-    """Print the result of an audit of the rows that a run used."""
+    """Print the receipts checked, the skipped steps, and how often each row was used or where other rows were used."""
     last = result.last
     assert last is not None
     out.print(f"{run}: {result.num_marks:,} receipts checked, {_num_starts(run)} starts, step {last.step:,}")
@@ -199,7 +195,7 @@ def _use_of_corpora(num_steps: int, expected: Expected, corpora: RunCorpora) -> 
 
 
 def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
-    """Return in words how often each row of the corpus was used: "80 of the 640 rows ..."""
+    """Return in words how often each row of the corpus was used: "80 of the 640 rows ... 4 times, ..."."""
     num_epochs, num_further_rows = divmod(num_positions, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
@@ -211,18 +207,13 @@ def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
 
 
 def _times(count: int) -> str:
-    """Return how often something happened in words: "not yet" for 0, "once" for 1, otherwise "N times"."""
     if count == 0:
         return "not yet"
     return "once" if count == 1 else f"{count:,} times"
 
 
 def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Return every receipt that a run recorded, with its step and its source, sorted by step.
-
-    A receipt is the number of rows that were used up to that step and a digest of their ids. A mark is a receipt
-    together with its step and its source, which is metrics.jsonl or a checkpoint.
-    """
+    """Return every receipt in a run's metrics and in `checkpoints` (name, state) with its source, by step."""
     marks = []
     for record in iter_records(run_dir / METRICS_FILE, whole_metrics_fault):
         if record["kind"] == "train":

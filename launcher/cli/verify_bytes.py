@@ -69,17 +69,10 @@ class BadPart:
 
 
 def verify_bytes(path: str, endpoint_url: str | None, as_json: bool) -> None:
-    """Read all bytes of a run or a corpus, and print every bad file.
+    """Read all bytes of a run or a corpus, print every bad file, and raise a UserError if there is one.
 
     For a run, these are the corpora that its config names, the vocabulary and the token counts in the run folder, and
     the checkpoints.
-
-    Args:
-        path: a run folder, or the folder or s3:// prefix of a corpus.
-        endpoint_url: S3 endpoint of an s3:// path; not used for a run, whose config has the endpoint.
-
-    Raises:
-        UserError: `path` is neither a run nor a corpus, or something below it is bad.
     """
     with tempfile.TemporaryDirectory(prefix="electra-dist-verify-") as temporary:
         parts = list(_parts(path, endpoint_url, Path(temporary)))
@@ -121,7 +114,7 @@ def _read_all(parts: list[Part]) -> list[BadPart]:
 
 
 def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield what there is to read below `path`: the parts of a run, or those of a corpus."""
+    """Yield the parts of the run or corpus `path`; shards on S3 are fetched into the folder `temporary`."""
     if "://" not in path and is_run_folder(Path(path)):
         yield from _run_parts(Path(path), temporary)
         return
@@ -165,7 +158,6 @@ def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
 
 
 def _token_counts_part(file: Path, vocab_size: int) -> Part:
-    """Return the part that verifies a file of token counts in a run folder against the digest at its end."""
     from electra_dist.train.token_counts import read_counts
 
     return Part(
@@ -177,9 +169,7 @@ def _token_counts_part(file: Path, vocab_size: int) -> Part:
 
 
 def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a corpus: corpus.json, vocabulary, shards and side files; corpus.json alone if it is
-    damaged.
-    """
+    """Yield the parts of a corpus (of that fingerprint, if one is given); corpus.json alone if it is damaged."""
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
         manifest = read_corpus(store)
@@ -203,7 +193,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
-    """Yield one part for each side file of a corpus; nothing if the corpus has no side files."""
+    """Yield one part for each side file of a corpus, or a single one if origins.json itself is damaged."""
     try:
         origins = open_origins(store, manifest)
     except UserError as error:
@@ -217,7 +207,6 @@ def _side_file_parts(store: Store, manifest: CorpusManifest) -> Iterator[Part]:
 
 
 def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
-    """Return the part that verifies the side file of one shard against the digest in origins.json."""
     return Part(
         url=f"{store.url}/{file.name}",
         kind="side file",
@@ -227,6 +216,7 @@ def _side_file_part(store: Store, origins: Origins, file: OriginFile) -> Part:
 
 
 def _no_faults(checked: object) -> list[str]:
+    """Return an empty list, for use in lambdas: the reader that gives `checked` raises a UserError for a bad file."""
     return []
 
 
@@ -240,14 +230,13 @@ def _shard_part(store: Store, entry: ShardEntry, temporary: Path) -> Part:
 
 
 def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Advance) -> list[str]:
-    """Return what is wrong with a shard: its size or its SHA-256; empty if it is the one that corpus.json lists. A
-    shard on S3 that is wrong is fetched once more, because bits may have flipped on the way.
-    """
+    """Return what is wrong with the size or the SHA-256 of a shard; empty if corpus.json lists both."""
     local_path = store.local_path(entry.name)
     path = local_path or temporary / "shard.tar"
     if local_path is None:
         store.fetch(entry.name, path)
     size_bytes, sha256 = _size_and_sha256(path, advance)
+    # It is fetched once more, because bits may have flipped on the way.
     if local_path is None and sha256 != entry.sha256:
         store.fetch(entry.name, path)
         size_bytes, sha256 = _size_and_sha256(path, lambda num_bytes: None)
@@ -260,7 +249,6 @@ def _shard_faults(store: Store, entry: ShardEntry, temporary: Path, advance: Adv
 
 
 def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
-    """Read a local file and return its size in bytes and its SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
     size_bytes = 0
     with readable(path), open_regular(path) as stream:
@@ -272,6 +260,7 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
 
 
 def _checkpoint_part(target: Store, folder: str, owner: Owner | None) -> Part:
+    """Return the part for a committed checkpoint, which is bad if another run than `owner` has written it."""
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read

@@ -38,10 +38,9 @@ from launcher.utf8_mode import start_in_utf8_mode
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this node, print the findings, add a strike if it is unhealthy, and return the process's exit code.
 
-    A strike is the record of a fault in strikes.jsonl.
-
-    Args:
-        argv: command-line arguments; None means those of this process.
+    RANK, LOCAL_RANK and WORLD_SIZE of the environment decide what is checked; with a world size above 1 the call is
+    collective. Local rank 0 of each node checks the node. Rank 0 prints for all; if the ranks cannot work together,
+    local rank 0 of each node prints.
     """
     args = _parse(argv)
     node = node_name()
@@ -92,7 +91,7 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
 
 def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Record waits for storage as heartbeats, so that `electra-dist status` shows them."""
+    """Record waits for storage as heartbeats of `rank`, so that `electra-dist status` shows them."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:
@@ -105,7 +104,6 @@ def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line and return the options by name."""
     parser = argparse.ArgumentParser(
         prog="launcher.preflight",
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "

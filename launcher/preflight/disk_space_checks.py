@@ -35,10 +35,7 @@ LOG_FILES = 2_000  # files of a run other than shards
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes and files that a run will write below one local folder, soon and by its end.
-
-    `next_step` is the advice that is printed if they do not fit on the disk.
-    """
+    """Bytes and files that a run will write below one local folder, soon and by its end."""
 
     folder: Path
     what: str  # what is written, for the message
@@ -51,7 +48,7 @@ class Need:
 def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str) -> list[Finding]:
     """Return one finding for each local disk that the run writes to: "ok", "warning" or "user error".
 
-    The needs of all folders on a disk are added up.
+    `corpora` maps the URL of each corpus of the run to its manifest; those on S3 need space in the cache.
     """
     needs_by_disk: dict[int, list[Need]] = {}
     cache_folder = _cache_folder(config) if any(url.startswith("s3://") for url in corpora) else None
@@ -62,6 +59,8 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
 
 
 def _cache_folder(config: Config) -> Path:
+    """Return the folder in which this node will cache shards; it depends on whether the run has several nodes."""
+    # WORLD_SIZE is set by a launcher of ranks, SLURM_NNODES by Slurm; without both, one node is assumed.
     has_several_nodes = rank_place().has_several_nodes or whole_number("SLURM_NNODES", 1) > 1
     folder = choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes).path
     return folder / SHARDS_DIR
@@ -70,8 +69,8 @@ def _cache_folder(config: Config) -> Path:
 def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: Path | None = None) -> list[Need]:
     """Return how much a run will write to each local folder if all are empty: logs, checkpoints, cached shards. Pure.
 
-    Args:
-        cache_folder: folder in which this node caches shards; None: `config.cache_folder`.
+    A checkpoint target on S3 needs local space for only one checkpoint, which lies in RUN/staging during its upload. A
+    `cache_folder` of None means `config.cache_folder`.
     """
     log_need = Need(
         folder=Path(config.run_dir) / TENSORBOARD_DIR,
@@ -86,7 +85,7 @@ def needs(config: Config, corpora: Mapping[str, CorpusManifest], cache_folder: P
 
 
 def _checkpoint_need(config: Config, url: str) -> Need:
-    """Return how much local space the checkpoints of one target need, at 12 bytes per parameter each."""
+    """Return how much local space the checkpoints of one target need."""
     checkpoint_bytes = BYTES_PER_PARAMETER * parameter_counts(config.model, config.objective).total
     next_step = (
         "keep fewer checkpoints (lower checkpoint.keep_last, keep_best, or raise keep_every_steps), "
@@ -102,6 +101,8 @@ def _checkpoint_need(config: Config, url: str) -> Need:
             next_step=next_step,
         )
     keep = config.checkpoint
+    # A local target soon holds these checkpoints at once: the newest, the best, one that is old enough for a rollback,
+    # and the one being written. Those that are kept for good are added by the end of the run.
     num_being_written = 1
     most_skipped = config.guard.most_skipped
     spacing = most_skipped if keep.every_steps == "auto" else keep.every_steps
@@ -128,6 +129,8 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: 
     if not shard_bytes:
         return []
     shard_bytes.sort(reverse=True)  # the largest shards first
+    # The run fails soon without room for two shuffle windows: one that is trained on, and one that is fetched
+    # meanwhile.
     shards_of_two_windows = 2 * config.data.shuffle_window_shards
     two_windows_bytes = sum(shard_bytes[:shards_of_two_windows])
     all_bytes = sum(shard_bytes)
@@ -147,15 +150,10 @@ def _cache_needs(config: Config, corpora: Mapping[str, CorpusManifest], folder: 
 
 
 def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int | None, node: str) -> Finding:
-    """Compare the free space of one disk with all that a run still has to write to it. Pure.
+    """Compare the free space of one disk with what a run still has to write to its folders (one need each). Pure.
 
-    Args:
-        free_bytes: bytes that an ordinary user may still write.
-        free_files: free inodes; None if the file system does not count them.
-
-    Returns:
-        "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail before its end,
-        otherwise "ok".
+    The result is "user error" if the run would fail soon for lack of bytes or inodes, "warning" if it would fail
+    before its end, otherwise "ok". `free_files` are free inodes; None if the file system does not count them.
     """
     now_bytes = sum(need.now_bytes for need in disk_needs)
     whole_bytes = sum(need.whole_bytes for need in disk_needs)
@@ -179,7 +177,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return a copy of `need` with the bytes that are still to be written."""
+    """Subtract the bytes that lie in the need's folder already; the number of files stays as it is."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,
@@ -197,7 +195,6 @@ def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Return the total size of the files below a folder in bytes; 0 if it does not exist."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -207,6 +204,7 @@ def _used_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
+    """Return the folder or its nearest existing parent, on whose disk a missing folder will be created."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -1,7 +1,5 @@
 """Represent and print the findings of the preflight checks, and derive the exit code and the strike from them.
 
-A strike is a recorded fault of a node; later starts leave such a node out until the strike expires.
-
 Guarantee: `exit_code` and `strike_of` are pure functions of the findings.
 
 Limits: an unhealthy finding that concerns no single node (its `node` is JOB) gives no strike. Preflight then ends
@@ -31,10 +29,10 @@ _COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "unhealthy"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of one check: its severity, the node and device that it is about, what was found, and what to do.
+    """Result of one check.
 
-    The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error"
-    (the user must fix something before any start).
+    The severity is "ok", "warning" (the run may start), "unhealthy" (the node must be left out) or "user error" (the
+    user must fix something before any start).
     """
 
     severity: Severity
@@ -45,16 +43,18 @@ class Finding:
 
 
 def from_error(error: UserError, node: str) -> Finding:
-    """Convert a user error to a finding of severity "user error".
-
-    The text of its message before the first "; " becomes what was found, the text after it becomes the next step.
-    """
+    """Convert an error to a finding: its message up to the first "; " is what was found, the rest is the next step."""
     what, _, next_step = str(error).partition("; ")
     return Finding(severity="user error", node=node, what=what, next_step=next_step)
 
 
 def exit_code(findings: Iterable[Finding], node: str) -> int:
-    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole."""
+    """Return the exit code of preflight on `node`, from the findings about it and those about the job as a whole.
+
+    A user error has precedence over an unhealthy node, because requeuing the job on other nodes would not help. A
+    fault that concerns no single node gives EXIT_CRASH: after EXIT_UNHEALTHY this node would be left out, although it
+    is not at fault. Findings about other nodes are ignored.
+    """
     findings = list(findings)
     severities_of_node = {finding.severity for finding in findings if finding.node == node}
     severities_of_job = {finding.severity for finding in findings if finding.node == JOB}
@@ -68,10 +68,9 @@ def exit_code(findings: Iterable[Finding], node: str) -> int:
 
 
 def strike_of(findings: Iterable[Finding], node: str, now: float) -> Strike | None:
-    """Return one strike (the record of a fault) that combines all unhealthy findings about `node`; None without any.
+    """Combine all unhealthy findings about `node` to one strike, with the Unix time `now`; None if there are none.
 
-    Args:
-        now: Unix time in seconds, recorded in the strike.
+    There is one strike per call and not one per device, so that a limit on the number of strikes counts calls.
     """
     faults = [finding for finding in findings if finding.node == node and finding.severity == "unhealthy"]
     if not faults:
@@ -96,10 +95,7 @@ def print_findings(findings: Iterable[Finding], stream: TextIO) -> None:
 
 
 def as_json(findings: Iterable[Finding], node: str) -> str:
-    """Return `{"node": ..., "exit_code": ..., "findings": [...]}` as one line of JSON.
-
-    The exit code is that of a process on `node`, see `exit_code`.
-    """
+    """Return `{"node": ..., "exit_code": ..., "findings": [...]}` as one line of JSON, see `exit_code`."""
     findings = list(findings)
     report = {
         "node": node,
@@ -110,6 +106,7 @@ def as_json(findings: Iterable[Finding], node: str) -> str:
 
 
 def _plain(finding: Finding) -> str:
+    """Return one line such as "unhealthy   n1 GPU 3         power brake; check the node's power supply"."""
     node = finding.node or "all nodes"
     where = f"{node} {finding.device}" if finding.device else node
     next_step = f"; {finding.next_step}" if finding.next_step else ""

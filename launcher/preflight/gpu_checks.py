@@ -33,9 +33,9 @@ _Fault = tuple[Severity, str, str]  # severity, what was found, next step
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults of each GPU while it is idle, or one "ok" finding for a GPU without faults.
+    """Return the faults of idle GPUs in memory, driver, temperature and NVLinks, or one "ok" finding for a sound GPU.
 
-    Faults of memory, driver, temperature and NVLinks are looked for.
+    Pass all GPUs of one node, because their numbers of NVLinks are compared.
     """
     most_links = max((sum(gpu.nvlinks) for gpu in gpus), default=0)
     findings = []
@@ -50,10 +50,7 @@ def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
 
 
 def classify_load(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:
-    """Return the faults that show only while the GPUs compute, or one "ok" finding for a GPU without faults.
-
-    The faults are slowdowns, heat, and a clock of less than half of the highest one, which is a warning.
-    """
+    """Return the faults that show only while the GPUs compute (slowdown, heat, low clock), or "ok" for a sound GPU."""
     findings = []
     for gpu in gpus:
         faults = list(_slowed(gpu))
@@ -79,7 +76,8 @@ class Speed:
 def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
     """Return an "unhealthy" finding for each slow device, and an "ok" finding for each node without a slow device.
 
-    A device is slow if the median speed of all devices is more than `factor` times its own.
+    The devices must be of one kind. A device is slow if the median speed of all is more than `factor` times its own; a
+    single device is its own median and never slow.
     """
     if not speeds:
         return []
@@ -104,7 +102,7 @@ def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> lis
 
 
 def _memory(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield the memory faults of a GPU: uncorrected errors, and rows or pages that were or must be replaced."""
+    """Yield the memory faults of a GPU; uncorrected errors from before the driver was loaded are a warning only."""
     new_errors = gpu.now.ecc_uncorrected
     if new_errors:
         yield "unhealthy", f"{new_errors} uncorrected memory errors since the driver was loaded", _RESET
@@ -126,7 +124,7 @@ def _recovery(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
-    """Yield a fault for each slowdown that is in force, and one for a temperature near the slowdown temperature."""
+    """Yield slowdowns (by hardware: unhealthy, by software: a warning) and a temperature near or at the slowdown's."""
     for reason in gpu.now.throttle:
         if reason in _TROUBLE:
             yield "unhealthy", f"slowed down: {reason}", "check the node's cooling and power supply"
@@ -140,9 +138,7 @@ def _slowed(gpu: GpuHealth) -> Iterator[_Fault]:
 
 
 def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
-    """Yield a fault (severity, what was found, next step) if some NVLinks of a GPU are inactive. A GPU with inactive
-    links but as many active ones as any other gets a warning only, because the node may be wired that way.
-    """
+    """Yield a fault if NVLinks are inactive: fewer active ones than another GPU's are unhealthy, else a warning."""
     num_active = sum(gpu.nvlinks)  # one boolean per link
     num_links = len(gpu.nvlinks)
     if num_active < most_links:
@@ -153,7 +149,7 @@ def _links(gpu: GpuHealth, most_links: int) -> Iterator[_Fault]:
 
 
 def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -> list[Finding]:
-    """Convert the faults of a GPU to one finding each, or to one "ok" finding if there is no fault."""
+    """Convert the faults of a GPU to findings, or return one "ok" finding with the text `sound`."""
     device = f"GPU {gpu.index}"
     if not faults:
         return [Finding(severity="ok", node=node, device=device, what=sound)]
@@ -164,7 +160,7 @@ def _findings(gpu: GpuHealth, node: str, faults: Sequence[_Fault], sound: str) -
 
 
 def _state(gpu: GpuHealth) -> str:
-    """Return temperature, power, clock and throttle reasons of a GPU as text; unknown values are left out."""
+    """Return the known values of a GPU as text, for example "61 C, 652 W, 1755 MHz"."""
     now = gpu.now
     parts = []
     if now.temperature_c is not None:

@@ -30,19 +30,15 @@ _POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Return the findings about this node that need neither torch nor other nodes: GPUs, storage, disks, clocks.
 
-    A fault is reported as a finding with severity "unhealthy" or "user error".
-
-    Args:
-        patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
+    Test objects that are written to the storage are deleted again. `patience` limits the wait for storage that is full
+    or away, if the run has not begun; None: no wait. In a run on several nodes, a node without a folder in which it
+    could cache shards raises StoreError.
     """
     return check_gpus(node) + check_storage(config, node, patience)
 
 
 def check_gpus(node: str) -> list[Finding]:
-    """Return the findings about this node's GPUs while they are idle, by the values that NVML reports.
-
-    Without a GPU, or without the package nvidia-ml-py, the result is one "ok" finding.
-    """
+    """Return the findings about this node's idle GPUs from NVML; one "ok" finding without a GPU or nvidia-ml-py."""
     probe = GpuProbe.open()
     if probe is None:
         what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"
@@ -58,11 +54,9 @@ def preflight(
 ) -> int:
     """Run `launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
 
-    On timeout, send it SIGKILL, add a strike (the record of a fault) against this node and return EXIT_UNHEALTHY.
-
-    Args:
-        arguments: command-line arguments of `launcher.preflight`, for example `["--config", FILE]`.
-        limit_s: seconds after which the process is killed.
+    After `limit_s` seconds it is killed, a strike is added against this node, and the result is EXIT_UNHEALTHY. The
+    end of the process is then not waited for, because a process that hangs in a driver may survive SIGKILL. `give_up`
+    is polled twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
     """
     process = subprocess.Popen([sys.executable, "-m", "launcher.preflight", *arguments])
     deadline = time.monotonic() + limit_s

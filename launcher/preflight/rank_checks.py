@@ -63,7 +63,8 @@ _REPORT = TypeAdapter(RankReport)
 def check_load(node: str) -> list[Finding]:
     """Run matrix products on all GPUs of this node at once for 3 s, and return what NVML and the speeds show.
 
-    Not collective: call it from one process per node.
+    Not collective: call it from one process per node. If torch sees no GPU, the result is one finding: a user error,
+    or a warning where the user has asked for the CPU.
     """
     import torch
 
@@ -80,9 +81,11 @@ def check_load(node: str) -> list[Finding]:
 
 
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
-    """Measure all ranks together and return the findings of all of them. Collective.
+    """Measure all ranks together, and return the findings of all ranks, each with its `own`. Collective.
 
-    Makes the default process group from the launcher's environment variables, and destroys it.
+    Makes the default process group from the launcher's environment variables, and destroys it. If the ranks cannot
+    meet or a collective fails, no exception is raised: the result is `own` and one unhealthy finding about the job as
+    a whole, because it is not known which node is at fault.
     """
     import torch.distributed as dist
 
@@ -104,7 +107,11 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
 
 
 def classify_ranks(reports: Sequence[RankReport], *, on_gpu: bool) -> list[Finding]:
-    """Return the findings of all ranks, and those that follow from comparing the ranks. Pure."""
+    """Return the findings of all ranks, and those that follow from comparing clocks, speeds and exchanges. Pure.
+
+    The reports are ordered by rank. Without `on_gpu`, data was exchanged between CPUs, and a slow rank is only a
+    warning.
+    """
     findings = [finding for report in reports for finding in report.findings]
     # All ranks of a node share its clock, so the first rank of each node stands for it.
     skew_by_node: dict[str, float] = {}
@@ -147,15 +154,14 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
 
 
 def _backend() -> str:
+    """Return the backend for `init_process_group`: gloo for CPU tensors and, with a GPU, NCCL for GPU tensors."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
-    """Measure this rank and return the reports of all ranks, ordered by rank. If the matrix product of any GPU failed,
-    no rank exchanges data, because the faulty GPU would hang the exchange.
-    """
+    """Measure this rank and return the reports of all ranks, ordered by rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -182,6 +188,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
     skew_s = skew(rank)
     exchange_s: float | None = None
     all_reduce_gb_s: float | None = None
+    # A faulty GPU of any rank would hang the exchange.
     if all_devices_work:
         exchange_s = exchange(peers(nodes, rank), rank, device)
         all_reduce_gb_s = all_reduce(device)
@@ -199,7 +206,7 @@ def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
 
 
 def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> tuple[list[Speed], list[Finding]]:
-    """Run matrix products on the devices at once for 3 s; return their speeds and the faults that show."""
+    """Run matrix products on the devices at once for 3 s; return the speeds of those that work, and all faults."""
     from launcher.preflight.rank_measurements import matmul_tflops
 
     speeds: list[Speed] = []
@@ -221,7 +228,6 @@ def _load(devices: Sequence[torch.device], node: str, *, sample_gpus: bool) -> t
 
 
 def _failed_product(node: str, device: torch.device, error: RuntimeError) -> Finding:
-    """Return the finding about a GPU on which a matrix product failed, with the first line of torch's error."""
     reason = str(error).strip().splitlines()[0]
     return Finding(
         severity="unhealthy",

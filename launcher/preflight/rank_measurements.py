@@ -25,7 +25,7 @@ _FLOAT_BYTES = 4  # of an element of the exchanged buffers, which are fp32
 
 
 def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
-    """Return the median speed of bf16 matrix products, in 1e12 FLOP/s. Not collective."""
+    """Return the median speed of bf16 products of square matrices of `size` rows, in 1e12 FLOP/s. Not collective."""
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(matrix)
     flops_of_chunk = _CHUNK * 2 * size**3  # a product of n x n matrices takes n^3 multiplications and additions
@@ -44,7 +44,8 @@ def matmul_tflops(device: torch.device, size: int, seconds: float) -> float:
 def skew(rank: int) -> float:
     """Return by how many seconds this rank's clock is ahead of the median of all ranks' clocks. Collective.
 
-    Negative if it is behind. The ranks read their clocks after a barrier.
+    The ranks read their clocks after a barrier. They leave it at slightly different moments, which distorts the
+    difference, so three tries are made, and the difference nearest to 0 is returned.
     """
     differences = []
     for _ in range(_SKEW_TRIES):
@@ -57,10 +58,9 @@ def skew(rank: int) -> float:
 def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | None:
     """Exchange data with both neighbours in the ring and return the seconds of the faster exchange. Collective.
 
-    The faster one counts, so that a rank with one slow neighbour is not blamed for it.
-
-    Returns:
-        Seconds, or None for a ring of fewer than three ranks, in which a slow rank and its neighbour look alike.
+    The faster one counts, so that a rank with one slow neighbour is not blamed for it. `ring` is from `peers`, and all
+    ranks must be in rings of the same size. The result is None for a ring of fewer than three ranks, in which a slow
+    rank and its neighbour look alike.
     """
     if len(ring) < 3:
         return None
@@ -68,6 +68,7 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
     sent = torch.zeros(_bytes(device) // _FLOAT_BYTES, device=device)
     received = torch.empty_like(sent)
     own_position = ring.index(rank)
+    # In a turn a rank exchanges data with only one neighbour, see `partner`.
     num_turns = 2 if len(ring) % 2 == 0 else 3
     exchange_times = []
     for turn in range(num_turns):
@@ -82,22 +83,30 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
 
 
 def _connect(device: torch.device) -> None:
+    """Let all ranks take part in one all-reduce, in which NCCL opens its connections. Collective."""
+    # NCCL opens a group's connections in the group's first operation, in which all ranks must take part. In a ring
+    # with an odd number of ranks one of them pauses in each turn, and the others would wait for it until the timeout.
     dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    """Send one buffer to the rank `peer` and receive one of the same size from it, both at once."""
     sending = dist.P2POp(dist.isend, sent, peer)
     receiving = dist.P2POp(dist.irecv, received, peer)
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
 
 
-def _do_nothing() -> None: ...
+def _do_nothing() -> None:
+    """Return at once: the timed work of a rank that pauses in a turn."""
 
 
 def all_reduce(device: torch.device) -> float:
-    """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective."""
+    """Return the bus bandwidth of an all-reduce over all ranks, in GB/s per rank and direction. Collective.
+
+    Bus bandwidth is the all-reduced bytes times 2 (n - 1) / n over the seconds, for n ranks, as nccl-tests defines it.
+    """
     world_size = dist.get_world_size()
     num_bytes = _bytes(device)
     data = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
@@ -106,9 +115,7 @@ def all_reduce(device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of five runs of `work`. One run before these five is not counted, because it
-    opens the connections.
-    """
+    """Return the seconds of the fastest of five runs of `work`; all ranks begin each run together. Collective."""
     times = []
     for _ in range(1 + _REPEATS):
         meet()
@@ -116,6 +123,7 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
         work()
         _synchronize(device)
         times.append(time.perf_counter() - begin)
+    # The first run opens the connections.
     counted_times = times[1:]
     return min(counted_times)
 
@@ -139,7 +147,10 @@ def meet() -> None:
 def partner(position: int, count: int, turn: int) -> int | None:
     """Return the ring position with which `position` exchanges data in a turn; None if it pauses in that turn.
 
-    Over all turns each position meets both of its neighbours once.
+    Over all turns each of the `count` >= 3 positions meets both of its neighbours once. In turn 0 the pairs are (0,
+    1), (2, 3), ...; in turn 1 they are (1, 2), (3, 4), .... With an even count, the last and the first position are
+    one more pair of turn 1. With an odd count, the last one pauses in turn 0, the first one in turn 1, and they meet
+    in turn 2, in which all others pause.
     """
     is_odd = count % 2 == 1
     last = count - 1
@@ -155,9 +166,11 @@ def partner(position: int, count: int, turn: int) -> int | None:
 
 
 def peers(nodes: Sequence[str], rank: int) -> list[int]:
-    """Return the ring of ranks that `rank` exchanges data with, itself included.
+    """Return the ring of ranks that `rank` exchanges data with, itself included; `nodes` names the node of each rank.
 
-    With one node these are all ranks.
+    With one node these are all ranks; with several, the ranks with the same local index on each node, so that all
+    exchanges go over the network: with the nodes a, a, b, b, c, c the ring of rank 1 is [1, 3, 5]. The ring is empty
+    if the nodes have different numbers of ranks, because then no comparison is fair.
     """
     ranks_by_node: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):

@@ -47,10 +47,9 @@ _RETRIES = RetryPolicy(tries=6, deadline_s=30.0, connect_timeout_s=5.0, read_tim
 def check_storage(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
     """Check that this node reaches the corpora and checkpoint targets of a run, and check its disks and its clock.
 
-    A corpus, target or disk that cannot be used is reported as a finding with severity "user error".
-
-    Args:
-        patience: limit of the wait for storage that is full or away, if the run has not begun; None: no wait.
+    What cannot be used is a finding of severity "user error". If the run has begun, storage that is full or away is
+    only a "warning", because the run waits for it and a chain of jobs must not end for it. If it has not begun, the
+    checks wait until the storage is back or `patience` is over; None: no wait.
     """
     has_begun = is_run_folder(Path(config.run_dir))
     if has_begun or patience is None:
@@ -81,6 +80,7 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
 
 
 def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
+    """Repeat an operation while its storage is full or away; raise StoreAway, a UserError, when `patience` is over."""
     try:
         return patience.call(operation)
     except StorageLost as lost:
@@ -88,6 +88,7 @@ def _call_until_back(patience: Patience, operation: Callable[[], T]) -> T:
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:
+    """Convert an error of storage to a finding: a warning if the run has begun and waits for this, else as it is."""
     finding = from_error(error, node)
     return _as_warning(finding) if has_begun and is_worth_waiting_for(error) else finding
 
@@ -99,10 +100,9 @@ def _as_warning(finding: Finding) -> Finding:
 
 
 def classify_skew(skew_s: float, against: str, node: str) -> Finding:
-    """Classify the difference between this node's clock and another one. Pure.
+    """Classify by how many seconds this node's clock is ahead of another clock, which `against` names. Pure.
 
-    Args:
-        skew_s: seconds by which this node's clock is ahead; negative if it is behind.
+    A difference in either direction is "ok" below 2 s, a "warning" below 60 s, otherwise "unhealthy".
     """
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
@@ -118,9 +118,7 @@ def classify_skew(skew_s: float, against: str, node: str) -> Finding:
 
 
 def _try_target(url: str, endpoint_url: str | None) -> None:
-    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it. The name of the
-    object is random, so that several nodes can test the same target at once.
-    """
+    """Create, read, compare and delete one object in a checkpoint target, as a test of access to it."""
     store = open_store(url, endpoint_url, retry=_RETRIES)
     token = secrets.token_hex(8)  # makes the key unique among nodes that run preflight at once
     key = f"preflight-{token}"
@@ -135,7 +133,7 @@ def _try_target(url: str, endpoint_url: str | None) -> None:
 
 
 def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Finding]:
-    """Compare this node's clock with the clock of the run folder's file system and with that of every S3 service."""
+    """Compare this node's clock with that of the run folder's file system and that of every S3 service."""
     run_dir = Path(config.run_dir)
     try:
         skew_of_folder_s = _call_until_back(patience, lambda: _file_skew_s(run_dir))
@@ -148,16 +146,18 @@ def _check_clocks(config: Config, node: str, patience: Patience) -> Iterator[Fin
     if any(url.startswith("s3://") for url in config.checkpoint_urls):
         service_urls.add(config.checkpoint.endpoint_url or _AWS)
     for service_url in sorted(service_urls):
+        # A service that does not answer is reported by the check of its objects.
         skew_s = _http_skew_s(service_url)
         if skew_s is not None:
             yield classify_skew(skew_s, service_url, node)
 
 
 def _file_skew_s(run_dir: Path) -> float:
-    """Return by how many seconds this node's clock is ahead of the clock of the run folder's file system."""
+    """Return by how many seconds this node's clock is ahead of that of the run folder's file system."""
     store = open_store(str(run_dir))
     key = f"preflight-{secrets.token_hex(8)}"
     before = time.time()
+    # On a shared file system the modification time of the file comes from the file server.
     store.write(key, b"")
     time_of_write = (before + time.time()) / 2  # by this node's clock, halfway through the write
     path = run_dir / key
@@ -169,7 +169,7 @@ def _file_skew_s(run_dir: Path) -> float:
 
 
 def _http_skew_s(url: str) -> float | None:
-    """Return by how many seconds this node's clock is ahead of an HTTP service's, read from its Date header."""
+    """Return by how many seconds this node's clock is ahead of an HTTP service's; None if that is unknown."""
     request = urllib.request.Request(url, method="HEAD")
     before = time.time()
     try:
@@ -182,4 +182,5 @@ def _http_skew_s(url: str) -> float | None:
     if not date:
         return None
     time_of_answer = (before + time.time()) / 2  # by this node's clock, halfway through the request
+    # The header has whole seconds, rounded down: half a second is the mean error.
     return time_of_answer - parsedate_to_datetime(date).timestamp() - 0.5

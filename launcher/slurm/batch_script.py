@@ -89,10 +89,10 @@ _RESERVED_OPTIONS = {  # sbatch options that the script sets itself or relies on
 
 
 def batch_script(request: SubmitRequest, excluded_nodes: tuple[str, ...] = ()) -> str:
-    """Return the text of the batch script. Pure.
+    """Return the text of the batch script, which keeps Slurm from using `excluded_nodes`. Pure.
 
-    Args:
-        excluded_nodes: nodes that Slurm must not use, because a fault of them was recorded recently (a strike).
+    A UserError means that an #SBATCH line cannot hold a value (a backslash or a control character), that
+    `sbatch_options` names an option that the script sets itself, or that a container cannot mount a folder.
     """
     options = _options(request, excluded_nodes)
     directives = "".join(f"#SBATCH {_option_text(name, value)}\n" for name, value in options)
@@ -131,6 +131,7 @@ def _options(request: SubmitRequest, excluded_nodes: tuple[str, ...]) -> list[tu
 
 
 def _option_text(name: str, value: object) -> str:
+    """Return an option of sbatch as `--name=value`, or `--name` for a flag, quoted for an #SBATCH line."""
     option = f"--{directive(name)}"
     return option if value == "" else f"{option}={directive(value)}"
 
@@ -174,7 +175,10 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
     mounts = ",".join((request.run_dir, request.work_dir, *container.mounts))
     if container.runtime == "apptainer":
         prefix = shlex.join(["apptainer", "exec", "--nv", "--bind", mounts, container.image]) + " "
+        # `apptainer exec` in front of each command starts the container.
         return _ContainerText(ranks_prefix=prefix, ours_prefix=prefix)
+    # With pyxis, options of srun start the container. srun starts launcher.supervise in any case. The script runs
+    # launcher.slurm.job directly, so that gets an srun of its own for one task on the first node.
     pyxis_options = [
         f"--container-image={container.image}",
         f"--container-mounts={mounts}",
@@ -188,7 +192,16 @@ def _container_text(request: SubmitRequest) -> _ContainerText:
 
 
 def _node_part(request: SubmitRequest) -> str:
-    """Return the part of the script that every node runs, followed by the definitions of two shell functions."""
+    """Return the part of the script that every node runs, and the shell functions `start_step` and `ours`.
+
+    Slurm runs the script on the first node, without an argument. There, `start_step` calls srun, which runs the script
+    once more on every node, with the argument `node`: it starts the node's supervisor, passes signals on to it, and
+    writes its exit code into a file of the folder `$state`. `ours` runs `python -m launcher.slurm.job` on the first
+    node, in the container if there is one.
+
+    `$state` is RUN/slurm/job-ID-RESTART, where RESTART is the number of requeues, and -N is appended after N
+    replacements of nodes, so that each start of the ranks has a new folder.
+    """
     container = _container_text(request)
     staging = staging_lines(request.environment_archive) if request.environment_archive else ""
     srun_options = f"--kill-on-bad-exit=0 --wait={SCRIPT_ENDS_WITHIN_S} --cpu-bind=none{container.srun_options}"
@@ -239,4 +252,5 @@ def _supervise_command(request: SubmitRequest) -> str:
 
 
 def _one_line(text: str) -> str:
+    """Replace each sequence of white space, line breaks included, by one space."""
     return " ".join(text.split())

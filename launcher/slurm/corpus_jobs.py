@@ -72,11 +72,11 @@ def submit_corpus(jobs: CorpusJobs) -> list[str]:
 
 
 def _command(*arguments: str) -> str:
+    """Return the shell command of a subcommand of `electra-dist corpus`, quoted."""
     return shlex.join([sys.executable, "-c", "from launcher.cli.main import main; main()", "corpus", *arguments])
 
 
 def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
-    """Return a batch script that runs one command."""
     log_folder = str(jobs.folder).replace("%", "%%")  # Slurm replaces %x, %j and the like in the name of a log.
     own = {
         "job-name": f"corpus-{name}",

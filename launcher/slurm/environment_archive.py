@@ -41,8 +41,9 @@ def environment_files(
 ) -> list[PackedFile]:
     """Return all files of this interpreter's installed packages, sorted by their paths in the archive.
 
-    Args:
-        folders: folders that hold packages; None means the folders into which pip installs.
+    They are those of `folders` (None: where pip installs) and those of `packages`, which are found as by `import` and
+    may be elsewhere, as after `pip install --editable`. A file of `packages` replaces one with the same path in the
+    archive. A package that is not installed is left out.
     """
     if folders is None:
         folders = [Path(path) for path in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})]
@@ -58,11 +59,7 @@ def environment_files(
 
 
 def archive_name(files: Sequence[PackedFile]) -> str:
-    """Return the file name of the archive of `files`, for example "environment-0123456789abcdef.tar".
-
-    The name contains a digest of the path in the archive, the size and the modification time of every file, so it
-    changes when a file changes.
-    """
+    """Return the file name of the archive of `files`; it changes when a file's size or modification time changes."""
     digest = hashlib.sha256()
     for packed in files:
         status = packed.path.stat()
@@ -71,7 +68,10 @@ def archive_name(files: Sequence[PackedFile]) -> str:
 
 
 def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
-    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists."""
+    """Write the archive to `file` by an atomic replacement; do nothing if `file` exists.
+
+    The name of `file` is that of `archive_name`, so an existing file has the same content.
+    """
     if file.exists():
         return
     with replacing(file) as out, tarfile.open(fileobj=out, mode="w") as archive:
@@ -80,10 +80,11 @@ def write_archive(file: Path, files: Sequence[PackedFile]) -> None:
 
 
 def staging_lines(archive: str) -> str:
-    """Return shell commands for a node that unpack an archive on the node's own disk and put it first in PYTHONPATH.
+    """Return shell commands for a node that unpack `archive` on the node's own disk and put it first in PYTHONPATH.
 
-    The commands unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp. An archive that an earlier
-    job has unpacked there is not unpacked again. If the archive cannot be unpacked, PYTHONPATH is not changed.
+    They unpack into a folder of this user below $SLURM_TMPDIR, $TMPDIR or /tmp, unless an earlier job has done so.
+    PYTHONPATH stays as it is if the archive cannot be unpacked, or if that folder is a link, of another user, or open
+    to others: they could have put their own code there.
     """
     name = Path(archive).stem
     return f"""
@@ -113,6 +114,7 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def _files_below(folder: Path, root: Path) -> Iterator[PackedFile]:
+    """Yield the regular files below `folder`; their paths in the archive are relative to `root`."""
     for path in folder.rglob("*"):
         if path.is_file():
             yield PackedFile(path, path.relative_to(root).as_posix())

@@ -35,16 +35,16 @@ _CANCELLED_BEFORE_S = 30.0  # A TERM that comes earlier than this before the tim
 
 
 def note(run_dir: Path, event: str, **details: Any) -> None:
-    """Append a line to RUN/slurm/jobs.jsonl, the record of the run's Slurm jobs, with the time in UTC."""
+    """Append an event ("submit", "begin" or "end") with the time in UTC and `details` to RUN/slurm/jobs.jsonl."""
     file = JsonlFile(run_dir / JOBS_FILE)
     file.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details})
     file.close()
 
 
 def exit_codes(state: Path) -> dict[str, int]:
-    """Return a dict from node to the exit code of its supervisor, which each node writes to a file `exit-NODE`.
+    """Return node -> exit code of its supervisor, from the files `exit-NODE` of one start of the ranks.
 
-    A node that died wrote no file, or one without a number; it is missing from the dict.
+    A node that died wrote no file, or one without a number; it is missing from the result.
     """
     codes = {}
     for file in state.glob("exit-*"):
@@ -60,8 +60,8 @@ def exit_codes(state: Path) -> dict[str, int]:
 def begin(args: argparse.Namespace) -> None:
     """Record in jobs.jsonl that a Slurm job begins, and how far the run is at this moment.
 
-    The line holds the job's nodes, its times, the number of ledger events and the step of the newest checkpoint.
-    With the last two, `decide` later selects the events of this job, and sees whether it has saved a checkpoint.
+    From the recorded number of ledger events, `decide` later selects the events of this job; from the step of the
+    newest checkpoint, it sees whether the job has saved one.
     """
     ledger = read_ledger(args.run)
     _check_same_run(args.run, args.config, ledger)
@@ -81,7 +81,7 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def _check_same_run(run_dir: Path, config_file: str | None, ledger: Sequence[Record]) -> None:
-    """Check that a job continues the run of the earlier jobs of its run folder."""
+    """Refuse a job that would begin a new run: its config has another run folder, or the run's files were deleted."""
     if config_file is not None:
         config_run_dir = Path(load_config(config_file).run_dir).absolute()
         if config_run_dir != run_dir.absolute():
@@ -101,7 +101,7 @@ def end(args: argparse.Namespace) -> None:
     """Decide what follows the end of a Slurm job, record it in jobs.jsonl, and print it for the batch script.
 
     The printed line is `action|exit code|nodes to exclude|why`. The nodes, separated by commas, are those with a
-    strike (the record of a fault) that has not expired, and those that ended as unhealthy in this job.
+    strike that has not expired, and those that ended as unhealthy in this job.
     """
     identity = (args.job, args.restart, args.replacements)
     now = _current_time(read_jobs(args.run), identity)  # first, because it depends on the current time
@@ -136,33 +136,30 @@ def end(args: argparse.Namespace) -> None:
 
 
 def _current_time(jobs: Sequence[Record], identity: tuple[str, int, int]) -> float:
-    """Return the current Unix time in seconds, unaffected by changes of the system clock since a start of the
-    ranks.
-    """
+    """Return the current Unix time in seconds, unaffected by changes of the system clock since the job's begin."""
     for record in reversed(jobs):
         if record["event"] != "begin" or start_identity(record) != identity:
             continue
         if "uptime_s" in record:
+            # A job begins and ends on the same node, so both readings are of one boot clock.
             elapsed_s = time.clock_gettime(time.CLOCK_BOOTTIME) - record["uptime_s"]
             return datetime.fromisoformat(record["time"]).timestamp() + elapsed_s
     return time.time()
 
 
 def _is_cancelled(received_signal: str, end_time: str, now: float) -> bool:
+    """Return whether the job was cancelled from outside, for example by scancel or by preemption."""
     has_limit = re.fullmatch(r"\d+", end_time) is not None
     limit = float(end_time) if has_limit else float("inf")
+    # Slurm sends TERM at the time limit, too. A job that received USR1 was not cancelled.
     return received_signal == "TERM" and now < limit - _CANCELLED_BEFORE_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m launcher.slurm.job begin|end RUN ...`, as the batch script calls it.
+    """Run `python -m launcher.slurm.job begin|end RUN ...`, as the batch script calls it, and return its exit code.
 
-    Args:
-        argv: command-line arguments; None means those of this process.
-
-    Returns:
-        0; 75 if the run folder stayed full or away for longer than `cluster.storage_patience_s`; 78 if the run's files
-        or its config cannot be used. The reason is one line on stderr.
+    The code is 0; 75 if the run folder stayed full or away for longer than `cluster.storage_patience_s`; 78 if the
+    run's files or its config cannot be used. The reason is one line on stderr.
     """
     parser = argparse.ArgumentParser(
         prog="launcher.slurm.job", description="Bookkeeping of a Slurm job; called by the batch script."
@@ -196,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _patience_s(config_file: str | None) -> float:
+    """Return `cluster.storage_patience_s` of a config, or its default without one."""
     patience_s = ClusterConfig().storage_patience_s
     if config_file is None:
         return patience_s
@@ -203,7 +201,6 @@ def _patience_s(config_file: str | None) -> float:
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `begin` and `end` have in common: the run folder and the identity of the job."""
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--job", required=True, help="Slurm's job id")
     parser.add_argument("--restart", type=int, default=0, help="how often Slurm has requeued the job")

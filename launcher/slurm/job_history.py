@@ -42,8 +42,9 @@ class Link:
     why: str  # reason of the verdict; "" without one
 
     def described(self, is_running: bool) -> str:
-        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step
-        700".
+        """Return one line about this link, for example "4711, requeued 2 times: next: stopped on purpose at step 700".
+
+        `is_running` says whether the job runs now, according to Slurm's queue. It matters without a verdict only.
         """
         name = self.job
         if self.restart:
@@ -84,7 +85,7 @@ def links_of(jobs: Sequence[Record]) -> list[Link]:
 def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
     """Return why the next job of a run has not started: Slurm's reason, its meaning, and the last verdict. Pure.
 
-    For example "Priority: other jobs come first; the last job: stopped on purpose at step 700".
+    At least one job in `queue` must not be running.
     """
     waiting = [job for job in queue.jobs if job.state != "RUNNING"]
     # "Dependency" only means that a job waits for another job of the run, so any other reason explains more.
@@ -100,11 +101,8 @@ def why_waiting(queue: QueueView, jobs: Sequence[Record]) -> str:
 def why_not_begun(queue: QueueView | None, jobs: Sequence[Record]) -> str:
     """Return why the ranks of a run have recorded nothing yet, as far as it can be known. Pure.
 
-    The reason is one of: the run was never submitted, its job began and ended without a record of the ranks, Slurm
-    does not answer, or the submitted jobs have left the queue.
-
-    Args:
-        queue: the run's jobs in Slurm's queue; None if there is no Slurm, or it does not answer.
+    Call it only for a run without events, heartbeats and jobs in the queue. A `queue` of None means that there is no
+    Slurm, or that it does not answer.
     """
     submitted = [job for record in jobs if record["event"] == "submit" for job in record.get("jobs", [])]
     if not submitted:

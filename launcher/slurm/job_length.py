@@ -15,7 +15,7 @@ _TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
 
 
 def check_time_limit(time_limit: str | None) -> None:
-    """Check that a time limit has a format that sbatch's --time accepts; None means the partition's limit."""
+    """Check that a time limit has a format of sbatch's --time; None means the partition's limit."""
     if time_limit is None or _TIME_LIMIT.fullmatch(time_limit):
         return
     raise UserError(
@@ -25,14 +25,10 @@ def check_time_limit(time_limit: str | None) -> None:
 
 
 def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequence[Record]) -> None:
-    """Check that a job has time for steps between its start and the signal that asks its ranks to save and stop.
+    """Refuse a job without time for steps between its start and the signal, `signal_ahead_s` before its time limit.
 
-    Args:
-        time_limit: time limit of the job, in a format of sbatch's --time. None means the partition's limit, which is
-            unknown: nothing is checked.
-        signal_ahead_s: how many seconds before the time limit the ranks are asked to save and stop.
-        ledger: events of the run; may be empty. They hold the seconds of earlier starts and saves. Without a start in
-            them, `ASSUMED_START_S` is assumed.
+    The seconds of a start and a save are the medians of earlier ones in the ledger, or `ASSUMED_START_S`. With a time
+    limit of None, the partition's limit, which is unknown, nothing is checked.
     """
     limit_s = seconds_of(time_limit)
     measured_s = measured_start_s(ledger)
@@ -49,12 +45,7 @@ def check_job_length(time_limit: str | None, signal_ahead_s: int, ledger: Sequen
 
 
 def measured_start_s(ledger: Sequence[Record]) -> float | None:
-    """Return the median seconds of a run's starts plus the median seconds of its saves. Pure.
-
-    Returns:
-        The sum of both medians, or the first one alone if no save is recorded; None if no start has recorded its
-        seconds.
-    """
+    """Return the median seconds of a run's starts plus those of its saves, if there are any; None without starts."""
     starts_s = [sum(event["setup_s"].values()) for event in ledger if event.get("setup_s")]
     saves_s = [
         event.get("stall_s", 0.0) + event.get("write_s", 0.0) for event in ledger if event["event"] == "checkpoint"
@@ -66,15 +57,7 @@ def measured_start_s(ledger: Sequence[Record]) -> float | None:
 
 
 def seconds_of(time_limit: str | None) -> int | None:
-    """Convert a time limit in a format of sbatch's --time to seconds.
-
-    Args:
-        time_limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S (days, hours, minutes, seconds), a word that means no limit
-            such as "UNLIMITED", or None.
-
-    Returns:
-        The seconds; None for a word or None.
-    """
+    """Convert a time limit in a format of sbatch's --time to seconds; None stands for no limit or an unknown one."""
     if time_limit is None or not time_limit[0].isdigit():
         return None
     days, has_days, rest = time_limit.rpartition("-")

@@ -23,11 +23,12 @@ LATER_S = 600  # how much later the run goes on after its storage stayed away, a
 def job_part(chain: bool, unset: str) -> str:
     """Return the part of the batch script that runs once per job, as shell text.
 
-    The commands with which the run goes on after this job depend on `chain`. In a chain (several jobs that are
-    submitted together and run one after another), the next job already waits in the queue.
+    In a `chain`, the next job already waits in the queue. So nothing is done after a stop on purpose, such as at the
+    time limit, or after a node was found unhealthy. After a crash or an outage of storage, the script is submitted
+    once more, to replace this job. Without a chain, the job is requeued in all these cases. If the requeue fails, a
+    standby job continues the run: it waits in the queue until this job has ended.
 
-    Args:
-        unset: lines that unset the variables that a job must not hand on, from `unset_lines`.
+    `unset` are lines that unset the variables that a job must not hand on, from `unset_lines`.
     """
     # Each placeholder in _JOB_PART is replaced by shell commands.
     if chain:

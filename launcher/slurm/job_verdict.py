@@ -1,8 +1,8 @@
 """Decide what follows the end of a Slurm job, from what the job and the run have recorded.
 
-Guarantee: the verdict is a pure function (`decide`) of the ledger (the run's log of events), of jobs.jsonl, of the
-exit code of every node, of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is
-done is read only from the ledger, because a launcher can end with 0 after a kill. The verdicts are:
+Guarantee: the verdict is a pure function (`decide`) of the ledger, of jobs.jsonl, of the exit code of every node,
+of whether the job was cancelled, and of `cluster.max_fruitless_restarts`. Whether a run is done is read only from the
+ledger, because a launcher can end with 0 after a kill. The verdicts are:
 
     done    the target step is reached; all waiting jobs of the run are cancelled
     next    stopped on purpose (75), or a node is unhealthy (69); the next job of the chain or a requeue continues
@@ -12,8 +12,7 @@ done is read only from the ledger, because a launcher can end with 0 after a kil
     leave   ended from outside (scancel, preemption), or a newer job has taken the run over; no job is started, and
             after TERM a job that is not of a chain cancels its standby job
 
-The numbers are exit codes. A chain is several jobs that are submitted together and run one after another; without a
-chain, a single job is requeued.
+The numbers are exit codes. Without a chain, a single job is requeued.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ class JobVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """Identity of a Slurm job that has ended, how it ended, and how many restarts without progress are allowed.
-
-    The function `decide` combines it with the ledger (the events of the run, written by rank 0) and with jobs.jsonl
-    (a record for each submission, and for the begin and the end of each job).
-    """
+    """Identity of a Slurm job that has ended, how it ended, and how many restarts without progress are allowed."""
 
     job: str  # Slurm's job id
     restart: int  # how often Slurm has requeued the job
@@ -59,9 +54,10 @@ class JobEnd:
 def decide(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) -> JobVerdict:
     """Decide how a run continues after one of its Slurm jobs has ended. Pure.
 
-    Args:
-        ledger: all events of the run (starts, checkpoints, stops and so on, written by rank 0), oldest first.
-        jobs: all lines of jobs.jsonl, oldest first; the begin of this job must be among them.
+    The cases are tried in this order, and the first one that holds decides: a newer job has begun, the run is done, a
+    user error, a stop that a person asked for by the file RUN/stop, a cancelled job, a stop on purpose, storage that
+    stayed away, an unhealthy node, a crash. `ledger` and `jobs` hold all events, oldest first; without the begin of
+    this job, a UserError is raised.
     """
     begins = [record for record in jobs if record["event"] == "begin"]
     identity = (end.job, end.restart, end.replacements)
@@ -106,6 +102,7 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
     codes = ", ".join(f"{node} {code}" for node, code in sorted(end.codes.items()))
     if not codes:
         codes = "no node reported an exit code"
+    # A job can die before it starts its ranks, and can start them several times: the larger count decides.
     num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if num_fruitless > end.max_fruitless_restarts:
         why = (
@@ -120,8 +117,9 @@ def _after_crash(ledger: Sequence[Record], jobs: Sequence[Record], end: JobEnd) 
 def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Return how many of the newest Slurm jobs in a row crashed and saved no new checkpoint. Pure.
 
-    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as
-    a job of its own.
+    A job that died without recording its end counts, too. Each requeue, and each start with other nodes, counts as a
+    job of its own. A job that ended in another way, for example on purpose, is skipped and does not end the row; a
+    submission by a person ends it.
     """
     reached_step = newest_checkpoint(ledger)
     ends = [record for record in jobs if record["event"] == "end"]
@@ -142,8 +140,9 @@ def jobs_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> i
 def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) -> int:
     """Return how many of the newest starts of the ranks in a row saved no new checkpoint. Pure.
 
-    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the
-    first save of the newest checkpoint, and the begin of the first job after a person's last submission.
+    One Slurm job may start the ranks several times. The starts after the later of two moments are counted: the first
+    save of the newest checkpoint, and the begin of the first job after a person's last submission. Starts that ended
+    with a stop or a rollback (a return to an older checkpoint) are not counted.
     """
     num_events_at_submit = _num_events_at_submit(jobs)
     num_events_at_checkpoint = _num_events_at_newest_checkpoint(ledger)
@@ -158,9 +157,7 @@ def starts_without_progress(ledger: Sequence[Record], jobs: Sequence[Record]) ->
 
 
 def _num_events_at_submit(jobs: Sequence[Record]) -> int:
-    """Return how many ledger events there were when the first job after the last submission began. Events are selected
-    by count and not by time, because the clocks of nodes differ.
-    """
+    """Return how many ledger events there were when the first job after the last submission began; 0 if none has."""
     num_events: int | None = None
     for record in jobs:
         if record["event"] == "submit":
@@ -171,9 +168,7 @@ def _num_events_at_submit(jobs: Sequence[Record]) -> int:
 
 
 def _num_events_at_newest_checkpoint(ledger: Sequence[Record]) -> int:
-    """Return the number of ledger events up to the one that first recorded the newest checkpoint, that one
-    included.
-    """
+    """Return the number of ledger events up to and with the one that first recorded the newest checkpoint, or 0."""
     reached_step = newest_checkpoint(ledger)
     for num_events, event in enumerate(ledger, start=1):
         if proves_checkpoint(event) and event["step"] == reached_step:

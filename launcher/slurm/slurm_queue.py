@@ -45,13 +45,9 @@ class QueueView:
 
 
 def queue_view(job_name: str) -> QueueView | None:
-    """Ask Slurm for the jobs of this name and for all nodes that are out of service.
+    """Ask Slurm for the jobs of this name and for all nodes that are out of service, for up to 20 s each.
 
-    Calls squeue and sinfo, which may take up to 20 s each.
-
-    Returns:
-        The jobs and nodes; None if squeue is not installed, fails or does not answer. If only sinfo fails, there are
-        no nodes.
+    The result is None if squeue is not installed, fails or does not answer. If only sinfo fails, there are no nodes.
     """
     job_lines = _lines("squeue", "--noheader", f"--name={job_name}", "--format=%A|%T|%N|%r")
     node_lines = _lines(
@@ -63,10 +59,7 @@ def queue_view(job_name: str) -> QueueView | None:
 
 
 def parse_jobs(lines: list[str]) -> tuple[QueuedJob, ...]:
-    """Parse squeue's lines `job|state|nodes|reason`; lines of another form are ignored.
-
-    For example `4711|PENDING||Priority` or `4712|RUNNING|n[1-2]|None`.
-    """
+    """Parse squeue's lines `job|state|nodes|reason`, such as `4712|RUNNING|n[1-2]|None`; ignore other lines."""
     jobs = []
     for line in lines:
         fields = line.split("|", 3)  # at most four fields: the reason may contain the separator
@@ -77,9 +70,9 @@ def parse_jobs(lines: list[str]) -> tuple[QueuedJob, ...]:
 
 
 def parse_nodes(lines: list[str]) -> tuple[NodeOut, ...]:
-    """Parse sinfo's lines `node|state|reason`; lines of another form are ignored.
+    """Parse sinfo's lines `node|state|reason`, such as `n3|drained|bad GPU`; ignore other lines.
 
-    For example `n3|drained|bad GPU`. A node that is in several partitions has a line for each; the last one counts.
+    A node that is in several partitions has a line for each; the last one counts.
     """
     fields_by_node: dict[str, list[str]] = {}
     for line in lines:

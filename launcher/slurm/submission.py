@@ -48,10 +48,10 @@ class Submission(JobOptions):
 
 
 def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, SubmitRequest, tuple[str, ...]]:
-    """Check a submission without writing anything, and return what `submit` needs.
+    """Check a submission without writing anything, and return the config, the request and the nodes to exclude.
 
-    Raises:
-        OtherNumerics: a version with other random draws or rounding began the run, and this is not accepted.
+    `command` is the command line as the user typed it, for the script's first comment. OtherNumerics is raised if a
+    version with other random draws or rounding began the run, and this is not accepted.
     """
     check_time_limit(submission.time_limit)
     config = with_absolute_paths(load_config(submission.config_file, submission.overrides))
@@ -101,11 +101,9 @@ def prepare(submission: Submission, command: Sequence[str]) -> tuple[Config, Sub
 def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) -> list[str]:
     """Write the batch script and the config, submit the jobs, record them in jobs.jsonl, and return their ids.
 
-    If Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded. Without
-    a chain, two jobs are submitted.
-
-    Args:
-        excluded: names of nodes that Slurm must not use.
+    Without a chain, two jobs are submitted. The second one is the standby job: it waits until the first job has ended,
+    and continues the run if the first job could not be requeued. The first job cancels it when the run is finished. If
+    Slurm refuses one of the jobs, those that it has accepted before stay in the queue and are recorded.
     """
     script = Path(request.script_file)
     script_text = batch_script(request, excluded)
@@ -127,7 +125,7 @@ def submit(config: Config, request: SubmitRequest, excluded: tuple[str, ...]) ->
 
 
 def job_name(run_dir: Path) -> str:
-    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its path.
+    """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its absolute path.
 
     The name must be unique for each run folder: `--dependency=singleton` lets only one job of a name run at a time,
     and the batch script cancels the waiting jobs of a run by their name.
@@ -141,8 +139,9 @@ def job_name(run_dir: Path) -> str:
 def with_absolute_paths(config: Config) -> Config:
     """Return a config in which the paths of the run folder, corpora, cache and checkpoint targets are absolute.
 
-    Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that
-    has no such folder. With a relative path, the job would begin a new run there. URLs are not changed.
+    Slurm may start a job in another folder than this process's working folder, for example in /tmp on a node that has
+    no such folder. With a relative path, the job would begin a new run there. URLs are not changed. Neither are
+    `train.init_from` and `train.init_generator_from`, because they are part of the identity of a run.
     """
     phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
     data = config.data.model_copy(
@@ -166,6 +165,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _readable_file(name: str) -> Path:
+    """Return the absolute path of the file that the user passed with --setup."""
     path = without_tilde(name).absolute()
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise UserError(f"--setup {name}: no readable file; give the path of a shell file that every node can read")
@@ -173,7 +173,10 @@ def _readable_file(name: str) -> Path:
 
 
 def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
-    """Check, before a job waits in the queue, that the ranks can share the global batch evenly."""
+    """Refuse, before a job waits in the queue, ranks that cannot share `train.global_batch` evenly.
+
+    The UserError names the numbers of nodes that can.
+    """
     train = config.train
     if train.fitting_micro_batch(num_nodes * ranks_per_node):
         return
@@ -188,7 +191,7 @@ def check_ranks(config: Config, num_nodes: int, ranks_per_node: int) -> None:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Return the number of the next submission of a run: one more than the highest in RUN/slurm/, 1 for the first."""
+    """Return the number of the run's next submission, one more than the highest in the names submission-0007.yaml."""
     config_files = (run_dir / SLURM_DIR).glob("submission-[0-9]*.yaml")
     names = [re.fullmatch(r"submission-(\d+)\.yaml", file.name) for file in config_files]
     return max((int(name[1]) for name in names if name is not None), default=0) + 1

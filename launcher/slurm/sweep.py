@@ -10,14 +10,12 @@ from electra_dist.errors import UserError
 
 
 def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the config overrides of every run of a sweep: one run for each combination of values.
+    """Return the config overrides of each run of a sweep: one run for each combination of values in `each`.
 
-    Each run has a folder of its own: `run_dir` with the last word of each key and its value appended, for example
-    runs/a-seed-1 for the option `seed=1,2,3`.
-
-    Returns:
-        For each run a tuple of its overrides `KEY=VALUE`, of which the last one sets `run_dir`. If `each` is empty,
-        there is one run without overrides: [()].
+    `each` holds texts `KEY=VALUE,VALUE,...`. A run's last override sets its own `run_dir`: the given one with the last
+    word of each key and its value appended, for example runs/a-seed-1. An empty `each` gives one run without
+    overrides, [()]. A UserError means that a text has another format, its key is `run_dir`, or two runs would have the
+    same folder.
     """
     if not each:
         return [()]
@@ -37,9 +35,9 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def command_of_run(arguments: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Return the arguments of `electra-dist submit` that submit one run of a sweep alone.
+    """Return the arguments of `electra-dist submit` that submit one run of a sweep, with its overrides `changes`.
 
-    All options `--each` are left out, and the overrides of the run are appended as options `--set`.
+    All options `--each` in `arguments` are left out, and the overrides are appended as options `--set`.
     """
     kept = []
     is_value_of_each = False
@@ -68,4 +66,5 @@ def _parse_option(option: str) -> list[tuple[str, str]]:
 
 
 def _as_folder_name(value: str) -> str:
+    """Replace each sequence of characters other than ASCII letters, digits, ".", "_" and "-" by a dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value)

@@ -30,10 +30,10 @@ from launcher.utf8_mode import start_in_utf8_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise this node's ranks until the run ends on this node, and return the process's exit code.
+    """Supervise this node's ranks until the run ends here, and return an exit code of `electra_dist/errors.py`.
 
-    Args:
-        argv: command-line arguments without the program name; None means those of this process.
+    Blocks for as long as the run takes. A `UserError` (wrong option or config, a run folder that cannot be written or
+    in which another start trains) is printed to stderr as one line and returned as exit code 78.
     """
     args = _parse(argv)
     # Each rank, and preflight, loads the same config file with the same overrides.
@@ -76,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line and return the options by name."""
     parser = argparse.ArgumentParser(
         prog="launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",

@@ -19,21 +19,11 @@ from electra_dist.run.heartbeat import Beat
 
 
 class HeartbeatTimes:
-    """Converter of the Unix times in heartbeats to times of `time.monotonic` on this node.
-
-    It remembers the newest heartbeat of each rank. Create a new object whenever the ranks are started, because the
-    first heartbeat of a rank is taken to be younger than the object.
-    """
+    """Converter of the Unix times in heartbeats to times of `clock`; make a new one for each start of the ranks."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        """Begin without any heartbeat.
-
-        Args:
-            clock: seconds of a clock that never jumps.
-            wall_clock: Unix time in seconds, as in heartbeats.
-        """
         self._clock = clock
         self._wall_clock = wall_clock
         self._began = clock()
@@ -41,12 +31,12 @@ class HeartbeatTimes:
         self._looked: dict[int, float] = {}  # rank -> time of the last look at it
 
     def translate(self, beats: Iterable[Beat]) -> list[Beat]:
-        """Return the heartbeats with `time` and `phase_since` in seconds of this object's clock."""
+        """Return each rank's newest heartbeat, just read, with `time` and `phase_since` in seconds of `clock`."""
         return [self._translate(beat) for beat in beats]
 
     def _translate(self, beat: Beat) -> Beat:
-        """Return a heartbeat with times of this object's clock; a heartbeat that was seen before keeps its times."""
         now = self._clock()
+        # The first heartbeat of a rank is taken to be younger than this object.
         last_look = self._looked.get(beat.rank, self._began)
         self._looked[beat.rank] = now
         earlier, translated = self._seen.get(beat.rank, (None, None))
@@ -66,9 +56,11 @@ class HeartbeatTimes:
         return translated
 
     def _when(self, unix_time: float, earliest: float, latest: float) -> float:
+        """Convert a Unix time to a time of this object's clock, limited to the range from `earliest` to `latest`."""
         age_s = self._wall_clock() - unix_time
         return min(latest, max(earliest, self._clock() - age_s))
 
 
 def _is_same_phase(earlier: Beat, beat: Beat) -> bool:
+    """Return whether a rank sent two heartbeats from the same process without leaving its phase in between."""
     return (earlier.pid, earlier.phase, earlier.phase_since) == (beat.pid, beat.phase, beat.phase_since)

@@ -23,7 +23,7 @@ EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "erro
 
 
 def event_of(code: int, node: int) -> str | None:
-    """Return the event that `cluster.notify` reports when a supervisor ends; None if the command is not run."""
+    """Return the event that `cluster.notify` reports when the supervisor of `node` ends; None if it is not run."""
     if node != 0 and code != EXIT_UNHEALTHY:
         return None
     return EVENTS.get(code)
@@ -38,10 +38,9 @@ def notify(
     log: Callable[[str], None],
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run a shell command with the event in its environment variables, and log one line if it fails or hangs.
+    """Run a command for /bin/sh with the event in its environment variables; log one line if it fails or hangs.
 
-    Args:
-        timeout_s: time limit in seconds.
+    Blocks until the command ends, at most `timeout_s` seconds; then the command and its children are killed.
     """
     variables = {
         "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),

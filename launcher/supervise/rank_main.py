@@ -6,10 +6,8 @@ Guarantee: the folder given by `--state` holds the files of one start of a node'
 - `stack-R`: the Python stacks of all threads, appended whenever the rank receives STACK_SIGNAL. This works also inside
   a collective, because faulthandler writes them from the signal handler and does not need the interpreter lock.
 
-The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py).
-
-If the supervisor ends, the rank saves and stops (supervisor_watch.py). The file `supervisor` in the `--state` folder
-names the supervisor's process.
+The rank is bound to the CPU cores near its GPU (electra_dist/gpu_cores.py). If the supervisor ends, the rank saves and
+stops (supervisor_watch.py).
 
 Limits: a process that is stopped (SIGSTOP) writes its stacks only after it is continued.
 """
@@ -38,10 +36,10 @@ STACK_SIGNAL = signal.SIGRTMIN + 7  # no library in use claims this signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank, record its pid and its exit code in the `--state` folder, and return the exit code.
+    """Run the rank of the variable RANK, and record its pid and its exit code in the `--state` folder.
 
-    Args:
-        argv: command-line arguments; None means those of this process.
+    All arguments except `--state` and `--visible-devices` go to `pretrain.main`. Its exceptions are raised, and the
+    exit code of a SystemExit, otherwise EXIT_CRASH, is recorded.
     """
     parser = argparse.ArgumentParser(prog="rank_main.py", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True, help="folder of this start on this node")
@@ -69,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(system_exit: SystemExit) -> int:
+    """Return the exit code that Python gives a process: None becomes 0, and a message, which is printed, 1."""
     if isinstance(system_exit.code, int):
         return system_exit.code
     has_message = bool(system_exit.code)
@@ -76,7 +75,7 @@ def _exit_code(system_exit: SystemExit) -> int:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write a number as text to a file by an atomic replacement, so that a reader never sees half a number."""
+    """Write a number by an atomic replacement, so that no reader sees half of it; wait for a full disk."""
 
     def write() -> None:
         with replacing(file) as out:

@@ -25,10 +25,7 @@ _LAST_FIRST_PORT = 65536 - NUM_PORTS
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Assignment of ranks to nodes, seen from one node, and the address at which the ranks meet.
-
-    Ranks are numbered node by node: node 0 has the ranks from 0 on, node 1 the following ones, and so on.
-    """
+    """Assignment of ranks to nodes, node by node from 0 on, seen from one node, and where the ranks meet."""
 
     node: int  # number of this node, from 0
     slots: tuple[int, ...]  # number of ranks on each node
@@ -46,16 +43,11 @@ class Placement:
         port: int | None,
         hostfile: Path | None,
     ) -> Placement:
-        """Build the placement (which ranks run on which node) from command-line options. Options may be None.
+        """Build the placement from command-line options; UserError if they contradict each other.
 
-        Args:
-            nodes: number of nodes; None means the lines of `hostfile`, or 1 without one.
-            ranks_per_node: ranks on each node, ignored with `hostfile`; None means the number of visible GPUs, or 1
-                without a GPU.
-            port: first of the 64 ports on node 0 that successive starts of the ranks use in turn; None means 29500
-                with several nodes and any free port with one.
-            hostfile: DeepSpeed host file, which may give each node a different number of ranks; None means the same
-                number of ranks on each node.
+        None means, for `nodes`: the lines of `hostfile`, or 1; for `ranks_per_node` (ignored with `hostfile`): the
+        number of visible GPUs, or 1; for `port`: 29500 with several nodes, which also need an `address`, and any free
+        port with one.
         """
         if hostfile is None:
             slots = _equal_slots(nodes, ranks_per_node)
@@ -93,13 +85,13 @@ class Placement:
 
     @property
     def ranks(self) -> range:
-        """Return the ranks on this node: a range, because ranks are numbered node by node."""
+        """Return the ranks on this node, for example 8 to 15 on node 1 of 2 nodes with 8 ranks each."""
         first_rank = sum(self.slots[: self.node])  # the number of ranks on the nodes before this one
         num_ranks = self.slots[self.node]
         return range(first_rank, first_rank + num_ranks)
 
     def missing(self, *found: Iterable[int]) -> set[int]:
-        """Return the ranks of this node that are in none of the collections in `found`."""
+        """Return the ranks of this node that are in none of `found`: they neither run nor have ended, for example."""
         return set(self.ranks).difference(*found)
 
     @property
@@ -108,9 +100,15 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {sum(self.slots)}"
 
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
-        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file."""
+        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file into `state`.
+
+        The ranks of all nodes meet at `port` on node 0, a new one for each start. `arguments` are for
+        launcher/pretrain.py.
+        """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
         shown = os.environ.get(VISIBLE_DEVICES)
+        # With CUDA_VISIBLE_DEVICES and no host file, DeepSpeed takes the variable for a list of numbers. It sets the
+        # variable to 0, 1, ... for the ranks, which therefore get its value as an argument.
         if self.num_nodes > 1 or shown is not None:
             # With --no_ssh DeepSpeed connects to no host: it needs one line per node, but not the real host names.
             lines = [f"node-{node} slots={num_ranks}\n" for node, num_ranks in enumerate(self.slots)]
@@ -127,7 +125,7 @@ class Placement:
 
 
 def local_devices(root: Path = Path("/")) -> int:
-    """Return the number of GPUs that this process may use, or 1 without a GPU (one CPU rank)."""
+    """Return the number of visible GPUs, at least 1, without the driver: a query of a faulty one can hang."""
     return max(1, len(visible_devices(os.environ, root)))
 
 
@@ -138,7 +136,7 @@ def _equal_slots(nodes: int | None, ranks_per_node: int | None) -> tuple[int, ..
 
 
 def _slots(hostfile: Path) -> tuple[int, ...]:
-    """Return the number of ranks on each node, in the order of the lines of a DeepSpeed host file."""
+    """Return the number of ranks on each node, from the lines `HOST slots=N` of a DeepSpeed host file."""
     try:
         text = read_regular(hostfile).decode(errors="replace")
     except OSError as error:

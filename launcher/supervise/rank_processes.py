@@ -38,16 +38,10 @@ _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays
 
 
 class RankProcesses:
-    """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block.
-
-    A supervisor may start the ranks several times; it makes a new object for each start. Between `start` and
-    `close` the other methods read the state of the ranks or send signals. Not thread-safe.
-    """
+    """The processes of one start of this node's ranks; call `start` once, and `close` in a `finally` block."""
 
     def __init__(self, mark: str) -> None:
-        """Make the state folder, into which the ranks write their pids, exit codes and stacks. No process is
-        started.
-        """
+        """Make the state folder, into which the ranks write pids, exit codes and stacks; `mark` is from `mark_of`."""
         self._mark = mark
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
         self.state = Path(self._folder.name)
@@ -57,7 +51,7 @@ class RankProcesses:
         self.started = time.monotonic()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run the command that starts the ranks, in a session of its own; do not wait for it."""
+        """Run the command of `Placement.command` in a session of its own, with more variables; do not wait for it."""
         self.started = time.monotonic()
         self._launcher = subprocess.Popen(
             ["sh", "-c", _IGNORE_SIGNALS, "sh", *command],
@@ -67,11 +61,11 @@ class RankProcesses:
         )
 
     def launcher_runs(self) -> bool:
-        """Return whether the `deepspeed` command, which started the ranks, still runs."""
+        """Return whether `deepspeed` runs; its exit code is unused: it can be 0 although a rank was killed."""
         return self._launcher is not None and self._launcher.poll() is None
 
     def dismiss_launcher(self) -> None:
-        """Kill DeepSpeed's two launcher processes, `runner` and `launch`; the ranks keep running."""
+        """Kill DeepSpeed's two launcher processes once the ranks begin to end; the ranks keep running."""
         rank_pids = set(self._numbers("pid").values())
         for pid in marked_pids(self._mark):
             # A known rank is never killed, whatever its command line contains.
@@ -80,23 +74,26 @@ class RankProcesses:
                     os.kill(pid, signal.SIGKILL)
 
     def alive(self) -> dict[int, int]:
-        """Return a dict from rank to pid of the ranks whose process exists and is no zombie."""
+        """Return rank -> pid of the ranks that have written their pid and whose process exists and is no zombie."""
         return {rank: pid for rank, pid in self._numbers("pid").items() if is_alive(pid)}
 
     def codes(self) -> dict[int, int]:
-        """Return a dict from rank to exit code of the ranks that wrote their exit code to the state folder."""
+        """Return rank -> exit code that the rank wrote as its last action, so its process may still exist."""
         return self._numbers("exit")
 
     def lost(self) -> list[int]:
-        """Return the ranks whose process is gone and that wrote no exit code."""
+        """Return the ranks whose process is gone without an exit code: they were killed, or a library aborted them."""
         return sorted(set(self._numbers("pid")) - set(self.alive()) - set(self.codes()))
 
     def stopped(self) -> list[int]:
-        """Return the ranks whose process exists but cannot execute at the moment, by its state in /proc/PID/status."""
+        """Return the ranks that cannot execute now: stopped by a signal or a debugger, or blocked in the kernel."""
         return [rank for rank, pid in sorted(self.alive().items()) if status_field(pid, "State")[:1] in "TtD"]
 
     def tell(self, number: int) -> list[int]:
-        """Send signal `number` once to every rank that has a handler for it, and return the ranks that received it."""
+        """Send signal `number` to the ranks that have a handler for it and did not get it yet; return these ranks.
+
+        Call it repeatedly: a rank that is still importing has no handler and is skipped until it has installed one.
+        """
         codes = self.codes()
         signalled = []
         for rank, pid in self.alive().items():
@@ -111,7 +108,11 @@ class RankProcesses:
         return signalled
 
     def stacks(self) -> list[str]:
-        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks."""
+        """Return what every rank is doing, as lines of text: the kernel's view of it, then its Python stacks.
+
+        A stopped rank is continued (SIGCONT), because it could not write its stacks otherwise. Blocks for up to 3.1 s;
+        for a rank that has not answered by then, the lines state that.
+        """
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
         stack_files = {rank: self.state / f"stack-{rank}" for rank in pids}
@@ -134,7 +135,11 @@ class RankProcesses:
         return lines
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to all processes of this run on this node until none is left, for up to 30 s."""
+        """Send SIGKILL to all processes of this run on this node until none is left, also to those of earlier starts.
+
+        Returns the pids that still exist after 30 s: they are blocked in the kernel on a device, and only a reboot
+        ends them.
+        """
         deadline = time.monotonic() + _KILL_WAIT_S
         if self._launcher is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -154,13 +159,13 @@ class RankProcesses:
         return left
 
     def close(self) -> list[int]:
-        """Kill all processes as `kill` does, delete the state folder, and return the pids that cannot be killed."""
+        """Kill and return as `kill` does, and delete the state folder, without which the others find nothing."""
         left = self.kill()
         self._folder.cleanup()
         return left
 
     def _numbers(self, name: str) -> dict[int, int]:
-        """Return a dict from rank to the number in the file `NAME-RANK` of the state folder, for all such files."""
+        """Return rank -> the number in its file `NAME-RANK` of the state folder, for NAME "pid" or "exit"."""
         numbers = {}
         for file in self.state.glob(f"{name}-*"):
             rank = int(file.name.rpartition("-")[2])
@@ -169,19 +174,16 @@ class RankProcesses:
 
 
 def delete_old_state_folders(mark: str) -> None:
-    """Delete the state folders that killed supervisors of this run left on this node."""
+    """Delete the state folders that killed supervisors of this run and node left, once their processes are killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if is_state_folder_of(folder, mark):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def condensed(stacks: str) -> list[str]:
-    """Shorten the stacks of all threads as faulthandler wrote them: return one line per call, and headings.
+    """Shorten faulthandler's stacks of all threads: one line per call, equal stacks once below their number.
 
-    Threads with equal stacks are shown once, below a heading with the number of these threads. The main thread, which
-    faulthandler writes last, comes first. Within a stack the innermost call is first.
-
-    For example, `File "/a/b.py", line 7 in wait` of two threads becomes the lines `2 threads:` and `  /a/b.py:7 wait`.
+    The main thread comes first, and within a stack the innermost call: `2 threads:`, `  /a/b.py:7 wait`, ....
     """
     # Each thread is a block: a heading such as "Thread 0x7f12 (most recent call first):", then one line per call.
     blocks = [block for block in stacks.strip().split("\n\n") if block]
@@ -201,7 +203,7 @@ def _short_call(line: str) -> str:
 
 
 def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]) -> None:
-    """Wait until every rank has appended to its file, for up to 3 s, and then 0.1 s for the writes to finish."""
+    """Wait up to 3 s until each rank's file has grown beyond its old size in bytes."""
     deadline = time.monotonic() + _STACK_WAIT_S
     while time.monotonic() < deadline:
         unchanged = [rank for rank, file in files.items() if file.stat().st_size == old_sizes[rank]]
@@ -212,9 +214,7 @@ def _wait_until_all_grow(files: Mapping[int, Path], old_sizes: Mapping[int, int]
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for signal `number`; False for a process that is gone. A process without
-    a handler must not be sent the signal: it would end, or ignore the signal and so miss it.
-    """
+    """Return whether a process has a handler for a signal; without one it would end, or ignore and so miss it."""
     caught_mask = status_field(pid, "SigCgt")  # hexadecimal; signal n has a handler if the bit of value 2^(n-1) is set
     if not caught_mask:
         return False
@@ -223,16 +223,19 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _command_line(pid: int) -> bytes:
+    """Return the command line of a process, its words separated by NUL bytes; empty for a process that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
 
 
 def _kernel_view(pid: int) -> str:
-    """Return the state of a process and where it waits in the kernel, as far as this user may read it."""
+    """Return state and place of a process in the kernel, such as "S (sleeping), wchan futex_wait_queue"."""
     parts = [status_field(pid, "State")]
     for name in ("wchan", "stack"):
         with contextlib.suppress(OSError):
+            # `wchan` names the kernel function in which the process waits; `stack`, which only root may read, all its
+            # callers.
             kernel_text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
             frames = kernel_text.replace("[<0>] ", "").split("\n")
             text = " < ".join(frames).strip(" <")

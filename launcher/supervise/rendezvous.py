@@ -12,7 +12,7 @@ Guarantees: only node 0 begins starts; every other node joins each start at most
 reports it, so that ranks of other nodes, which would wait in a collective for minutes, are ended within seconds. A
 node that was cut off from the network never joins the job that replaced its own. Without a session name, a node may
 join a start of an earlier job, until it sees the new start of node 0. Starts use 64 ports in turn, so that no rank of
-an earlier start can connect to the current one.
+an earlier start can connect to the current one. A run on one node writes the same files and waits for nothing.
 
 Limits: on NFS, a file and the report in it may become visible to another node a minute late. A cut network is not
 reported through these files: each side then finds its own ranks hung. If the supervisor of node 0 is killed, the other
@@ -56,19 +56,14 @@ _ANNOUNCEMENT = TypeAdapter(_Announcement)
 
 
 class Rendezvous:
-    """One node's part in the agreement of all nodes on when the ranks of a run are started.
+    """One node's part in the agreement of all nodes on when the ranks are started.
 
-    The agreement is made by files in the run folder. The ranks may be started several times, always on all nodes at
-    once; the starts are numbered.
+    A supervisor calls `start` before it starts its ranks, polls `news` while they run, and calls `end` after they have
+    ended. `number` is that of the start in which this node takes part, 0 before the first.
     """
 
     def __init__(self, run_dir: Path, node: int, port: int | None, session: str = "") -> None:
-        """Prepare this node to agree with the other nodes on starts of the ranks. Nothing is read or written.
-
-        Args:
-            port: the first of the 64 ports that successive starts use in turn; None means any free port and is allowed
-                with one node only.
-        """
+        """Read and write nothing yet. A `port` of None means any free one; only a run on one node may pass it."""
         self._folder = Path(run_dir) / MEETING_DIR / session
         self._hangs = Path(run_dir) / HANGS_DIR
         self._node = node
@@ -86,12 +81,8 @@ class Rendezvous:
     def start(self, give_up: Callable[[], bool], timeout_s: float) -> int | None:
         """Agree on the next start of the ranks and return its port: node 0 announces it, the other nodes wait for it.
 
-        Args:
-            timeout_s: how long to wait for node 0, in seconds.
-
-        Returns:
-            The port on node 0 where the ranks meet. None, and this node must start no ranks, if another node's
-            supervisor has ended, if `give_up` returned True, or on timeout.
+        The result is None, and this node must start no ranks, if another node's supervisor has ended, if `give_up`
+        (which the waiting nodes poll) returned True, or after `timeout_s` seconds.
         """
         if self._node == 0:
             another_node_left = self.left_by() is not None
@@ -113,7 +104,7 @@ class Rendezvous:
         return None
 
     def begin_session(self) -> None:
-        """Append the session name of this job to RUN/meeting/sessions; supervisors of older jobs read it and end."""
+        """Append this job's session name to RUN/meeting/sessions, once and on node 0; older jobs read it and end."""
         if not self._session or self._has_begun_session:
             return
         self._sessions.parent.mkdir(parents=True, exist_ok=True)
@@ -122,14 +113,17 @@ class Rendezvous:
         self._has_begun_session = True
 
     def end(self, code: int, *, final: bool) -> None:
-        """Report to the other nodes that this node's ranks have ended in the current start, and with which exit
-        code.
-        """
+        """Report that this node's ranks ended with `code`; `final`: its supervisor joins no further start."""
         self._write(self._folder / f"end-{self.number:06d}-node-{self._node}.json", {"code": code, "final": final})
         self._look(oldest_start=self.number - 1)  # puts the report of node 0 into the summary
 
     def news(self) -> str:
-        """Return why this node's ranks should end, as one line; empty if there is no reason."""
+        """Return why this node's ranks should end, as one line; empty if there is no reason.
+
+        The reasons are: a newer job has taken the run over, node 0 has begun a newer start, the ranks of another node
+        have crashed or failed in this start, or the supervisor of another node has ended in the previous start. Reads
+        the files at most once per second; calls in between return "".
+        """
         if time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + _POLL_S
@@ -149,10 +143,9 @@ class Rendezvous:
         return f"the ranks of node {first_end.node} have ended with exit code {first_end.code}"
 
     def left_by(self) -> tuple[int, int] | None:
-        """Return which node's supervisor has ended, and the exit code with which this node must end therefore.
+        """Return (node, exit code for this node) if another node's supervisor has ended, otherwise None.
 
-        Returns:
-            (node, exit code for this node); None if no supervisor of another node has ended.
+        The code is that of the other node after its crash or user error, else EXIT_STOPPED: this node is not at fault.
         """
         for end in self._of_other_nodes(self._look(oldest_start=self.number - 1)):
             if end.final and end.code in (EXIT_CRASH, EXIT_USER_ERROR):
@@ -162,8 +155,9 @@ class Rendezvous:
         return None
 
     def taken_over(self) -> str:
-        """Return the name of the newer job that now runs this run instead of this node's job; empty if there is
-        none.
+        """Return the session name of a newer job that now runs this run instead of this node's job, or "".
+
+        The node was then cut off from the network, and it must not start ranks again. "" also without a session name.
         """
         if not self._session:
             return ""
@@ -171,26 +165,25 @@ class Rendezvous:
             sessions = read_regular(self._sessions).decode("ascii", "replace").split()
         except OSError:  # No job with a name has begun, or the file system cannot read the file now.
             return ""
+        # The last line is the name of the newest job.
         if self._session not in sessions:
             return ""  # A shared file system may show an old version of the file, without this job.
         newest = sessions[-1]
         return "" if newest == self._session else newest
 
     def superseded(self) -> bool:
-        """Return whether node 0 has begun a newer start than the one in which this node takes part."""
+        """Return whether node 0 has begun a newer start: end the ranks, no matter how, and join it."""
         if self._node == 0:
             return False
         return self._look(oldest_start=self.number).start > self.number
 
     def hang_folder(self) -> Path:
-        """Return the folder in which all nodes record what their ranks were doing in a hang; it need not exist."""
+        """Return the folder for the records of a hang in this start, such as RUN/hangs/job-4711-0-start-000007."""
         prefix = f"{self._session}-" if self._session else ""
         return self._hangs / f"{prefix}start-{self.number:06d}"
 
     def _announce(self) -> int:
-        """Announce the next start of the ranks as node 0: write its file, delete old files, and return its port. If a
-        file cannot be written, this node's number does not change, so that the call can be repeated.
-        """
+        """Announce the next start of the ranks as node 0: write its file, delete old files, and return its port."""
         is_first = self.number == 0
         self.begin_session()
         # Reports on the previous start count (`left_by`). The first start of a job skips a number, so that the reports
@@ -207,9 +200,8 @@ class Rendezvous:
         return port
 
     def _next_port(self, first: int, number: int) -> int:
-        """Choose the port on this node for a start of the ranks: the first free one, but not that of the start
-        before.
-        """
+        """Return a port for start `number`, if possible a free one, but not that of the start before."""
+        # The port of the start before is the next one if that start skipped ports in use, so it is left out.
         turn = number % NUM_PORTS
         ports = [first + (turn + offset) % NUM_PORTS for offset in range(NUM_PORTS)]
         other_ports = [port for port in ports if port != self._announced_port]
@@ -219,7 +211,7 @@ class Rendezvous:
         return other_ports[0]
 
     def _look(self, oldest_start: int) -> Summary:
-        """Return the newest start and the reports on how the ranks of nodes have ended."""
+        """Return the newest start and at least the reports from `oldest_start` on; node 0 also writes the summary."""
         if self._node == 0:
             ends = tuple(self._files.ends(since=self.number - 1))
             summary = Summary(start=self.number, port=self._announced_port, ends=ends)
@@ -233,16 +225,15 @@ class Rendezvous:
         return Summary(start=newest, port=0, ends=tuple(self._files.ends(since=min(oldest_start, newest))))
 
     def _announced_port_of(self, number: int) -> int:
-        """Return the port that node 0 has announced for start `number`, where the ranks of this start meet."""
         next_step = "delete the folder of this file and start the run again on all nodes"
         return read_json_as(self._start_file(number), _ANNOUNCEMENT, next_step).port
 
     def _of_other_nodes(self, summary: Summary) -> list[End]:
+        """Return those reports in `summary` that are of other nodes and about this node's start or the one before."""
         numbers = (self.number - 1, self.number)
         return [end for end in summary.ends if end.number in numbers and end.node != self._node]
 
     def _start_file(self, number: int) -> Path:
-        """Return the path of the file by which node 0 announces start `number`, for example start-000007.json."""
         return self._folder / f"start-{number:06d}.json"
 
     def _write(self, file: Path, content: dict[str, int]) -> None:
@@ -252,6 +243,7 @@ class Rendezvous:
 
 
 def _free_port() -> int:
+    """Return a TCP port of this host that is free now; another process may take it before the ranks use it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # Port 0 lets the kernel choose.
         _, port = s.getsockname()

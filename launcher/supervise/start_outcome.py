@@ -1,8 +1,7 @@
 """Decide what the end of a start of the ranks means, from the ledger and the ranks' exit codes. Pure functions.
 
 The exit code of a wrapper (`deepspeed`, `srun`) is not used, because it can be 0 after a kill. Whether the run is done
-is read only from the ledger, the run's log of events: rank 0 writes the event "done" after it has committed the last
-checkpoint.
+is read only from the ledger: rank 0 writes the event "done" after it has committed the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class StartEnd:
-    """Evidence of how one start of the ranks ended on this node: the input of `outcome`.
-
-    It consists of the ledger events of this start (rank 0's log of starts, checkpoints and ends) and the exit
-    codes.
-    """
+    """Evidence of how one start of the ranks ended on this node: ledger events and exit codes."""
 
     events: Sequence[Record]  # the ledger's events since the start
     codes: Mapping[int, int]  # rank -> exit code that it wrote itself; a killed rank has none
@@ -37,7 +32,13 @@ class StartOutcome:
 
 
 def outcome(end: StartEnd) -> StartOutcome:
-    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure."""
+    """Classify how a start of the ranks ended: return the exit code for this node, and the reason. Pure.
+
+    The ledger has precedence over exit codes: a rank that was killed after the "done" event does not fail the run. If
+    one node is faulty, the ranks of all end with EXIT_UNHEALTHY; the result is EXIT_STOPPED on the others, so that
+    only the faulty node is left out of the next job. Only after EXIT_CRASH, all other cases, are the ranks started
+    again.
+    """
     newest_events = {event["event"]: event for event in end.events}  # name of the event -> newest event of that name
     if "done" in newest_events:
         step = newest_events["done"]["step"]
@@ -67,8 +68,9 @@ def outcome(end: StartEnd) -> StartOutcome:
 
 
 def awaits_ledger(end: StartEnd) -> bool:
-    """Return whether all ranks ended well but the ledger has no "done", "stop" or "storage" event of this start
-    yet.
+    """Return whether all ranks ended well but the ledger has no event that says so: read it again before you judge.
+
+    Rank 0, possibly on another node, writes the event before it ends, and a shared file system may show it late.
     """
     all_wrote_codes = len(end.codes) == end.num_ranks
     all_ended_well = all_wrote_codes and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
@@ -81,9 +83,7 @@ def _all_stopped(end: StartEnd) -> bool:
 
 
 def _describe_codes(end: StartEnd) -> str:
-    """Return the exit code of each rank that wrote one, and the number of ranks without a code, as one line. For
-    example "rank 0 exit 1, rank 2 exit 75, 2 killed or never started".
-    """
+    """Return one line such as "rank 0 exit 1, rank 2 exit 75, 2 killed or never started"."""
     parts = [f"rank {rank} exit {code}" for rank, code in sorted(end.codes.items())]
     num_without_code = end.num_ranks - len(end.codes)
     if num_without_code > 0:

@@ -3,14 +3,14 @@
 Guarantees: a hung rank is noticed within the limits of the config's `cluster` section, and its stacks are in the log
 before it is killed. The limit in a training step is by default 5 times the step time that the rank has measured, and
 at least 30 s. The run ends after `cluster.max_fruitless_restarts` (3) restarts in a row without a new checkpoint. The
-exit code is one of errors.py, decided from the ledger (the run's log of events) and the exit codes that the ranks
-wrote themselves (start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the
-ranks save and end with 75; a second SIGINT kills them. Every decision is one line on stdout and in
-RUN/supervise-K.log, where K is the node's number.
+exit code is one of errors.py, decided from the ledger and the exit codes that the ranks wrote themselves
+(start_outcome.py). SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP (unless started with nohup) make the ranks save and
+end with 75; a second SIGINT kills them. Every decision is one line on stdout and in RUN/supervise-K.log, where K is
+the node's number.
 
-The supervisor of node 0 holds the lease of the run folder, a lock that keeps other starts of the run from training in
-this folder. If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this
-run on this node kills the processes that are left.
+The supervisor of node 0 holds the lease of the run folder, which keeps other starts of the run from training in it.
+If a supervisor is killed, its ranks save and stop (supervisor_watch.py), and the next supervisor of this run on this
+node kills the processes that are left.
 
 Limits: a supervisor that has ended is started again only by Slurm or by a person. If a node is cut off from the
 network, its own supervisor ends its ranks.
@@ -62,10 +62,9 @@ _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wro
 
 
 class Supervisor:
-    """Supervisor of one node's ranks for a whole run, which may start the ranks many times.
+    """Supervisor of one node's ranks for a whole run: call `check` (optional) and then `run`, each at most once.
 
-    Call `check` (optional) and then `run`, each at most once. The constructor installs signal handlers, so it must
-    be called in the main thread.
+    It installs signal handlers, so it must be made in the main thread.
     """
 
     def __init__(
@@ -76,7 +75,12 @@ class Supervisor:
         session: str = "",
         rank_options: Sequence[str] = (),
     ) -> None:
-        """Install signal handlers, and make this process the only supervisor of its node. No rank is started."""
+        """Install signal handlers, and make this process the only supervisor of its node. No rank is started.
+
+        `arguments` name the config for launcher/pretrain.py and preflight; `rank_options` are for the former only.
+        With a `session` (a job's name, equal on all its nodes), a supervisor ends once a newer job has begun. A signal
+        during the wait for the lease raises KeyboardInterrupt.
+        """
         self._run_dir = Path(config.run_dir)
         self._cluster = config.cluster
         self._patience = Patience(config.cluster.storage_patience_s)
@@ -99,7 +103,7 @@ class Supervisor:
         self.log = Log(self._run_dir, placement.node)
 
     def _take_lease(self, session: str) -> RunLease:
-        """Take the lease of the run folder."""
+        """Take the lease of the run folder; in a session, wait up to 180 s for the supervisor of an older job."""
         self._meeting.begin_session()
         return take_lease(
             self._run_dir,
@@ -115,7 +119,10 @@ class Supervisor:
             self._lease.release()
 
     def check(self) -> int:
-        """Run preflight (checks of GPUs, disks, storage and clock) on this node; return 0 if the node is fit."""
+        """Run preflight on this node; return 0 if `run` may be called, otherwise the exit code to end with.
+
+        It takes at most 10 minutes, plus `cluster.storage_patience_s` seconds if a new run must wait for its storage.
+        """
         patience_s = self._cluster.storage_patience_s
         first_rank = self._placement.ranks[0]
         code = preflight(
@@ -132,7 +139,11 @@ class Supervisor:
         return code
 
     def run(self) -> int:
-        """Start and restart the ranks until this node must not start them again, and return the exit code."""
+        """Start and restart the ranks until this node must not start them again, and return the exit code.
+
+        They are started again only after a crash, and not if a GPU of this node is then found unhealthy. Only node 0
+        counts restarts: the other nodes join each start of node 0 and end when its supervisor ends.
+        """
         self._kill_orphans()
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
@@ -158,9 +169,7 @@ class Supervisor:
             self.log(f"{result.why}; restart {num_fruitless} of {limit} without a new checkpoint")
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that a killed supervisor of this run left on this node, and delete its state folders. The
-        processes would hold the GPUs.
-        """
+        """Kill the processes, which may hold the GPUs, that a killed supervisor of this run left on this node."""
         orphans = marked_pids(self._mark)
         if orphans:
             self.log(f"killing {len(orphans)} processes that an earlier supervisor left running")
@@ -168,14 +177,14 @@ class Supervisor:
         delete_old_state_folders(self._mark)
 
     def _why_not_restarted(self, crash: StartOutcome, num_fruitless: int) -> StartOutcome | None:
-        """Return the result to end with if the ranks must not be started again after a crash; None if they may be.
-        Only node 0 checks this number, because the other nodes follow its starts and its end.
-        """
+        """Return the result to end with if the ranks must not be started again after a crash; None if they may be."""
         if self._lease is not None:
             try:
                 self._lease.check()
             except LeaseLost as error:
                 return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
+        # Only node 0 checks the number, because the other nodes follow its starts and its end. The number grows by one
+        # at a time, so it reaches the limit and never exceeds it.
         if self._placement.node == 0 and num_fruitless == self._cluster.max_fruitless_restarts:
             why = f"{num_fruitless} restarts in a row without a new checkpoint; last {crash.why}"
             return StartOutcome(code=EXIT_CRASH, why=why)
@@ -188,7 +197,6 @@ class Supervisor:
         return self._patience.call(lambda: read_ledger(self._run_dir))
 
     def _must_not_start(self) -> bool:
-        """Return whether to stop waiting for node 0 to begin the next start of the ranks."""
         return bool(self._signals.number or self._meeting.taken_over())
 
     def _run_start(self, port: int) -> StartOutcome:
@@ -227,7 +235,7 @@ class Supervisor:
         return result
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        """Return the evidence of how one start of the ranks ended; wait for the ledger if it seems to be late."""
+        """Return the evidence of how a start ended; wait up to 60 s for an event of rank 0 that may be shown late."""
         end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
         while awaits_ledger(end) and time.monotonic() < deadline:
@@ -239,6 +247,7 @@ class Supervisor:
         """Return the evidence of how one start of the ranks ended, as far as it can be read now."""
         new_strikes = self._patience.call(lambda: read_strikes(self._run_dir))[num_strikes_before:]
         was_struck = any(strike.node == node_name() for strike in new_strikes)
+        # The only node of a run is always at fault.
         is_only_node = self._placement.num_nodes == 1
         return StartEnd(
             events=self._read_ledger()[num_events_before:],
@@ -248,9 +257,7 @@ class Supervisor:
         )
 
     def _strike_unhealthy_gpus(self) -> str:
-        """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault as one
-        line.
-        """
+        """Check this node's GPUs after a crash; if one is unhealthy, record a strike and return the fault, else ""."""
         node = node_name()
         findings = check_gpus(node)
         if exit_code(findings, node) != EXIT_UNHEALTHY:
@@ -261,9 +268,7 @@ class Supervisor:
         return f"this node is unhealthy: {strike.device} {strike.reason}"
 
     def _why_not_started(self) -> StartOutcome:
-        """Return the result (exit code and reason) to end with, because this node joins no further start of the
-        ranks.
-        """
+        """Return the result (exit code and reason) to end with, because this node joins no further start."""
         if self._signals.number:
             name = signal.Signals(self._signals.number).name
             return StartOutcome(code=EXIT_STOPPED, why=f"received {name} while no ranks ran")
@@ -285,6 +290,7 @@ class Supervisor:
             with contextlib.suppress(StorageLost):
                 self._patience.call(lambda: self._meeting.end(end.code, final=True))
         self.log(f"end, exit code {end.code}: {end.why}")
+        # The command of the user is run if the run is done, needs a person or makes no progress.
         event = event_of(end.code, self._placement.node)
         was_killed = end.code == EXIT_CRASH and self._signals.number  # by a person or by Slurm
         if self._cluster.notify and event and not was_killed:

@@ -15,13 +15,12 @@ class Log:
     """Log of one supervisor: call the object with a text to write one line to stdout and to RUN/supervise-K.log."""
 
     def __init__(self, run_dir: Path, node: int) -> None:
-        """Open the log file for appending."""
         path = supervise_log(run_dir, node)
         with writable(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def __call__(self, text: str) -> None:
-        """Write one line to stdout and, with the time in UTC in front, to the log file."""
+        """Write one line to stdout and, with the time in UTC in front, to the log file; a full disk raises nothing."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         print(printable(f"supervise: {text}"), flush=True)
         try:

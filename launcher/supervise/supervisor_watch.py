@@ -41,6 +41,7 @@ def write_owner(state: Path, mark: str) -> None:
 def is_state_folder_of(state: Path, mark: str) -> bool:
     """Return whether a supervisor with this mark, hence of this run and node, has made a state folder."""
     try:
+        # The folder is in a shared directory: nothing is read in one that another user may have made.
         return is_private(state) and (state / _MARK_FILE).read_bytes() == os.fsencode(mark)
     except OSError:
         return False
@@ -52,12 +53,11 @@ def read_supervisor(state: Path) -> ProcessIdentity:
 
 
 def watch_supervisor(supervisor: ProcessIdentity, rank: int) -> None:
-    """Begin to wait for the end of this rank's supervisor, in a thread."""
+    """Begin to wait in a thread for the end of this rank's supervisor, which then stops the rank."""
     threading.Thread(target=_end_with, args=(supervisor, rank), name="supervisor-watch", daemon=True).start()
 
 
 def _end_with(supervisor: ProcessIdentity, rank: int) -> None:
-    """Wait for the end of the supervisor, then stop this process."""
     _wait_for_end(supervisor)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor.pid}) has ended; saving and stopping"), flush=True)
     if not callable(signal.getsignal(signal.SIGTERM)):
@@ -68,7 +68,6 @@ def _end_with(supervisor: ProcessIdentity, rank: int) -> None:
 
 
 def _wait_for_end(supervisor: ProcessIdentity) -> None:
-    """Return when the process of the supervisor has ended."""
     try:
         descriptor = os.pidfd_open(supervisor.pid)
     except OSError:  # It has ended already, or the kernel is older than 5.3.

@@ -39,10 +39,7 @@ _LEAVE_S = 120.0  # how long a process may still exist after its last heartbeat 
 
 @dataclass
 class ReceivedSignals:
-    """Record of the signals that the supervisor received. The signal handler only records them.
-
-    `StartMonitor` reads this record and passes the signals on to the ranks.
-    """
+    """Record of the signals that the supervisor received, for `StartMonitor` to pass on to the ranks."""
 
     number: int = 0  # the newest signal to pass on to the ranks; 0: none yet
     interrupts: int = 0  # how often SIGINT was received
@@ -51,13 +48,15 @@ class ReceivedSignals:
         """Record a received signal; pass this method to `signal.signal` as the handler."""
         if number == signal.SIGINT:
             self.interrupts += 1
+        # A rank that receives a second SIGINT ends at once, and SIGHUP would kill a rank without handlers, which
+        # ignores SIGTERM: both are passed on as SIGTERM.
         self.number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
 
 
 class StartMonitor:
-    """Monitor of one start of this node's ranks, from their first process until they have ended or should be killed.
+    """Monitor of one start of this node's ranks, which also passes on signals and follows the reports of other nodes.
 
-    A supervisor may start the ranks several times: make a new monitor for each start and call `until_over` once.
+    Make a new monitor for each start and call `until_over` once.
     """
 
     def __init__(
@@ -70,11 +69,7 @@ class StartMonitor:
         signals: ReceivedSignals,
         log: Callable[[str], None],
     ) -> None:
-        """Prepare to watch ranks that were started already.
-
-        Args:
-            limits: seconds without a heartbeat, for each phase, after which a rank counts as hung.
-        """
+        """Prepare to watch ranks that were started already; the handlers of `signals` must be installed."""
         self._run_dir = run_dir
         self._ranks = ranks
         self._placement = placement
@@ -95,7 +90,11 @@ class StartMonitor:
         self._leaving: dict[int, float] = {}  # rank -> when it was first seen to be finished, by `time.monotonic`
 
     def until_over(self) -> str:
-        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill."""
+        """Block until all ranks of this node have ended or should be killed, and return the reason for a kill.
+
+        The reason is empty if the exit codes show it: all ranks have ended, or ranks were lost and the others did not
+        end within 10 s. The caller must kill what is left and judge the end by `start_outcome.outcome`.
+        """
         while True:
             self._folder.round_begins()
             alive = self._ranks.alive()
@@ -124,19 +123,20 @@ class StartMonitor:
             time.sleep(_POLL_S)
 
     def _all_have_ended(self, alive: dict[int, int], codes: dict[int, int]) -> bool:
-        """Return whether no rank of this node runs and none will be started any more."""
+        """Return whether no rank of this node runs (`alive`: rank -> pid) and none will be started any more."""
         if alive:
             return False
+        # At first no rank has been started, so it is not enough that none runs.
         launcher_has_ended = not self._ranks.launcher_runs()
         all_wrote_codes = not self._placement.missing(codes)
         return launcher_has_ended or all_wrote_codes
 
     def _look_at_launcher(self, alive: dict[int, int], codes: dict[int, int]) -> None:
-        """Log the end of DeepSpeed's launcher, or kill the launcher once the ranks begin to end. The launcher would
-        kill the other ranks 30 s after the first has ended with a code other than 0, even while they save.
-        """
+        """Log the end of DeepSpeed's launcher, or kill it once ranks begin to end, so that it kills none."""
         if not self._has_launcher:
             return
+        # The launcher would kill the other ranks 30 s after the first one ended with a code other than 0. It must live
+        # until it has started all ranks.
         was_signalled = self._passed_on != 0
         has_early_end = any(code != EXIT_DONE for code in codes.values())
         all_were_started = not self._placement.missing(alive, codes)
@@ -149,9 +149,7 @@ class StartMonitor:
             self._log("the ranks are ending: killed deepspeed's launcher, which would kill ranks that still save")
 
     def _pass_on_signal(self) -> None:
-        """Send the newest signal that the supervisor received to those ranks that have not received it yet. The
-        monitor calls it in each round, because a rank is sent a signal only once it has installed its handler.
-        """
+        """Send the newest received signal to those ranks that have a handler by now and have not received it yet."""
         newest_signal = self._signals.number  # 0: none yet
         if newest_signal != 0 and newest_signal != self._passed_on:
             self._passed_on = newest_signal
@@ -161,7 +159,7 @@ class StartMonitor:
             self._ranks.tell(self._passed_on)
 
     def _look_for_lost(self, alive: dict[int, int], codes: dict[int, int], news: str) -> None:
-        """Log newly lost ranks of this node, and after the first loss on any node give the other ranks 10 s to end."""
+        """Log newly lost ranks, and after the first loss on any node set the deadline for the other ranks to end."""
         crashed = [rank for rank, code in codes.items() if code == EXIT_CRASH]
         lost = sorted({*self._ranks.lost(), *crashed})
         if lost and lost != self._lost:
@@ -178,7 +176,7 @@ class StartMonitor:
             self._follow_until = time.monotonic() + _FOLLOW_S
 
     def _find_hung(self, alive: dict[int, int], codes: dict[int, int]) -> list[Hung]:
-        """Return the hung ranks of this node, the likely culprit first; usually an empty list."""
+        """Return the hung ranks of this node, the likely culprit first; [] if it has looked less than 0.5 s ago."""
         if time.monotonic() < self._next_look:
             return []
         self._next_look = time.monotonic() + _LOOK_S
@@ -202,9 +200,7 @@ class StartMonitor:
         return silent + self._find_lingering(alive, done.union(codes), now)
 
     def _find_lingering(self, alive: dict[int, int], finished: set[int], now: float) -> list[Hung]:
-        """Return the ranks that finished over 120 s ago and whose process still exists, as hung in phase "done". Their
-        training is over, but the process does not end, for example because a library hangs in its cleanup.
-        """
+        """Return as hung the ranks that finished over 120 s ago and whose process still exists."""
         for rank in alive.keys() & finished:
             self._leaving.setdefault(rank, now)
         return [
@@ -214,7 +210,7 @@ class StartMonitor:
         ]
 
     def _report_hung(self, hung_ranks: Sequence[Hung]) -> None:
-        """Report a hang that this node has found, in the log and in the folder of the hang report."""
+        """Report a hang of this node's ranks, the likely cause first; wait up to 10 s for the other nodes."""
         self._report.begin()
         culprit, *others = hung_ranks
         silent_too = [other.rank for other in others]
@@ -228,7 +224,7 @@ class StartMonitor:
         self._report.await_other_nodes()
 
     def _describe_ranks(self, why: str) -> None:
-        """Write the stacks of all ranks of this node to the log and to the hang report, with NCCL's records."""
+        """Write `why` and the stacks of this node's ranks to the log and to the hang report, with NCCL's records."""
         self._log(why)
         request_nccl_traces(self._ranks.state)
         stacks = self._ranks.stacks()
@@ -237,6 +233,7 @@ class StartMonitor:
         self._report.write(why, stacks, self._ranks.state)
 
     def _hang_elsewhere(self) -> bool:
+        """Return whether another node has found a hung rank; False if it has looked less than a second ago."""
         if self._placement.num_nodes == 1 or time.monotonic() < self._next_look_for_hang:
             return False
         self._next_look_for_hang = time.monotonic() + _LOOK_FOR_HANG_S

@@ -12,10 +12,7 @@ from launcher.slurm.job_history import why_not_begun, why_waiting
 
 
 def reason_of_state(snapshot: RunSnapshot) -> str:
-    """Return the reason for the state of the run, for example "stop: SIGTERM, 50s ago"; "" if there is none.
-
-    The states living and finished have no reason.
-    """
+    """Return the reason for the state of the run, such as "stop: SIGTERM, 50s ago"; "" if it is living or finished."""
     state = snapshot.state
     if state in ("stopped", "dead"):
         # The verdict on the last job explains more than the last event, unless the run was continued without Slurm.
@@ -37,8 +34,6 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
     """Return the shell commands that the status page suggests for the state of the run.
 
     Alternatives begin with the most useful one; commands that belong together are in the order in which to run them.
-    For example: export and report for a finished run, `tail -f` of the log for a living run, and the command that
-    starts the run again if it is stopped or dead.
     """
     run = shlex.quote(str(snapshot.run))
     if snapshot.state == "finished":
@@ -57,6 +52,7 @@ def next_commands(snapshot: RunSnapshot) -> list[str]:
     if snapshot.submitted_by:
         look = f"squeue --name={snapshot.job_name}    # if it lists a job, do not submit another one"
         return [look, snapshot.submitted_by] if snapshot.queue_is_unknown else [snapshot.submitted_by]
+    # Another number of ranks reads the same rows, but its sums are rounded in another order.
     return _start_with_the_same_ranks(snapshot)
 
 
@@ -73,6 +69,7 @@ def _start_with_the_same_ranks(snapshot: RunSnapshot) -> list[str]:
 
 
 def _describe_event(snapshot: RunSnapshot, event: Record) -> str:
+    """Return name, reason and age of an event, for example "stop: SIGTERM, 50s ago"."""
     age = format_duration(snapshot.age_s(event))
     if event.get("why"):
         return f"{event['event']}: {event['why']}, {age} ago"

@@ -81,7 +81,7 @@ def _newest_checkpoint(snapshot: RunSnapshot) -> str:
 
 
 def _context_auc_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line with the context AUC of the newest evaluation, and a warning below it if the run is stuck."""
+    """Return a line with the context AUC of the newest evaluation, if any, and a warning if the run is stuck."""
     newest = snapshot.last_eval
     if newest is None or not math.isfinite(newest.get("context_auc", math.nan)):
         return []
@@ -105,7 +105,7 @@ def _owner_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _link_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each link of the newest submission: what it did, and how it ended."""
+    """Return a line for each of the newest starts of the ranks by Slurm jobs: what it did, and how it ended."""
     links = links_of(snapshot.jobs)
     link_lines = []
     num_hidden = len(links) - _LINKS_SHOWN
@@ -117,7 +117,7 @@ def _link_lines(snapshot: RunSnapshot) -> list[str]:
 
 
 def _excluded_node_lines(snapshot: RunSnapshot) -> list[str]:
-    """Return a line for each node that new jobs of the run do not use, because of a recent fault (strike)."""
+    """Return a line for each node that new jobs do not use: for how long, and the reason of its newest strike."""
     node_lines = []
     for node in snapshot.excluded_nodes:
         newest = [strike for strike in snapshot.strikes if strike.node == node][-1]

@@ -15,15 +15,11 @@ _RANKS_SHOWN = 4  # The first one is the likely culprit; the others usually wait
 
 
 def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> list[Hung]:
-    """Return the hung ranks of a living run, the likely culprit first.
+    """Return the hung ranks of a living run at Unix time `now`, the likely culprit first.
 
-    A rank is hung if its last heartbeat is older than the limit of the phase that it is in (setup, step, checkpoint,
-    ...); the config section `cluster` sets the limits. The culprit is probably the rank with the fewest steps, because
-    the others wait for it. Heartbeats of earlier starts of the run do not count.
-
-    Args:
-        beats: last heartbeat of each rank.
-        cluster: config section `cluster`.
+    A rank is hung if its last heartbeat is older than the limit of its phase in the config section `cluster`. The
+    culprit is probably the rank with the fewest steps, because the others wait for it. Heartbeats of earlier starts of
+    the run do not count.
     """
     newest_beats = _of_newest_attempt(beats)
     return hung(newest_beats, now, hang_limits(cluster), read_all_beats=lambda: newest_beats)
@@ -43,10 +39,6 @@ def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: 
     Each has the keys "rank", "host", "reason", "is_training" (False if the training thread itself waits) and "for_s"
     (the seconds for which it has waited; None if it does not). A run folder whose disk takes no bytes, and therefore
     no heartbeats, has an object of its own, with rank None.
-
-    Args:
-        disk_problem: why its disk takes no bytes; empty if it takes some.
-        beats: last heartbeat of each rank.
     """
     waits: list[dict[str, Any]] = []
     if disk_problem:
@@ -70,12 +62,7 @@ def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: 
 
 
 def storage_lines(waits: Sequence[dict[str, Any]], patience_s: float) -> list[str]:
-    """Return a line of the status page for each of the first `_RANKS_SHOWN` waits for storage.
-
-    Args:
-        waits: the result of `waits_for_storage`.
-        patience_s: `cluster.storage_patience_s`, the time after which a run that waits ends.
-    """
+    """Return a line for each of the first `_RANKS_SHOWN` waits, which end the run after `patience_s` seconds."""
     page_lines = []
     for wait in waits[:_RANKS_SHOWN]:
         who = "the run folder" if wait["rank"] is None else f"rank {wait['rank']} on {wait['host']}"

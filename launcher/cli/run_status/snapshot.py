@@ -34,11 +34,7 @@ _STEPS_OF_PATIENCE = 10  # step times for which a living run may be silent, beca
 
 @dataclass(frozen=True, kw_only=True)
 class RunSnapshot:
-    """State of a run at one moment, as its files and Slurm's queue show it.
-
-    Terms in the field names: the ledger is the run's list of events (start, checkpoint, stop, ...), a beat is the last
-    heartbeat of a rank, and a strike is a recorded fault of a node.
-    """
+    """State of a run at one moment, as its files and Slurm's queue show it."""
 
     run: Path  # the run folder
     disk_problem: str  # why the disk of the run folder takes no bytes; empty if it takes some
@@ -63,10 +59,7 @@ class RunSnapshot:
 
     @property
     def steps_done(self) -> int:
-        """Return the number of steps that the run has recorded as done.
-
-        The last steps of a finished run may have no metrics record, but its `done` event has the step.
-        """
+        """Return the number of steps that the run has recorded as done, in its metrics or in its `done` event."""
         done_steps = [event["step"] for event in self.ledger if event["event"] == "done"]
         recorded_steps = [self.last["step"]] if self.last else []
         return max([0, *recorded_steps, *done_steps])
@@ -75,9 +68,8 @@ class RunSnapshot:
     def remaining_s(self) -> float | None:
         """Return an estimate of the seconds until the last step is done; None before the first step.
 
-        Each rank writes the median of its newest step times into its heartbeat, and every further step is assumed to
-        take the largest of these. If no heartbeat has one, the step time of the newest metrics record is used, which
-        may be much longer than usual, for example if that step waited for storage.
+        Every further step is assumed to take the largest of the ranks' median step times, which their heartbeats hold.
+        Without them the newest step counts, which may be much longer than usual if it waited for storage.
         """
         if self.last is None:
             return None
@@ -114,10 +106,7 @@ class RunSnapshot:
 
     @property
     def nodes_out(self) -> list[NodeOut]:
-        """Return the nodes of the run's last started job that Slurm does not use now: drained nodes and those down.
-
-        Other drained nodes of the cluster are left out. Empty without Slurm, or if no job of the run has started yet.
-        """
+        """Return the nodes of the run's last started job that Slurm does not use now: drained nodes and those down."""
         if self.queue is None:
             return []
         begin_records = [record for record in self.jobs if record["event"] == "begin"]
@@ -138,10 +127,7 @@ class RunSnapshot:
 
     @property
     def hung_ranks(self) -> list[Hung]:
-        """Return the ranks of a living run that make no progress, the probable cause first; none for other runs.
-
-        A rank is hung if it is silent for longer than the limits in the config section `cluster`.
-        """
+        """Return the ranks of a living run that make no progress, the probable cause first; none for other runs."""
         return hung_ranks(self.beats, self.now, self.config.cluster) if self.state == "living" else []
 
     @property
@@ -156,7 +142,7 @@ class RunSnapshot:
         return max(0.0, self.now - _unix_time(event["time"]))
 
     def _evidence(self) -> RunEvidence:
-        """Return what shows the state of the run besides its ledger."""
+        """Return what shows the state of the run besides its ledger: signs of life, and its jobs in the queue."""
         jobs = self.queued_jobs
         return RunEvidence(
             now=self.now,
@@ -194,11 +180,7 @@ class RunSnapshot:
 def take_snapshot(run: Path) -> RunSnapshot:
     """Read everything that `status` shows: the files of the run folder and, for a submitted run, Slurm's queue.
 
-    If a submitted run has not started yet, its folder has no config.yaml; the copy of the config that `submit` wrote
-    beside the batch script is read then.
-
-    Raises:
-        UserError: `run` is not a run folder, or a file in it is damaged.
+    A UserError means that `run` is not a run folder, or that a file in it is damaged.
     """
     scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
@@ -225,7 +207,7 @@ def take_snapshot(run: Path) -> RunSnapshot:
 
 
 def _config_file(run: Path, newest_script: Path | None) -> Path:
-    """Return the path of a run's config file: RUN/config.yaml, which the first start of the run writes."""
+    """Return RUN/config.yaml or, before the first start writes it, the copy beside the newest batch script."""
     if (run / CONFIG_FILE).exists():
         return run / CONFIG_FILE
     if newest_script and newest_script.with_suffix(".yaml").exists():
@@ -234,10 +216,10 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 
 def _submit_command(script: Path) -> str:
+    """Return the command line that wrote a batch script, from the script's second line."""
     lines_of_script = read_regular(script).decode(errors="replace").splitlines()
     return lines_of_script[1].removeprefix("# ") if len(lines_of_script) > 1 else ""
 
 
 def _unix_time(time_text: str) -> float:
-    """Convert a time as the ledger has it, ISO 8601 with zone ("2026-01-31T12:00:00+00:00"), to Unix seconds."""
     return datetime.fromisoformat(time_text).timestamp()

@@ -27,10 +27,10 @@ _PAUSE_S = 5.0  # A longer time between two rounds means that the supervisor its
 
 
 class FolderWatch:
-    """Watcher of the run folder that decides whether the folder explains the silence of ranks.
+    """Watcher of the run folder that decides whether the folder explains that ranks send no heartbeats.
 
-    A rank is silent if no new heartbeat of it can be read from the run folder. Make a new watcher each time that
-    the ranks are started. Call `round_begins` in each round of the supervisor's loop.
+    Make one for each start of the ranks, and call `round_begins` in each round of the supervisor's loop. Call
+    `explains_silence` when a rank is silent for too long, and again in each round while `is_away` is True.
     """
 
     def __init__(
@@ -40,12 +40,7 @@ class FolderWatch:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to watch a folder, which is assumed to be writable at first; nothing is probed.
-
-        Args:
-            patience_s: how many seconds after the first failed probe the folder explains silent ranks.
-            clock: returns the time in seconds, and never jumps; `back_since` is a time of this clock.
-        """
+        """Call `probe` in a thread, where it may block; it returns why the folder cannot be written, or ""."""
         self._probe = probe
         self._patience_s = patience_s
         self._log = log
@@ -63,7 +58,7 @@ class FolderWatch:
         return self._away_since is not None
 
     def round_begins(self) -> None:
-        """Record that the supervisor's loop executes; call it at the start of each round."""
+        """Record that the supervisor's loop executes; after a pause of over 5 s set `back_since` to now."""
         now = self._clock()
         pause_s = now - self._last_round
         self._last_round = now
@@ -75,7 +70,11 @@ class FolderWatch:
             self.back_since = now
 
     def explains_silence(self) -> bool:
-        """Probe the folder, and return whether it explains that ranks are silent."""
+        """Probe the folder for up to a second, and return whether it explains that ranks are silent.
+
+        It does for `patience_s` after the first failed probe, and once more when it is back (`back_since` is then
+        now): the ranks had no time to send heartbeats yet.
+        """
         problem = self._probe_for_one_second()
         now = self._clock()
         self._last_round = now  # The time of the probe must not count as a time in which the supervisor was blocked.
@@ -92,7 +91,7 @@ class FolderWatch:
         return now - self._away_since < self._patience_s
 
     def _probe_for_one_second(self) -> str:
-        """Probe the folder in a thread, and return the result; "no answer" if there is none after a second."""
+        """Return the result of a probe; "no answer" if this probe or one of an earlier call takes over a second."""
         if self._thread is None:
             self._answer = []
             self._thread = threading.Thread(target=self._run_probe, name="folder-watch", daemon=True)
@@ -108,7 +107,11 @@ class FolderWatch:
 
 
 def probe_folder(run_dir: Path, file: Path) -> str:
-    """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written."""
+    """Return why a run folder cannot be written now, such as "read-only file system"; "" if it can be written.
+
+    It sets the modification time of `file`, and blocks for as long as the file system does not answer. An error that
+    no wait helps against, such as a missing file, counts as no reason.
+    """
     problem = disk_problem(run_dir)
     if problem:
         return problem

@@ -7,8 +7,8 @@ Guarantee: the supervisor that finds a hung rank writes the file of its node bef
 up to 10 s for the files of the other nodes. When the ranks of one node are killed, the collectives of the other nodes
 fail, and the stacks of their ranks no longer show the hang.
 
-How: the supervisor that finds a hung rank creates the folder. The supervisors of the other nodes look for it, and
-write their files when it exists.
+How: the supervisor that finds a hung rank creates the folder. The others look for it once per second, and write their
+files when it exists.
 
 Limits: if a file cannot be written, one line in the log names the reason. NCCL's records exist only on GPUs: torch
 writes the record of a rank after something was written into the rank's pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE). The
@@ -33,14 +33,13 @@ _POLL_S = 0.2  # between two looks for the files of the other nodes
 
 
 class HangReport:
-    """Report of a hang, to which the supervisor of each node adds one file, in a folder that all nodes share.
+    """Report of a hang, to which the supervisor of each node adds one file; make a new one for each start.
 
-    The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The other supervisors poll
-    `was_begun`, and call `write` when it is True. Make a new report each time that the ranks are started.
+    The supervisor that finds a hung rank calls `begin`, `write` and `await_other_nodes`. The others poll `was_begun`,
+    and then call `write`.
     """
 
     def __init__(self, folder: Path, node: int, num_nodes: int, log: Callable[[str], None]) -> None:
-        """Prepare a report; nothing is written."""
         self._folder = folder
         self._node = node
         self._num_nodes = num_nodes
@@ -57,7 +56,7 @@ class HangReport:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, why: str, stacks: Sequence[str], state: Path) -> None:
-        """Write the file of this node, and copy NCCL's records of the ranks of this node into the report."""
+        """Write this node's file, and copy what torch has written to `state` (see `nccl_environment`) by now."""
         with self._logging_failures():
             for trace in sorted(state.glob(f"{_NCCL_TRACE}*")):
                 shutil.copyfile(trace, self._folder / f"nccl-{trace.name.removeprefix(_NCCL_TRACE)}")
@@ -84,8 +83,10 @@ class HangReport:
 
 
 def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that make torch record a rank's NCCL collectives, and write the record to a
-    file.
+    """Return variables of torch 2.13 that make it record a rank's NCCL collectives in a file below `state`.
+
+    torch writes the record when a collective times out, and on `request_nccl_traces`. It ends a process whose
+    collective has failed or timed out. Variables in `inherited` are left out, so that the user's values apply.
     """
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without NCCL's clean-up, which may hang, too.
@@ -99,7 +100,7 @@ def nccl_environment(state: Path, inherited: Mapping[str, str]) -> dict[str, str
 
 
 def request_nccl_traces(state: Path) -> None:
-    """Make torch write the record of NCCL's collectives of each rank of this node, which takes it seconds."""
+    """Ask torch for the records of the NCCL collectives of this node's ranks, which it takes seconds to write."""
     for pipe in state.glob(f"{_NCCL_PIPE}*"):
         with contextlib.suppress(OSError):  # The rank has ended, so nothing reads its pipe.
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

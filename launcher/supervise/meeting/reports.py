@@ -1,7 +1,7 @@
 """Read, and delete when they are old, the files in RUN/meeting/SESSION/ by which supervisors agree on starts.
 
-The ranks may be started several times during a job. These starts are numbered, and the files of a start have its
-number in their names (rendezvous.py lists the files).
+The starts of the ranks during a job are numbered, and the files of a start have its number in their names
+(rendezvous.py lists the files).
 
 How: each call lists the folder once. A report is opened only if it is about a start that the caller needs, and opened
 again only if the file has changed since.
@@ -28,10 +28,7 @@ _FILE_NAME = re.compile(r"(?:start|end)-(?P<start>[0-9]{6,})(?:-node-(?P<node>[0
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Report of one node that its ranks have ended: the content of one file end-START-node-NODE.json.
-
-    The ranks of a run may be started several times; a node writes one report for each of these starts.
-    """
+    """Report of one node that its ranks have ended: the content of one file end-START-node-NODE.json."""
 
     number: int  # of the start in which the ranks ended; in the file's name
     node: int  # number of the node, from 0; in the file's name
@@ -51,17 +48,14 @@ class _FileVersion(NamedTuple):
 
 
 class MeetingFolder:
-    """Reader of one session's folder RUN/meeting/SESSION, which holds announcements of starts and reports of ends.
-
-    It keeps the reports that it has read, so a report is read again only if its file has changed.
-    """
+    """Reader of one session's folder RUN/meeting/SESSION, which holds announcements of starts and reports of ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reports: dict[str, tuple[_FileVersion, End | None]] = {}  # by file name; None: a damaged report
 
     def newest_start(self) -> int:
-        """Return the number of the newest start that node 0 has announced; 0 if it has announced none."""
+        """Return the number of the newest start that node 0 has announced; 0 if none can be read."""
         newest = 0
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
@@ -71,7 +65,11 @@ class MeetingFolder:
         return newest
 
     def ends(self, since: int) -> list[End]:
-        """Return the reports of all nodes, including this one, that their ranks have ended; in any order."""
+        """Return the reports of all nodes, this one included, on starts from number `since` on; in any order.
+
+        A report that is damaged or cannot be read now is left out. Ranks of other nodes that wait in a collective for
+        the ranks of that node are then ended later, when they are found hung.
+        """
         reports: dict[str, tuple[_FileVersion, End | None]] = {}
         for entry in self._list():
             name = _FILE_NAME.fullmatch(entry.name)
@@ -96,7 +94,7 @@ class MeetingFolder:
         return []
 
     def _report(self, entry: os.DirEntry[str], number: int, node: int) -> tuple[_FileVersion, End | None]:
-        """Return the version and the content of a report; the content is read only if the version has changed."""
+        """Return version and content (None: damaged) of a report, which is read only if its version has changed."""
         status = entry.stat()
         version = _FileVersion(status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._reports.get(entry.name)

@@ -8,6 +8,9 @@ otherwise. A node that has seen no new modification time for `STALE_S` seconds d
 files of the other nodes itself. Node 0 writes in a thread, so a folder that does not answer delays its supervisor by a
 second at most.
 
+Cost: each node opens one file per second, whatever the number of nodes. Without the summary each node would open the
+reports of all nodes, so the number of opened files would grow with the square of the number of nodes.
+
 Limits: a report reaches the other nodes up to two seconds later, because node 0 must read it first.
 """
 
@@ -57,9 +60,7 @@ class SummaryWriter:
         self._thread: threading.Thread | None = None  # of the newest write
 
     def write(self, summary: Summary) -> None:
-        """Write a new summary by an atomic replacement; set the file's modification time if the summary is
-        unchanged.
-        """
+        """Write a changed summary, or touch the file of an unchanged one; a write that fails or hangs is no error."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(target=self._write_out, args=(summary,), name="summary", daemon=True)
@@ -67,7 +68,6 @@ class SummaryWriter:
         self._thread.join(_ANSWER_S)
 
     def _write_out(self, summary: Summary) -> None:
-        """Write the summary, or only set the file's modification time if it is unchanged; the body of the thread."""
         with contextlib.suppress(OSError, StoreError):
             if summary == self._written:
                 os.utime(self._file)
@@ -86,7 +86,7 @@ class SummaryReader:
         self._seen = 0.0  # when this reader first saw that modification time, by `time.monotonic` in seconds
 
     def read(self) -> Summary | None:
-        """Return the newest summary; None if the caller must read the announcements and reports itself."""
+        """Return the newest summary; None if it is missing, damaged or out of date: then read the reports."""
         try:
             changed_ns = self._file.stat().st_mtime_ns
             summary = validate_json(_SUMMARY, parse_json_object(read_regular(self._file)))
