@@ -37,7 +37,7 @@ class TowerConfig(Section):
 
     @model_validator(mode="after")
     def _check_num_heads(self) -> TowerConfig:
-        """Raise ValueError unless num_heads divides hidden_size, because all heads get equal parts of the width."""
+        """Refuse a number of heads that does not divide hidden_size, because all heads get equal parts of it."""
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; change one of them"
@@ -137,15 +137,17 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults_of_architecture(cls, section: Any) -> Any:
+        """Fill in `_MODERN_DEFAULTS` if `architecture` is `modern`."""
         if isinstance(section, dict) and section.get("architecture") == "modern":
             return _MODERN_DEFAULTS | section
         return section
 
     @model_validator(mode="after")
     def _is_modern_shape(self) -> ModelConfig:
-        """Raise ValueError if the architecture is `modern` and does not support the shapes of the towers. The
-        embeddings must be as wide as the discriminator, because Hugging Face's ModernBERT has no projection between
-        them.
+        """Refuse shapes of the towers that the architecture `modern` does not support.
+
+        Rotary positions rotate pairs of features, so the width of a head must be even. The embeddings must be as wide
+        as the discriminator, because Hugging Face's ModernBERT has no projection between them.
         """
         if self.architecture != "modern":
             return self
@@ -165,7 +167,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _can_share(self) -> ModelConfig:
-        """Raise ValueError if the towers' shapes contradict `sharing`."""
+        """Refuse shapes of the towers that contradict `sharing`."""
         if self.sharing == "all" and self.generator != self.discriminator:
             raise ValueError(
                 "sharing `all` needs two towers of the same shape; set model.generator to the values of "
@@ -180,18 +182,11 @@ class ModelConfig(Section):
 
     @property
     def generator_embedding_width(self) -> int:
-        """Return the width of the embedding tables that the generator reads, in features.
-
-        It is generator_embedding_size where that is set, otherwise embedding_size.
-        """
+        """Return the width of the embedding tables that the generator reads, in features."""
         return self.generator_embedding_size or self.embedding_size
 
     def is_global(self, layer: int) -> bool:
-        """Return whether the tokens of a layer attend to their whole example instead of a window of it.
-
-        Args:
-            layer: number of the layer in its tower, from 0.
-        """
+        """Return whether the tokens of a layer, from 0, attend to their whole example instead of a window of it."""
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
@@ -309,7 +304,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> ObjectiveConfig:
-        """Raise ValueError if an option does not go with the chosen objective."""
+        """Refuse an option that does not go with the chosen objective."""
         if self.generator != "trained" and self.name in ("mlm", "electric", "adversarial"):
             raise ValueError(
                 f"generator `{self.generator}` does not go with objective `{self.name}`; set "
@@ -354,9 +349,8 @@ class ObjectiveConfig(Section):
     def trains_generator(self) -> bool:
         """Return whether the objective trains a generator network.
 
-        The objective `mlm` does not, because it replaces no tokens. Every other objective does, unless `generator` is
-        "uniform" or "unigram", which draw replacements from fixed probabilities, or "frozen", which has a network that
-        is not trained.
+        `mlm` does not, because it replaces no tokens. The others do, unless `generator` is "uniform" or "unigram",
+        which draw replacements from fixed probabilities, or "frozen", which has a network that is not trained.
         """
         return self.name != "mlm" and self.generator == "trained"
 
@@ -367,12 +361,7 @@ class ObjectiveConfig(Section):
 
 
 def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    """Raise ValueError if the towers or what they share contradict the objective.
-
-    The contradictions are two-stage training (`generator_only_steps` above 0) with towers of different sizes or with
-    shared parameters; a frozen generator with `sharing` gdes or all; an objective with only one tower and a `sharing`
-    other than the default; and `electric` with `sharing: all`.
-    """
+    """Raise ValueError if the towers or what they share contradict the objective."""
     if objective.generator_only_steps:
         _check_two_stage(model)
     if objective.generator == "frozen" and model.sharing not in ("embeddings", "none"):
@@ -394,7 +383,11 @@ def check_sharing(model: ModelConfig, objective: ObjectiveConfig) -> None:
 
 
 def _check_two_stage(model: ModelConfig) -> None:
-    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters."""
+    """Raise ValueError unless generator and discriminator have the same sizes and share no parameters.
+
+    After `objective.generator_only_steps` steps the discriminator starts as a copy of the generator, which needs equal
+    sizes, and the generator is frozen, which shared parameters cannot be.
+    """
     same_layers = model.generator == model.discriminator
     same_embedding_width = model.generator_embedding_width == model.embedding_size
     if not same_layers or not same_embedding_width:

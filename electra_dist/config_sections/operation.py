@@ -256,6 +256,7 @@ class ClusterConfig(Section):
     @field_validator("notify")
     @classmethod
     def _is_a_command(cls, command: str | None) -> str | None:
+        """Refuse the text that takes the place of the command in a recorded command line."""
         if command == HIDDEN:
             raise ValueError("a record has this text in place of the command; write the command itself")
         return command

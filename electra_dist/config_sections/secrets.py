@@ -30,12 +30,9 @@ _PASSWORD_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
-    """Return a config, or any other tree with keys and values of configs, with `HIDDEN` in place of its secrets.
+    """Return a tree of dicts, lists and plain values of configs with `HIDDEN` in place of its secrets.
 
-    The given tree is not changed.
-
-    Args:
-        tree: dicts, lists and plain values; a key may be dotted, such as "cluster.notify".
+    Keys in it may be dotted, such as "cluster.notify"; `key` is that of the tree within a larger one.
     """
     is_secret = _SECRET_KEY.search(key) or (_SECTION.search(key) and not isinstance(tree, (dict, list)))
     if is_secret:

@@ -12,7 +12,7 @@ from electra_dist.schedule import Schedule, refuse_boolean
 
 
 def _without_tilde(folder: str) -> str:
-    """Return the path of a folder, in which a leading `~` or `~USER` is replaced by that user's home folder."""
+    """Replace a leading `~` or `~USER` by that user's home folder."""
     try:
         return str(Path(folder).expanduser()) if folder.startswith("~") else folder
     except RuntimeError:
@@ -48,9 +48,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the value of a key unchanged; raise ValueError if it is, or contains, a boolean that is not allowed.
-        Without this check pydantic would take `true` for the number 1.
-        """
+        """Refuse a boolean, or one in a list, where none is allowed: pydantic would take `true` for 1."""
         assert info.field_name is not None
         if _allows_boolean(cls.model_fields[info.field_name].annotation):
             return value
@@ -62,7 +60,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _floats_are_float32(cls, value: Any) -> Any:
-        """Return the value of a key unchanged; raise ValueError if a float in it is no float32, or only as a 0."""
+        """Refuse a float that float32 cannot hold, or holds only as 0."""
         for number in _floats_in(value):
             if abs(number) > _MOST_FLOAT:
                 raise ValueError(f"a number must be between -{_MOST_FLOAT:g} and {_MOST_FLOAT:g}")

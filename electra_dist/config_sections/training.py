@@ -12,7 +12,7 @@ from electra_dist.config_sections.section import LocalFolder, NonNegative, Posit
 
 
 class PhaseConfig(Section):
-    """Entry of `data.phases`: a corpus, and the step from which on a run trains on it."""
+    """Entry of `data.phases`: a corpus, and the step from which a run trains on it."""
 
     corpus: str = Field(
         description="Corpus to train on from from_step on: a local folder or s3:// prefix. It must have the same "
@@ -113,9 +113,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _phases_ascend(self) -> DataConfig:
-        """Raise ValueError if the entries of `phases` are not in ascending order of from_step, or repeat a corpus.
-        `corpus` counts as a corpus that must not be repeated.
-        """
+        """Refuse `phases` that are not in ascending order of from_step, or that repeat a corpus."""
         for earlier, later in itertools.pairwise(self.phases):
             if later.from_step <= earlier.from_step:
                 raise ValueError(
@@ -178,8 +176,10 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the
-        number.
+        """Replace `micro_batch: auto` by 1 row and set `largest_micro_batch`, which makes the run measure the number.
+
+        The checks of the config need a number before `engine/micro_batch.py` has measured the largest one that fits.
+        They accept 1 for every number of ranks that divides the global batch.
         """
         if isinstance(value, dict) and value.get("micro_batch") == "auto":
             return {**value, "micro_batch": 1, "largest_micro_batch": True}
@@ -190,9 +190,6 @@ class TrainConfig(Section):
 
         It is 0 if the quotient is not a whole number. Training on this number of ranks then needs the smaller
         micro-batch that `fitting_micro_batch` returns.
-
-        Args:
-            num_ranks: Number of ranks of the run, at least 1.
         """
         rows_per_pass = self.micro_batch * num_ranks
         if self.global_batch % rows_per_pass:
@@ -202,15 +199,8 @@ class TrainConfig(Section):
     def fitting_micro_batch(self, num_ranks: int) -> int:
         """Return the micro-batch, in rows, that training on a given number of ranks uses.
 
-        It is the largest number up to `micro_batch` that divides the rows that each rank processes per optimizer step,
-        global_batch / num_ranks.
-
-        Args:
-            num_ranks: Number of ranks of the run, at least 1.
-
-        Returns:
-            The micro-batch; 0 if global_batch is not a multiple of `num_ranks`, so that this number of ranks cannot
-                train with the config.
+        It is the largest number up to `micro_batch` that divides the rows of a rank and step, global_batch /
+        num_ranks; 0 if that is not a whole number, so that this number of ranks cannot train with the config.
         """
         rows_per_rank, remaining_rows = divmod(self.global_batch, num_ranks)
         if remaining_rows:
@@ -218,10 +208,7 @@ class TrainConfig(Section):
         return max(size for size in divisors(rows_per_rank) if size <= self.micro_batch)
 
     def possible_ranks(self) -> list[int]:
-        """Return the numbers of ranks, ascending, on which this config can train without a smaller micro-batch.
-
-        These are the numbers of ranks for which global_batch is a multiple of micro_batch * ranks.
-        """
+        """Return the numbers of ranks, ascending, on which this config can train without a smaller micro-batch."""
         num_micro_batches, remaining_rows = divmod(self.global_batch, self.micro_batch)
         return [] if remaining_rows else divisors(num_micro_batches)
 
@@ -440,7 +427,11 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _whole_parameters(self) -> EngineConfig:
-        """Raise ValueError if an option is on that does not work with the ZeRO stage or with another option."""
+        """Refuse an option that does not work with the ZeRO stage or with another option.
+
+        early_generator and compile need whole parameters on each rank, but stage 3 splits them between the ranks.
+        overlap_communication works at stage 1 only, and not with offload_optimizer.
+        """
         if self.overlap_communication and self.zero_stage != 1:
             raise ValueError(
                 f"overlap_communication works at zero_stage 1, not at {self.zero_stage}; set "

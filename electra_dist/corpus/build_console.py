@@ -18,18 +18,17 @@ _LINE_EVERY_S = 10.0
 class BuildConsole:
     """Display of the progress of a corpus build: a bar on a terminal, otherwise a line of text every ten seconds.
 
-    A build has two stages: it reads the inputs, then it makes rows of the documents. Use an instance as a context
-    manager, which starts and stops the bar.
+    A build first reads the inputs, then makes rows of the documents. Use as a context manager, which starts and stops
+    the bar.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        """Prepare the display; nothing is printed yet."""
+        """Print to `console`, or to stdout if it is None; nothing is printed yet."""
         self._console = console or Console()
         self._bar: Progress | None = None  # None if the console is no terminal
         self._begin("", 0, 0)
 
     def __enter__(self) -> BuildConsole:
-        """Start the progress bar if the console is a terminal."""
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -51,24 +50,20 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def begin_reading(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how much of the inputs is read."""
+        """Show from now on how much of the inputs is read, in bytes on disk; `done_bytes` were read before."""
         self._begin("reading", total_bytes, done_bytes)
 
     def begin_rows(self, total_bytes: int, done_bytes: int) -> None:
-        """Begin to show how much of the documents has become rows."""
+        """Show from now on how many bytes of documents (undecoded) have become rows; `done_bytes` had before."""
         self._begin("rows", total_bytes, done_bytes)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Add a group of input files that was read to the counts, and show the new counts."""
+        """Add a group of input files (its bytes on disk) that was read, and show the new counts."""
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
     def made_rows(self, num_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Add documents of which rows were made to the counts, and show the new counts.
-
-        Args:
-            num_tokens: number of tokens in the documents, without [CLS], [SEP] and [PAD].
-        """
+        """Add documents that became rows (undecoded bytes; tokens without special ones), and show the counts."""
         self._documents += num_documents
         self._tokens += num_tokens
         elapsed_s = max(time.monotonic() - self._started, 1e-9)  # not 0, because it is a divisor
@@ -90,7 +85,7 @@ class BuildConsole:
             self._task = self._bar.add_task(stage, total=self._total_bytes, completed=done_bytes, counts="")
 
     def _advance(self, num_bytes: int, counts: str) -> None:
-        """Show the progress: on a terminal in the bar, otherwise as a line, at most every ten seconds."""
+        """Add the bytes that were finished since the last call, and show them with the text `counts`."""
         self._done_bytes += num_bytes
         now = time.monotonic()
         if self._bar is not None:
@@ -107,10 +102,7 @@ class BuildConsole:
 def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_len: int) -> Table:
     """Return the table that a build prints at its end: documents by outcome, then text, tokens, rows and padding.
 
-    The outcomes are used, held out, and each kind of skipped document that occurred.
-
-    Args:
-        heldout: the same counts of the held-out corpus; None if there is none.
+    `totals` and `heldout` (None without a held-out corpus) are the key `totals` of the two corpus.json.
     """
     table = Table(title=f"Corpus, rows of {seq_len}", title_justify="left", show_header=False)
     table.add_column()
@@ -129,7 +121,7 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 
 
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
-    """Add the size of one corpus to the table: its text, tokens, examples, rows and share of padding."""
+    """Add the size of one corpus to the table; `prefix` begins each label, for example "held-out "."""
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places
     table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")

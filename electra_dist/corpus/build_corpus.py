@@ -14,11 +14,8 @@ Part i of n does stages 1 and 2 for its share of the groups and buckets. After i
 of other parts that are not read yet, so that it need not wait for them. Each step is recorded when it is finished
 (`build_records.py`), and a build or part that is started again goes on after these steps.
 
-Cost: 0.5 to 0.8 million tokens per second and core. Memory of a worker: 400 MB at a shard size of 16 MB. The spill
-files take a third to a half of the text's bytes while the build goes on.
-
 Limits: a resumed build notices a change of an input by its name, its size or its time of modification; of files on S3
-by name and size.
+by name and size. The spill files take a third to a half of the text's bytes while the build goes on.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ WHOLE = Part(1, 1)
 
 
 def parse_part(text: str) -> Part:
-    """Return the part that a user named, such as "2/4"."""
+    """Return the part that a user named, such as "2/4"; raise UserError for any other text."""
     number, slash, count = text.partition("/")
     if slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
         return Part(int(number), int(count))
@@ -81,12 +78,9 @@ def parse_part(text: str) -> Part:
 def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> JoinedCorpus:
     """Build the corpus that `request` describes, or resume its build, or return it if it is finished.
 
-    The call may be killed at any time; a later call with an equal request goes on after the steps that are
-    finished. One build, or the parts of one build, may write to `request.output` at a time.
-
-    Raises:
-        ManifestMismatch: the output holds a corpus of other inputs or parameters, or the inputs have changed since
-            they were read.
+    The call may be killed at any time; a later call with an equal request goes on after the steps that are finished.
+    Only one build, or the parts of one build, may write to `request.output` at a time. Raises ManifestMismatch if the
+    output holds a corpus of other inputs or parameters, or if the inputs have changed since they were read.
     """
     resumed_shards = build_part(request, WHOLE, console)
     if resumed_shards is None:
@@ -97,8 +91,8 @@ def build_corpus(request: BuildRequest, console: BuildConsole | None = None) -> 
 def build_part(request: BuildRequest, part: Part, console: BuildConsole | None = None) -> int | None:
     """Do one part of a build: read inputs, and write the shards of the part's buckets. `join_parts` does the rest.
 
-    Returns:
-        The number of the part's shards that were finished before this call; None if the corpus is finished.
+    All parts need equal requests. Returns how many shards of the part were finished before this call; None if the
+    whole corpus is finished. Raises as `build_corpus` does.
     """
     if request.seq_len < MIN_SEQ_LEN:
         raise UserError(f"data.seq_len {request.seq_len}: too short for an example; set it to {MIN_SEQ_LEN} or more")
@@ -122,10 +116,15 @@ class _PartOfBuild:
         self._with_origins = False  # whether the build writes side files; `run` sets it
 
     def is_finished(self) -> bool:
+        """Return whether the output holds this corpus; raise ManifestMismatch if it holds another finished one."""
         return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
-        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before."""
+        """Do the stages 1 and 2 for this part; return the number of its shards that were finished before.
+
+        A build that is refused or interrupted before it has read anything gives its output up, so that the corrected
+        command may have other parameters. The output of a part stays claimed, because other parts may be at work.
+        """
         self._refuse_unknown_sources()
         was_begun = self._records.is_begun()
         try:
@@ -138,7 +137,6 @@ class _PartOfBuild:
             raise
 
     def _refuse_unknown_sources(self) -> None:
-        """Raise UserError if the config names a source that the inputs do not have."""
         corpus = self._request.corpus
         sources = {file.source for file in self._request.inputs}
         refuse_unknown_sources("corpus.source_epochs", corpus.source_epochs, sources)
@@ -146,7 +144,6 @@ class _PartOfBuild:
         refuse_unknown_sources("corpus.licences", corpus.licences, sources)
 
     def _read_and_make_rows(self) -> int:
-        """Do what `run` does, without giving the output up."""
         with_origins = self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes())
         if self._request.corpus.origins != with_origins:
             self._console.say(
@@ -170,7 +167,11 @@ class _PartOfBuild:
         return resumed_shards
 
     def _changed_groups(self) -> set[int]:
-        """Return the numbers of the groups of inputs whose documents have changed since they were recorded."""
+        """Return the numbers of the groups of inputs whose documents have changed since they were recorded.
+
+        Other names or sizes of files count as a change. If only times of modification differ, the group is read again
+        and the digest of its documents decides.
+        """
         recorded = self._records.groups()
         changed: set[int] = set()
         touched: list[InputGroup] = []
@@ -191,7 +192,7 @@ class _PartOfBuild:
         return changed
 
     def _read_inputs(self, changed: set[int]) -> None:
-        """Read every group of inputs that no part has read, those of this part first."""
+        """Read the groups of inputs that are not read yet or have `changed` since, this part's groups first."""
         recorded = self._records.groups()
         missing = [group for group in self._groups if group.number in changed or group.number not in recorded]
         if recorded:
@@ -200,8 +201,9 @@ class _PartOfBuild:
             pass
 
     def _read(self, groups: Sequence[InputGroup], tasks: Iterable[ReadTask]) -> Iterator[ReadGroup]:
-        """Let workers read groups of inputs, yield the record of each group when it is ready, and show the
-        progress.
+        """Let workers read the `tasks`, which name some of `groups`; yield each record, and show the progress.
+
+        A task is taken when a worker will soon be free.
         """
         if not groups:
             return
@@ -232,7 +234,10 @@ class _PartOfBuild:
                     yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> CorpusOrder:
-        """Decide how many buckets the corpus has and how often each source is used; return this as a record."""
+        """Decide how many buckets the corpus has and how often each source is used.
+
+        All parts decide the same, because the result follows from the records of all groups.
+        """
         request = self._request
         records = self._group_records()
         source_bytes: dict[str, int] = {}
@@ -307,11 +312,10 @@ class _PartOfBuild:
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
     """Return the number of buckets of a corpus, and the number of shards of each bucket.
 
-    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket
-    reads a piece of each spill file, and more buckets would mean more and smaller pieces.
-
-    Args:
-        total_bytes: bytes of all documents; a document that is used several times counts each time.
+    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several, because each bucket reads
+    a piece of each spill file, and more buckets would mean more and smaller pieces. A worker holds a bucket's
+    documents in memory, so there are more buckets if they would exceed 256 MB each. In `total_bytes` a document counts
+    at each use.
     """
     shards_per_bucket = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)

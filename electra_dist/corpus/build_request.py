@@ -36,8 +36,8 @@ class BuildRequest:
     """Description of a corpus to build: its inputs, vocabulary, parameters and output.
 
     All fields except `num_workers`, `output`, `endpoint_url`, `skipped_inputs`, `prepared`, `corpus.origins`,
-    `corpus.licences` and `corpus.max_unk_rate` decide the bytes of the corpus: a change of one of them needs
-    another output folder.
+    `corpus.licences` and `corpus.max_unk_rate` decide the bytes of the corpus: a change of one of them needs another
+    output folder.
     """
 
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
@@ -54,16 +54,12 @@ class BuildRequest:
 
     @property
     def shard_bytes(self) -> int:
-        """Return the size of a shard: `corpus.shard_size_mb` in bytes. Shards differ from it by some per cent."""
+        """Return `corpus.shard_size_mb` in bytes; the shards differ from it by some per cent."""
         return int(self.corpus.shard_size_mb * 1e6)
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of a chunk, in bytes of undecoded documents.
-
-        A chunk is a group of consecutive documents in the order of the corpus, which become rows together. Its size
-        is a quarter of the size of a shard, but at least 64 KiB and at most 4 MiB.
-        """
+        """Return how many bytes of documents become rows together: a quarter of a shard, 64 KiB to 4 MiB."""
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
@@ -80,8 +76,8 @@ class BuildRequest:
     def parameters(self) -> dict[str, Any]:
         """Return the JSON values that, with the text and the vocabulary, determine the rows of the corpus.
 
-        They are stored in corpus.json and, while the build is not finished, in progress/build.json. A build with
-        other values in the same folder is refused.
+        They are stored in corpus.json and, while the build is not finished, in progress/build.json. A parameter with
+        the value that `PARAMETERS_LEFT_OUT` gives for it is left out.
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
@@ -101,8 +97,9 @@ class BuildRequest:
     def input_names(self) -> dict[str, Any]:
         """Return the number of inputs and a digest of their names and sizes, as corpus.json stores them.
 
-        By these a later call recognizes that a finished corpus was built from the same files, without reading them.
-        A name is the part of the path below the given input folder, so moving the folder changes nothing.
+        With these a later call recognizes a corpus that was built from the same files, without reading the files.
+        Names are relative to the given input folder, which may therefore move. A file that changed but kept its size
+        is not noticed.
         """
         names_and_sizes = canonical_json([[file.name, file.size] for file in self.inputs])
         digest = hashlib.sha256(names_and_sizes.encode()).hexdigest()
@@ -119,11 +116,7 @@ class BuildRequest:
         return derive_seed(self.seed, Purpose.CORPUS, _ORDER)
 
     def rules(self) -> Rules:
-        """Return the parameters that a worker process needs to turn documents into rows.
-
-        They are the vocabulary, the rules for examples and rows, and the key by which held-out documents are
-        chosen, which is derived from the seed.
-        """
+        """Return the parameters that a worker process needs to turn documents into rows."""
         return Rules(
             vocabulary_text=self.vocabulary.text,
             lowercase=self.corpus.lowercase,
@@ -139,7 +132,7 @@ class BuildRequest:
 
 
 def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """Return the entry of corpus.json for the vocab.txt in the same folder: its digest, size and special tokens."""
+    """Return the entry of corpus.json for the vocab.txt in the same folder; only WordPiece uses `lowercase`."""
     is_lowercased = lowercase and vocabulary.kind == "wordpiece"
     return TokenizerEntry(
         sha256=vocabulary.sha256,

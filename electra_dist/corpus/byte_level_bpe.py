@@ -27,16 +27,21 @@ _NUM_BYTES = 256
 def train_kind(
     kind: TokenizerKind, texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool
 ) -> Vocabulary:
-    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names."""
+    """Train a vocabulary for the kind of tokenizer that the config key `corpus.tokenizer` names.
+
+    Each call of `texts` must begin with the first text; WordPiece may call it several times. Few or short texts may
+    give fewer tokens than `vocab_size`. WordPiece alone uses `lowercase`. Raises UserError if the texts are empty or
+    `vocab_size` is too small.
+    """
     if kind == "bpe":
         return train_byte_level_bpe(texts(), vocab_size)
     return train_vocabulary(texts, vocab_size, lowercase)
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens: special tokens, the 256 bytes, merges.
 
-    Its ids are, in this order, the five special tokens, the 256 bytes and the merges.
+    The vocabulary's text is a tokenizer.json that Hugging Face's libraries can load. Raises as `train_kind` does.
     """
     smallest_size = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < smallest_size:
@@ -56,7 +61,6 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
     num_lines = 0
 
     def lines() -> Iterator[str]:
-        """Yield the lines of all texts, and count them."""
         nonlocal num_lines
         for text in texts:
             for number, line in enumerate(text.splitlines()):

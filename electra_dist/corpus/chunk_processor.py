@@ -7,9 +7,8 @@ Guarantee: the rows depend on the chunk and the rules alone. Every document of t
 out or one kind of skipped. Every token of a used or held-out document is in exactly one row.
 
 How: a chunk's seeds follow from its place in the corpus (`stages/bucket_rows.py`), so the number of workers cannot
-change the rows. Examples of different chunks never share a row.
-
-Cost: tokenization takes most of the time. A worker process imports this module, which does not import torch.
+change the rows. Examples of different chunks never share a row. A worker process imports this module, which does not
+import torch.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Parameters that, together with a chunk of documents, determine its rows of token ids.
-
-    They are equal for all chunks of a corpus build; what differs between chunks, such as the random seeds, is in
-    `Chunk`. The main process sends them to every worker process.
-    """
+    """Parameters that, together with a chunk of documents, determine its rows; every worker process gets them."""
 
     vocabulary_text: str  # the text of vocab.txt
     lowercase: bool  # lower-case the text and strip its accents
@@ -69,10 +64,7 @@ class Chunk:
 
 @dataclass
 class Rows:
-    """Rows of token ids that one chunk of documents gives to one corpus (training or held-out), and their counts.
-
-    The counts of all chunks are added up for corpus.json.
-    """
+    """Rows that one chunk of documents gives to the training or the held-out corpus, and their counts."""
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
     places: np.ndarray  # int64 [examples, 3]: row, position of the first token, index of the document in the chunk
@@ -81,11 +73,7 @@ class Rows:
 
 @dataclass
 class ChunkRows:
-    """Result of turning one chunk of documents into rows: training rows, held-out rows, and counts of documents.
-
-    Each document is counted under "in" and under one outcome: "used", "heldout" or the reason for which it was
-    skipped.
-    """
+    """Training rows and held-out rows of one chunk of documents, and counts of the documents by outcome."""
 
     train: Rows
     heldout: Rows
@@ -96,8 +84,6 @@ class ChunkRows:
 
 
 class _Text(NamedTuple):
-    """Text of one decoded document, its index in the chunk, and the counter of its source."""
-
     index_in_chunk: int
     text: str
     document_bytes: int  # size of the document before it was decoded
@@ -105,10 +91,7 @@ class _Text(NamedTuple):
 
 
 class ChunkProcessor:
-    """Converter of chunks (groups of consecutive documents) to rows of token ids.
-
-    It holds the tokenizer with its cache of known words. Create one instance per process and use it for all chunks.
-    """
+    """Converter of chunks to rows. Create one per process, because the tokenizer keeps a cache of known words."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -120,7 +103,8 @@ class ChunkProcessor:
     def process(self, chunk: Chunk) -> ChunkRows:
         """Return the rows of a chunk of documents, separately for training and held-out documents.
 
-        The result depends on the rules and the chunk alone, not on chunks that were processed before.
+        Chunks that were processed before have no influence. An AssertionError means a bug: a document was not counted
+        exactly once, or a token was lost.
         """
         outcomes: Counter[str] = Counter()  # documents by outcome; `_decoded` and `_tokenized` count what they skip
         sources: SourceCounts = {}
@@ -152,7 +136,7 @@ class ChunkProcessor:
         sources: SourceCounts,
         names: dict[int, DocumentNames],
     ) -> Iterator[_Text]:
-        """Decode documents, and yield the text of each one that can be used."""
+        """Yield the usable texts; count every document in `outcomes` and `sources`, and fill `names`."""
         for index, document in enumerate(raw_documents):
             outcomes["in"] += 1
             document_bytes = len(document.data or b"")
@@ -170,7 +154,8 @@ class ChunkProcessor:
             yield _Text(index, decoded.text, document_bytes, counts)
 
     def _tokenized(self, texts: Iterable[_Text], outcomes: Counter[str]) -> Iterator[tuple[_Text, list[list[int]]]]:
-        """Tokenize texts, and yield each text with its sentences: a list of token ids for each line that has tokens.
+        """Yield each text with the token ids of each line that has tokens; count a text without any as "no_tokens".
+
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
         """
         for batch in _batches(texts):
@@ -189,7 +174,7 @@ class ChunkProcessor:
                     document.counts.add_skipped("no_tokens", document.document_bytes)
 
     def _is_heldout(self, text: str) -> bool:
-        """Return whether a document goes to the held-out corpus instead of the training corpus."""
+        """Decide by a keyed 64-bit hash of the text, so that all copies of a text go to the same corpus."""
         if self._rules.heldout_fraction == 0:
             return False
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._heldout_key).digest()
@@ -198,7 +183,7 @@ class ChunkProcessor:
 
 
 class _RowCollector:
-    """Collector of the examples that one chunk of documents gives to one corpus (training or held-out)."""
+    """Collector of a chunk's examples for one corpus: call `add` for each document, then `finish` once."""
 
     def __init__(self, rules: Rules, vocabulary: Vocabulary, seed: int) -> None:
         self._rules = rules
@@ -217,7 +202,7 @@ class _RowCollector:
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
-        """Build the examples of one document, and count its bytes and tokens."""
+        """Build the examples of the document with this index in the chunk; each line of it is a sentence."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))
@@ -225,7 +210,7 @@ class _RowCollector:
         self._document_of_example += [index] * num_new_examples
 
     def finish(self) -> Rows:
-        """Pack the examples of all added documents into rows, and return the rows with their counts."""
+        """Pack the examples of all added documents into rows."""
         pad_id = self._special["[PAD]"]
         seq_len = self._rules.seq_len
         lengths = [len(example) for example in self._examples]
@@ -248,7 +233,7 @@ class _RowCollector:
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
-    """Yield groups of consecutive texts, each group of at least `_LINES_PER_CALL` lines except the last."""
+    """Yield consecutive texts in groups of at least `_LINES_PER_CALL` lines; only the last group may have fewer."""
     batch: list[_Text] = []
     num_lines = 0
     for document in texts:

@@ -4,9 +4,8 @@ Guarantee: an indexed corpus can be trained on. Every row begins with [CLS], has
 outside the vocabulary; all shards have rows of one length and type. Anything different is an error that names the
 shard.
 
-Cost: every shard is read once (from S3 through a temporary file), about 1 GB/s from memory.
-
-Limits: only the top folder is indexed; shards in sub-folders, for example of a held-out corpus, are ignored.
+Limits: only the top folder is indexed; shards in sub-folders, for example of a held-out corpus, are ignored. Every
+shard is read once, from S3 through a temporary file.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ from electra_dist.tokenizer import Vocabulary
 def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> CorpusManifest:
     """Check all shards (`*.tar`) in the top folder of `store`, and write vocab.txt and corpus.json for them.
 
-    The corpus has the shards in the order of their names. Nothing is written if a shard is refused.
-
-    Args:
-        store: folder or S3 prefix with the shards.
-
-    Raises:
-        ManifestMismatch: a shard is not a tar of rows, or its rows do not fit the vocabulary or the other shards.
+    The corpus has the shards in the order of their names. `lowercase` (whether the text was lower-cased and stripped
+    of accents) is recorded, not checked. Raises ManifestMismatch, before anything is written, if a shard is not a tar
+    of rows or its rows do not fit the vocabulary or the other shards; UserError if there is a corpus.json already, or
+    no shard.
     """
     if store.exists(MANIFEST_KEY):
         raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
@@ -73,7 +69,7 @@ def _is_shard_of_top_folder(key: str) -> bool:
 
 
 def _local_shard(store: Store, name: str, folder: Path) -> Path:
-    """Return the path of a shard on a local disk; from S3 it is first downloaded to `folder`."""
+    """Return the local path of a shard; a download from S3 overwrites the previous one in `folder`."""
     path = store.local_path(name)
     if path is None:
         path = folder / "shard.tar"
@@ -82,9 +78,7 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the length of the rows of a shard, in ids, and their type (uint16 or uint32), read from its first
-    block.
-    """
+    """Return the ids of a row and their type (uint16 or uint32), from the first block; `name` is for errors."""
     try:
         first_block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
@@ -103,7 +97,7 @@ def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def _first_block(path: Path) -> tuple[str, tuple[int, ...], np.dtype[Any]] | None:
-    """Return the name, the shape and the type of the first block of rows in a tar; None if the tar has no block."""
+    """Return name, shape and type of the first .npy member of a tar, by its header; None without one."""
     with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             if not member.name.endswith(MEMBER_SUFFIX):
@@ -138,7 +132,7 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why the rows of a shard cannot be trained on; None if they can."""
+    """Return why rows cannot be trained on, to follow the shard's name in a sentence; None if they can."""
     if len(rows) == 0:
         return "has no rows"
     largest_id = rows.max()

@@ -8,8 +8,6 @@ path; `pydoc_data.topics` holds the language reference; `inspect` gives the docs
 docstring is dedented; code (doctests, indented blocks after `::`, signatures, tables without words) is dropped; the
 lines of a paragraph are joined, so that a line is a paragraph of prose; repeated paragraphs are dropped.
 
-Cost: 15 to 25 s and 10 MB of text on an installation with torch, sympy and numpy.
-
 Limits: the text is technical English of one style. It shows that training works; it does not make a useful model.
 """
 
@@ -59,8 +57,10 @@ _SPACE = re.compile(r"\s+")
 
 
 def write_python_docs(folder: Path, packages: Sequence[str] = PACKAGES) -> tuple[Path, int]:
-    """Write the prose of the installed Python documentation to `python_docs.txt`, with a blank line between
-    documents.
+    """Write the prose to `python_docs.txt` in `folder`; return the file's path and the number of documents.
+
+    A blank line separates two documents. An existing file is replaced atomically. `packages` are import names to read
+    beside the standard library; those that are not installed are ignored.
     """
     path = folder / FILE_NAME
     num_documents = 0
@@ -90,7 +90,7 @@ def python_documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
 
 
 def _new_paragraphs(docstring: str, seen: set[int]) -> dict[int, str]:
-    """Return the paragraphs of prose in a docstring that have not occurred before, by their hashes."""
+    """Return the paragraphs of a docstring whose hashes are not in `seen`, by hash; letter case is ignored."""
     new_paragraphs: dict[int, str] = {}
     for paragraph in prose(docstring):
         key = _paragraph_hash(paragraph)
@@ -119,7 +119,11 @@ def prose(docstring: str) -> list[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the paragraphs of a block of lines, each joined to one line; some of them may be empty strings."""
+    """Yield the paragraphs of a block of lines, each joined to one line; some of them may be empty strings.
+
+    A list item or a Sphinx field (`:param x:`) begins a new paragraph; a line of code, such as a doctest, ends the
+    block.
+    """
     paragraph_lines: list[str] = []
     for line in lines:
         if _NOT_PROSE.match(line):
@@ -134,7 +138,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _joined_without_markup(lines: list[str]) -> str:
-    """Return the lines of a paragraph as one line, without mark-up and repeated white space."""
+    """Join lines without mark-up: "- See :func:`f` for" and "  **details**." give "See f for details."."""
     text = _SPACE.sub(" ", " ".join(lines))
     text = _FIELD.sub(r"\2:", text)  # ":param x: the size" becomes " x: the size"
     text = _ROLE.sub(r"\1\2", text)
@@ -145,7 +149,7 @@ def _joined_without_markup(lines: list[str]) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether a paragraph is prose: five words or more, and mostly letters."""
+    """Return whether a paragraph has five words or more and mostly letters, unlike code, tables and formulas."""
     words = _WORD.findall(text)
     num_letters = sum(map(len, words)) + text.count(" ")
     if len(words) < _MIN_PARAGRAPH_WORDS or num_letters < _MIN_LETTER_SHARE * len(text):
@@ -154,7 +158,6 @@ def _is_prose(text: str) -> bool:
 
 
 def _paragraph_hash(text: str) -> int:
-    """Return a 64-bit hash of the text in lower case, by which repeated paragraphs are recognized."""
     digest = hashlib.blake2b(text.lower().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -164,7 +167,7 @@ def _indent(line: str) -> int:
 
 
 def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the docstrings of each source: first the help topics of Python, then C modules, then .py files."""
+    """Yield the docstrings of each source: help topics, C modules, the standard library, then the packages."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield [topics[name]]
@@ -182,14 +185,13 @@ def _docstrings_by_source(packages: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _python_files(folder: Path, skip: tuple[str, ...]) -> list[Path]:
+    """Return the .py files below `folder`, sorted, without tests and the folders named in `skip`."""
     excluded = {*skip, "test", "tests", "testing", "__pycache__"}
     return sorted(path for path in folder.rglob("*.py") if not excluded.intersection(path.relative_to(folder).parts))
 
 
 def _docstrings_of_file(path: Path) -> list[str]:
-    """Return the docstrings of a .py file, in source order; [] if the file is not worth reading or cannot be
-    parsed.
-    """
+    """Return the docstrings of a .py file; [] if it has few (`MIN_SHARE`) or is for another version of Python."""
     source = read_regular(path)
     # A cheap estimate, which saves the parsing of most files: the text between triple quotes.
     docstring_bytes = sum(map(len, _QUOTED.findall(source)))
@@ -205,8 +207,9 @@ def _docstrings_of_file(path: Path) -> list[str]:
 
 
 def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
-    """Yield the docstrings of a node and of everything that is defined in it, in source order. Only statements are
-    visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
+    """Yield the docstrings of a node and of everything that is defined in it, in source order.
+
+    Only statements are visited: expressions hold no docstrings, and `ast.walk` would visit far more nodes.
     """
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         docstring = ast.get_docstring(node, clean=False)
@@ -220,9 +223,7 @@ def _docstrings_of_node(node: ast.AST) -> Iterator[str]:
 
 
 def _docstrings_of_c_module(name: str) -> list[str]:
-    """Return the docstrings of a C module, its classes, functions and methods; [] if this platform lacks the
-    module.
-    """
+    """Import a C module, and return the docstrings of it and its members; [] if this platform lacks the module."""
     try:
         module = importlib.import_module(name)
     except ImportError:

@@ -7,11 +7,8 @@ Guarantee: every example is whole in one row, once, with its ids unchanged; [PAD
 examples' lengths and order alone decide which examples share a row.
 
 How: the packing "rows" works by best fit decreasing: it takes the longest example first, and puts each example into
-the row with the least free space that is still enough for it. The rows are then sorted by their first example. The
-packing "none" gives each example a row of its own, as in the ELECTRA paper.
-
-Cost: constant time per example, because a bit set records which amounts of free space exist. On prose with rows of 512
-less than 1 % of the packed ids are [PAD].
+the row with the least free space that is still enough for it. The packing "none" gives each example a row of its own,
+as in the ELECTRA paper. In both, the rows are in the order of their first example.
 """
 
 from __future__ import annotations
@@ -34,18 +31,14 @@ def make_rows(
     dtype: type[np.uint16] | type[np.uint32],
     packing: Literal["rows", "none"],
 ) -> np.ndarray:
-    """Return rows that hold every example once, [num_rows, seq_len] of `dtype`.
-
-    Args:
-        dtype: type of the rows; it must hold every id.
-    """
+    """Return rows that hold every example once, [num_rows, seq_len]; `dtype` must hold every id."""
     lengths = [len(example) for example in examples]
     groups = group_examples(lengths, seq_len, packing)
     return fill_rows(examples, places_of_examples(lengths, groups), len(groups), seq_len, pad_id, dtype)
 
 
 def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows", "none"]) -> list[list[int]]:
-    """Return which examples each row holds: one list of indices into `lengths` for each row."""
+    """Return which examples each row holds: for each row a list of indices into `lengths` (each at most `seq_len`)."""
     if packing == "rows":
         return pack(lengths, seq_len)
     return [[index] for index in range(len(lengths))]
@@ -54,7 +47,7 @@ def group_examples(lengths: Sequence[int], seq_len: int, packing: Literal["rows"
 def places_of_examples(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> np.ndarray:
     """Return where each example lies, int64 [examples, 3]: row, position of the first token in the row, example index.
 
-    The lines of the result are ordered by row, and within a row from left to right.
+    `groups` comes from `group_examples`. The result is ordered by row, and within a row from left to right.
     """
     places = []
     for row, group in enumerate(groups):
@@ -73,12 +66,7 @@ def fill_rows(
     pad_id: int,
     dtype: type[np.uint16] | type[np.uint32],
 ) -> np.ndarray:
-    """Copy the examples into rows, and return the rows, [num_rows, seq_len] of `dtype`.
-
-    Args:
-        pad_id: id of [PAD], which fills the rest of each row.
-        dtype: type of the rows; it must be able to hold every id.
-    """
+    """Copy the examples to their `places` (`places_of_examples`); return the rows, [num_rows, seq_len] of `dtype`."""
     rows = np.full((num_rows, seq_len), pad_id, dtype)
     for row, start, index in places.tolist():
         example = examples[index]
@@ -87,13 +75,12 @@ def fill_rows(
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Group examples so that each group fits a row, by best fit decreasing.
+    """Group examples so that each group fits a row, by best fit decreasing; return groups of indices into `lengths`.
 
-    The longest examples are placed first. Each goes to the group with the least free space that still holds it; if
-    there is none, it begins a new group.
-
-    Args:
-        lengths: number of ids of each example, from 1 to `seq_len`.
+    For example, lengths [6, 5, 4, 3] in rows of 10 give [[0, 2], [1, 3]]: 6 and 5 begin groups with 4 and 5 ids of
+    free space, 4 fills the first group, and 3 goes to the second. The indices of a group ascend; the groups are in the
+    order of their first index. Each example takes constant time, because a bit set of the free spaces finds the best
+    group.
     """
     groups: list[list[int]] = []
     groups_with_space: list[list[int]] = [[] for _ in range(seq_len + 1)]  # free space -> numbers of groups

@@ -17,8 +17,6 @@ No token is ever lost.
 
 Randomness: one generator per chunk of documents, seeded by the caller. Only `random.Random.random()` is used, whose
 sequence Python promises to keep.
-
-Cost: 0.1 s for a million tokens.
 """
 
 from __future__ import annotations
@@ -33,23 +31,16 @@ _NO_LIMIT = 1 << 60  # limit of segment A, in tokens, if it takes all sentences
 
 
 class ExampleBuilder:
-    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from tokenized documents.
+    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from the documents of one chunk, in order.
 
-    Create one builder for each chunk of documents, and call `document` for its documents in order. All documents of
-    a chunk share one random generator, so the examples of a document depend on the documents before it.
+    All documents of a chunk share one random generator, so the examples of a document depend on the documents before
+    it.
     """
 
     def __init__(
         self, seq_len: int, cls_id: int, sep_id: int, single_segment_prob: float, short_target_prob: float, seed: int
     ) -> None:
-        """Start with a target length of `seq_len`.
-
-        Args:
-            cls_id: id of [CLS].
-            sep_id: id of [SEP].
-            single_segment_prob: probability that an example has segment A only (reference: 0.1).
-            short_target_prob: probability of a target length drawn from [5, seq_len] (reference: 0.05).
-        """
+        """Start with a target length of `seq_len`; the reference has probabilities of 0.1 and 0.05."""
         assert seq_len >= MIN_SEQ_LEN
         self._seq_len = seq_len
         self._cls = [cls_id]
@@ -62,11 +53,7 @@ class ExampleBuilder:
         self._length = 0  # tokens in _sentences
 
     def document(self, sentences: Iterable[Sequence[int]]) -> Iterator[Ids]:
-        """Yield the examples `[CLS] A [SEP] B [SEP]` of one document, each of 3 to seq_len ids.
-
-        Sentences accumulate until they have as many tokens as the target length, and then make one example; the end
-        of the document makes the last.
-        """
+        """Yield the examples of one document, each of 3 to seq_len ids; each line of the document is a sentence."""
         for sentence in sentences:
             for piece in self._pieces(list(sentence)):
                 self._add(piece)
@@ -77,9 +64,7 @@ class ExampleBuilder:
             yield self._make_example()
 
     def _pieces(self, sentence: Ids) -> list[Ids]:
-        """Return the sentence as a list of one, or cut into pieces if it is too long for an example of its own. A
-        sentence is too long if it has more than seq_len - 2 ids, because [CLS] and one [SEP] are added.
-        """
+        """Return the sentence as a list of one, or cut into halves of an example if it cannot fit one alone."""
         longest_alone = self._seq_len - 2  # with [CLS] and one [SEP]
         if len(sentence) <= longest_alone:
             return [sentence]
@@ -92,7 +77,7 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences, and draw the target length of the next one."""
+        """Make an example of the accumulated sentences, carry what does not fit, and draw the next target."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.
@@ -115,7 +100,11 @@ class ExampleBuilder:
         return example
 
     def _divide_into_segments(self) -> tuple[Ids, Ids]:
-        """Divide the accumulated sentences into segments A and B, and return the ids of each segment."""
+        """Divide the accumulated sentences into segments A and B, and return the ids of each segment.
+
+        For example, with a target of 13 tokens the limit of A is (13 - 3) // 2 = 5: of sentences of 4, 3 and 6 tokens,
+        A takes the first; the second crosses the limit, so a random draw decides; B takes the third.
+        """
         limit_of_a = (self._target - 3) // 2  # half of the tokens beside [CLS] and two [SEP]
         if self._random.random() < self._single_segment_prob:
             limit_of_a = _NO_LIMIT

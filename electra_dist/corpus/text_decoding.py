@@ -4,8 +4,7 @@ Guarantee: every document becomes text, or raises `SkippedDocument` with one rea
 is guessed, and bytes that are not UTF-8 are replaced only if the caller asks for it. The text can be encoded as UTF-8:
 it contains no half of a surrogate pair.
 
-Cost: 200 MB/s for JSON lines, 1 GB/s for plain text. This module imports nothing heavy; `text_readers.py` reads the
-bytes.
+This module imports nothing heavy; `text_readers.py` reads the bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
 
 
 class RawDocument(NamedTuple):
-    """One document as undecoded bytes: a JSON line, or plain text; the bytes are None where a table has no text."""
+    """One document as undecoded bytes: a JSON line, or plain text."""
 
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
@@ -39,17 +38,10 @@ class RawDocument(NamedTuple):
 
 
 class SkippedDocument(Exception):
-    """Exception for a document that is left out of the corpus; `kind`, a key of `SKIPPED_KINDS`, is the reason.
-
-    It is not an error of the corpus build: the caller counts the document under its kind and continues.
-    """
+    """Exception for a document that is left out of the corpus, with its reason; the caller counts it and goes on."""
 
     def __init__(self, kind: str, undecodable_bytes: int = 0) -> None:
-        """Store the reason for which the document is left out.
-
-        Args:
-            undecodable_bytes: how many of its bytes are not UTF-8, if that is the reason.
-        """
+        """Store the reason, a key of `SKIPPED_KINDS`, and how many bytes are not UTF-8 if that is the reason."""
         assert kind in SKIPPED_KINDS
         super().__init__(kind)
         self.kind = kind
@@ -77,16 +69,12 @@ def decode(document: RawDocument, text_field: str = "text", undecodable: Undecod
 
 
 def decode_counted(document: RawDocument, text_field: str, undecodable: Undecodable) -> DecodedText:
-    """Return the text of a document; a byte order mark at its start is removed.
+    """Return the text of a document, without a byte order mark at its start; raise SkippedDocument if it has none.
 
-    Args:
-        document: the bytes, as a reader yields them.
-        undecodable: what happens to bytes that are not UTF-8, and to half a surrogate pair in JSON. skip: the document
-            is left out. replace: U+FFFD takes their place, which the tokenizer drops. Half a pair counts as the six
-            bytes of its escape.
-
-    Raises:
-        SkippedDocument: the document has no usable text; its `kind` is the reason.
+    `text_field` names the field of a JSON line that holds the text. If bytes are not UTF-8, or JSON has half a
+    surrogate pair (which counts as the six bytes of its escape), "skip" leaves the document out, and "replace" puts
+    U+FFFD in their place, which the tokenizer drops. The kind "no_tokens" is not raised here, because only the
+    tokenizer can find it.
     """
     if document.data is None:
         raise SkippedDocument("no_text")
@@ -115,13 +103,12 @@ def decode_counted(document: RawDocument, text_field: str, undecodable: Undecoda
 
 
 def _num_undecodable_bytes(data: bytes) -> int:
-    """Return how many bytes of `data` are not part of a valid UTF-8 character."""
     # "surrogateescape" makes one lone surrogate of each such byte, and valid UTF-8 holds no surrogate.
     return _num_half_pairs(data.decode("utf-8", "surrogateescape"))
 
 
 def _num_half_pairs(text: str) -> int:
-    """Return how many unpaired surrogates a text contains; Python stores a whole pair as one other character."""
+    """Count the unpaired surrogates of a text; Python stores a whole pair as one other character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,7 +117,6 @@ def _num_half_pairs(text: str) -> int:
 
 
 def _parse_record(line: str) -> dict[str, Any]:
-    """Parse a JSON line, and return its object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -141,7 +127,6 @@ def _parse_record(line: str) -> dict[str, Any]:
 
 
 def _text_of_record(record: dict[str, Any], text_field: str) -> str:
-    """Return the field `text_field` of a JSON object, which must be a string with more than white space."""
     text = record.get(text_field)
     if not isinstance(text, str):
         raise SkippedDocument("no_text")
@@ -151,6 +136,7 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def _names_of_record(record: dict[str, Any]) -> DocumentNames:
+    """Return the fields `id` and `metadata.source`; one that is neither a string nor an integer is None."""
     metadata = record.get("metadata")
     source = metadata.get("source") if isinstance(metadata, dict) else None
     return DocumentNames(name_of_value(record.get("id")), name_of_value(source))

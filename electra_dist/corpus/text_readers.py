@@ -8,8 +8,6 @@ How: a reader yields undecoded bytes (`RawDocument`); worker processes decode th
 `inputs/formats.py` reads the formats, `inputs/archives.py` tar and zip. A file on S3 is first downloaded to a
 temporary file; its store repeats failed requests.
 
-Cost: one core reads 150 (.gz, .zst) to 400 MB of text a second, or 250,000 small documents; that feeds 40 cores.
-
 Limits: a document is held in memory as a whole. Text is UTF-8; encodings are not guessed. A file on S3 needs its size
 on the local disk while it is read.
 """
@@ -64,7 +62,7 @@ class DocumentStream:
     """
 
     def __init__(self, files: Sequence[InputFile], text_field: str = "text", *, with_fields: bool = False) -> None:
-        """Prepare to read `files`; none is opened yet."""
+        """Open nothing yet; `text_field` is a table's column of texts, and `with_fields` adds its other cells."""
         self.counts = StreamCounts()
         self._files = files
         self._text_field = text_field
@@ -75,10 +73,10 @@ class DocumentStream:
             yield document
 
     def numbered(self) -> Iterator[tuple[int, int, RawDocument]]:
-        """Yield (file, number, document) for every document, in order; the document is undecoded.
+        """Yield (position of the file in `files`, position of the document in its file, document), both from 0.
 
-        `file` is the position of the document's file in `files`, and `number` the position of the document in its
-        file, both from 0.
+        Raises UserError if a file cannot be read to its end, or if a parquet file or a table that the user named lacks
+        the text's column.
         """
         for position, file in enumerate(self._files):
             try:
@@ -114,6 +112,11 @@ class DocumentStream:
                 yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
 
     def _skip_table(self, file: InputFile, error: NoTextColumn) -> None:
+        """Count a table without the text's column as left out, or raise UserError if it was meant to be read.
+
+        A folder of texts may also hold CSV or TSV tables about them, which are counted. A parquet or Arrow file, or a
+        table that the user gave by its name, is an error.
+        """
         if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(f"{file.location}: {error}") from None
         self.counts.skipped.add("no_text_column", file.name)

@@ -5,8 +5,7 @@ How: a vocabulary contains each character c and its continuation, the token `##c
 equally frequent pairs by those numbers, so two trainings on one text differ. This module counts the characters first
 and passes characters and continuations to the trainer in a fixed order, so that nothing depends on the hash map.
 
-Cost: about 2 MB of text a second; two passes over the texts. Of a corpus of many GB a sample is enough
-(`vocabulary_sample.py`): some hundred MB decide the first 30,000 entries.
+Limits: the texts are read twice, at about 2 MB a second. Of many GB take a sample (`vocabulary_sample.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ _NUM_CODE_POINTS = 0x110000
 def train_vocabulary(
     texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool, max_alphabet: int = MAX_ALPHABET
 ) -> Vocabulary:
-    """Train a vocabulary of at most `vocab_size` tokens, the special tokens first.
+    """Train a vocabulary of at most `vocab_size` tokens, the special tokens first; a small text may yield fewer.
 
-    Args:
-        texts: function that returns an iterable over all texts; it is called twice, and each call must begin with the
-            first text.
-        max_alphabet: how many characters to keep, the most frequent ones; words with others become [UNK].
+    `texts` is called twice, and each call must begin with the first text. `lowercase` also strips accents (BERT
+    uncased). The `max_alphabet` most frequent characters are kept; words with others become [UNK]. Raises UserError if
+    the texts are empty, or if `vocab_size` is smaller than the special tokens and the alphabet together.
     """
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -67,7 +65,7 @@ def _continuations(
     normalizer: tokenizers.normalizers.Normalizer,
     pre_tokenizer: tokenizers.pre_tokenizers.PreTokenizer,
 ) -> list[str]:
-    """Return the continuation token `##c` of each character c that can occur within a word, in the order given."""
+    """Return `##c` for each character c that can occur within a word, unlike a comma: "a," is two words."""
     continuations = []
     for char in alphabet:
         words = pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + char))
@@ -77,7 +75,7 @@ def _continuations(
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the most frequent characters of the normalized texts, white space excluded, in code-point order."""
+    """Return the `limit` most frequent characters, without white space, by code point; the lower wins a tie."""
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
         code_points = np.frombuffer(normalizer.normalize_str(text).encode("utf-32-le"), np.uint32)

@@ -7,8 +7,6 @@ about half of the limit or more, unless its documents are few and large.
 How: each document has a level: 0 with probability 1/2, 1 with probability 1/4, and so on, by a keyed hash. Its text is
 appended to the file of its level. Whenever the files together exceed the limit, the file of the lowest level is
 deleted, and documents of that level are left out from then on.
-
-Cost: one pass over the inputs, 150 to 400 MB of text a second; disk space for the sample, compressed.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _LEVEL_NAME = re.compile(r"[0-9]{2}\.zst")
 
 
 class _Record(TypedDict):
-    """Content of sample.json, which is written when a sample is complete."""
+    """Content of sample.json."""
 
     description: dict[str, str | int]  # the inputs and settings from which the sample was taken
     files: dict[str, NonNegativeInt]  # name of a file of the sample -> bytes of its texts, uncompressed
@@ -45,14 +43,10 @@ _RECORD = TypeAdapter(_Record)
 
 
 class VocabularySample:
-    """Sample of documents in a folder; a finished one is used again if its inputs are the same."""
+    """Sample of documents in a folder of its own; a finished one is used again if its inputs are the same."""
 
     def __init__(self, folder: Path, inputs_digest: str, limit_bytes: int, seed: int) -> None:
-        """Prepare a sample; nothing is read or written yet.
-
-        Args:
-            limit_bytes: bytes of the texts of the sample at most, in UTF-8.
-        """
+        """Do not touch the folder yet; `inputs_digest` covers all that decides which documents there are."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._seed = seed
@@ -68,7 +62,11 @@ class VocabularySample:
         return is_whole and stored["description"] == self._description
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
-        """Read all documents, and keep the sample in the folder; another sample there is replaced."""
+        """Read all documents, and keep the sample in the folder; another sample there is replaced.
+
+        `texts` gives (position of the file among the inputs, position of the document in the file, text). `progress`
+        gets the position of the file for each document.
+        """
         self.delete()
         self._folder.mkdir(parents=True, exist_ok=True)
         levels: dict[int, _LevelFile] = {}
@@ -96,7 +94,7 @@ class VocabularySample:
         return sum(self._files().values())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the finished sample, always in the same order."""
+        """Yield the texts of the finished sample, always in the same order; a damaged file is a UserError."""
         for name, num_bytes in self._files().items():
             path = self._folder / name
             num_read = 0

@@ -3,9 +3,8 @@
 Guarantee: the rows that are found are exactly those that contain what was searched for (`analysis/text_search.py` for
 texts, `corpus/origins/document_search.py` for sources and documents).
 
-Cost: a search for a text reads all shards once; a search for a source or a document reads all side files once. The
-result takes 16 bytes of memory for each found row, or 24 for a text. `RowSearch.hits` makes Python objects for each
-row that it lists.
+Limits: a search for a text reads all shards once; one for a source or a document reads all side files once. The found
+rows take 16 bytes of memory each, or 24 for a text; `RowSearch.hits` makes Python objects for the rows that it lists.
 """
 
 from __future__ import annotations
@@ -79,11 +78,7 @@ class RowSearch:
     """
 
     def __init__(self, query: Query, corpora: RunCorpora, progress: Progress = iter) -> None:
-        """Open the side files, if the corpus has them; no shard is read yet.
-
-        Args:
-            corpora: the corpora of a run, or a single corpus as the only phase.
-        """
+        """Open the side files, if the corpora have them; `progress` wraps the indices of the shards in each pass."""
         self._query = query
         self._corpora = corpora
         self._store = corpora.store
@@ -99,11 +94,9 @@ class RowSearch:
         return None not in self._origins
 
     def rows_with_text(self, forms: Sequence[list[int]], least: int) -> FoundRows:
-        """Return the rows that contain at least `least` consecutive tokens of a text; all shards are read.
+        """Return the rows with at least `least` consecutive tokens of one form of a text (`tokens_of_text`).
 
-        Args:
-            forms: token ids of the text in each of its forms (`tokens_of_text`).
-            least: number of consecutive tokens, at least 1; of a shorter form, all tokens must be there.
+        Of a form that is shorter than `least`, all tokens must be there.
         """
         special_ids = {self._manifest.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")}
         longest_runs: dict[tuple[int, int], int] = {}  # (shard, row) -> longest run of tokens of any form
@@ -117,14 +110,7 @@ class RowSearch:
         return FoundRows(shards=found[:, 0], rows=found[:, 1], num_tokens=found[:, 2])
 
     def rows_with_documents(self) -> FoundRows:
-        """Return the rows that hold the query's document, or any document of the query's source.
-
-        All side files are read, and no shard.
-
-        Raises:
-            UserError: one of the corpora has no side files.
-            ManifestMismatch: a side file is damaged.
-        """
+        """Return the rows with the query's document or source; raise UserError if a corpus has no side files."""
         if not self.has_side_files:
             without = self._corpora.phases[self._origins.index(None)]
             raise UserError(
@@ -168,14 +154,13 @@ class RowSearch:
         return sorted(names)
 
     def _lines(self, table: pyarrow.Table) -> Mask:
-        """Return which lines of a side file belong to the query's source or document, as booleans [lines]."""
         if self._query.source is not None:
             return lines_of_source(table, self._query.source)
         assert self._query.document is not None
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return the table of a shard's side file; `shard` counts over the shards of all corpora."""
+        """Return a shard's side file; `shard` counts over the shards of all corpora."""
         origins = self._origins_of_shard(shard)
         assert origins is not None
         phase = self._phase_of_shard(shard)
@@ -183,7 +168,6 @@ class RowSearch:
         return origins.table(manifest.shards[shard - int(self._first_shards[phase])].name)
 
     def _origins_of_shard(self, shard: int) -> Origins | None:
-        """Return the reader of the side files of a shard's corpus; None if the corpus has none."""
         return self._origins[self._phase_of_shard(shard)]
 
     def _phase_of_shard(self, shard: int) -> int:
@@ -191,13 +175,10 @@ class RowSearch:
 
 
 def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
-    """Return how many rows of the held-out corpus hold the query's document, or a document of the query's source.
+    """Return how many held-out rows hold the query's document, or a document of its source.
 
-    Without a held-out corpus, or without its side files, the result is 0.
-
-    Args:
-        location: folder or s3:// prefix of the training corpus, whose subfolder `heldout` is searched.
-        endpoint_url: S3 endpoint; None for AWS.
+    `location` is the training corpus, whose subfolder `heldout` is searched. The result is 0 if there is no held-out
+    corpus, or if it has no side files.
     """
     store = open_store(location.rstrip("/") + "/heldout", endpoint_url)
     if not store.exists(MANIFEST_KEY):
@@ -208,14 +189,11 @@ def rows_held_out(query: Query, location: str, endpoint_url: str | None) -> int:
 
 
 def tokens_of_text(text: str, store: Store, manifest: CorpusManifest) -> list[list[int]]:
-    """Return the token ids of a text in the vocabulary of a corpus, where each line is tokenized as in a build.
+    """Return the forms of a text in the vocabulary of a corpus, as token ids; each line is tokenized as in a build.
 
     Byte-level tokens contain the space before a word. Such a text has two forms: one for the beginning of a document,
-    and one for a place after other text. For other vocabularies they are equal, and the result has one form.
-
-    Raises:
-        ManifestMismatch: vocab.txt is not that of the corpus.
-        UserError: the text has no token, for example because it is only white space, or is not UTF-8.
+    and one for a place after other text. For other vocabularies they are equal, and the result has one form. Raises
+    UserError if the text has no token, for example because it is only white space, or is not UTF-8.
     """
     if encodable(text) != text:
         raise UserError(f"TEXT: {text} has bytes that are not UTF-8; a corpus has none, so give the text in UTF-8")

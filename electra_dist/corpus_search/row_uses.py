@@ -55,12 +55,9 @@ class StepsOfRows:
 def uses_of_found_rows(
     found: FoundRows, num_listed: int, corpora: RunCorpora, config: Config, run: Path
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
-    """Return the uses of the first found rows, and the counts of the steps that use any found row.
+    """Return the uses of the first `num_listed` rows, in order of the steps, and `StepsOfRows.counts` of all rows.
 
     The rows are processed in blocks of `_BLOCK_ROWS`, so that millions of rows need little memory.
-
-    Returns:
-        For each of the first `num_listed` rows its uses in order of the steps, and `StepsOfRows.counts` of all rows.
     """
     listed: list[list[RowUse]] = []
     steps = StepsOfRows()
@@ -76,7 +73,11 @@ def uses_of_found_rows(
 def steps_of_rows(
     shards: NDArray[np.int64], rows: NDArray[np.int64], corpora: RunCorpora, config: Config, run: Path
 ) -> list[list[RowUse]]:
-    """Return the steps that use each row, in ascending order, from the first to the last step of the whole run."""
+    """Return the steps of the whole run that use each row, in ascending order.
+
+    `shards` counts over the shards of all corpora of the run. The records in `run` tell the last step that was done,
+    and the skipped steps.
+    """
     from electra_dist.data.row_positions import uses_of_rows
     from electra_dist.train.skip_list_file import SkipList
 

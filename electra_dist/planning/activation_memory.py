@@ -1,4 +1,4 @@
-"""Computes how many bytes of activations a row takes on a GPU, and the largest micro-batch that fits, by arithmetic.
+"""Compute how many bytes of activations a row takes on a GPU, and the largest micro-batch that fits, by arithmetic.
 
 Guarantee: nothing is built and torch is not imported. For replaced-token detection with ELECTRA-Small, -Base and
 -Large, in bf16 and fp32, with and without recomputation and the early generator, the result is within 3 % of the
@@ -6,12 +6,11 @@ bytes that a whole micro-batch allocates when it is rehearsed on torch's device 
 confirmed either number yet.
 
 How: activations are what autograd keeps for the backward pass, with the fused operations that run on a GPU. The peak
-is at the beginning of the discriminator's backward pass, where the activations of both networks are alive.
+is at the beginning of the discriminator's backward pass, where the activations of both networks are alive. A value
+takes 2 bytes in bf16 and fp16, and 4 in fp32.
 
 Limits: the allocator's fragmentation, cuBLAS workspaces and communication buffers are not counted. `FREE_FRACTION` of
 the memory is left for them. For objectives other than replaced-token detection, what the heads keep is approximated.
-
-Terms: a row has `seq_len` tokens; a value takes 2 bytes in bf16 and fp16, and 4 in fp32.
 """
 
 from __future__ import annotations
@@ -66,16 +65,11 @@ def activation_bytes_per_row(
     recompute: bool = False,
     early_generator: bool = False,
 ) -> float:
-    """Return the bytes by which the peak of a forward and backward pass grows with every row.
+    """Return the bytes by which the peak of a forward and backward pass grows with every row of `seq_len` tokens.
 
-    ELECTRA-Large at 512 tokens takes 0.52 GB in bf16, of which the discriminator is 0.41.
-
-    Args:
-        seq_len: tokens per row.
-        precision: "fp32" for values of 4 bytes; any other for 2.
-        recompute: `engine.activation_checkpointing`: only the layers' inputs are kept, and the backward pass computes
-            one layer's activations at a time.
-        early_generator: `engine.early_generator`: the generator's activations are freed before the discriminator runs.
+    ELECTRA-Large at 512 tokens takes 0.52 GB in bf16, 0.41 GB of it for the discriminator. With `recompute`
+    (`engine.activation_checkpointing`) only the layers' inputs are kept, and the backward pass computes one layer's
+    activations at a time. With `early_generator` the generator's are freed before the discriminator runs.
     """
     value_bytes = 4 if precision == "fp32" else 2
     discriminator = float(_network(model, model.discriminator, model.embedding_size, recompute) * value_bytes)
@@ -113,11 +107,8 @@ def micro_batch_limit(
     """Return the largest micro-batch of a GPU with `memory_gb` x 1e9 bytes, for `plan.num_gpus` GPUs.
 
     The state of the config's ZeRO stage, the weights of a frozen generator, the head's buffers, `FIXED_BYTES` and
-    `FREE_FRACTION` of the memory are subtracted first.
-
-    Args:
-        recompute: in place of `engine.activation_checkpointing`; None takes the config's.
-        early_generator: in place of `engine.early_generator`; None takes the config's.
+    `FREE_FRACTION` of the memory are subtracted first. `recompute` and `early_generator` replace the config's
+    `engine.activation_checkpointing` and `engine.early_generator` unless they are None.
     """
     engine = config.engine
     precision = config.train.precision
@@ -146,7 +137,16 @@ def micro_batch_limit(
 
 
 def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
-    """Return the values per token that a tower and its embeddings keep for the backward pass."""
+    """Return the values per token that a tower and its embeddings keep for the backward pass.
+
+    A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
+    its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
+    2 x intermediate: the feed-forward network's inner values before and after GELU. With the architecture `modern` it
+    keeps 4 x intermediate: inner values, gates, the inner values after GELU and their product with the gates.
+
+    The embeddings keep the sum of the three tables' entries, and the input of a projection to `hidden` if there is
+    one. The factors of their dropout are drawn again.
+    """
     hidden = tower.hidden_size
     per_layer = hidden if recompute else 8 * hidden + _num_inner(model) * tower.intermediate_size
     embeddings = embedding_width
@@ -156,14 +156,23 @@ def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recom
 
 
 def _statistics(tower: TowerConfig, recompute: bool) -> int:
-    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass."""
+    """Return the bytes per token of the fp32 statistics that a tower's layers keep for the backward pass.
+
+    A layer keeps the attention's log-sum-exp of each head, and mean and variance of two LayerNorms; with recomputation
+    none.
+    """
     if recompute:
         return 0
     return tower.num_layers * 4 * (tower.num_heads + 2 * 2)
 
 
 def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
-    """Return the values per token that the backward pass of one layer needs beside what was kept."""
+    """Return the values per token that the backward pass of one layer needs beside what was kept.
+
+    The peak is in the second matrix product of the feed-forward network. Three gradients are alive there: those of the
+    product's output and of the residual (hidden values each), and that of the product's input (intermediate values).
+    The output itself (hidden values), which counts among the values that were kept, is already freed.
+    """
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
     if model.architecture == "modern":
@@ -178,14 +187,21 @@ def _num_inner(model: ModelConfig) -> int:
 
 
 def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
+    """Return the share of a row's positions that have room for a masked token, as in `masking.num_slots`."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
 def _token_head(hidden: int, embedding_width: int) -> int:
+    """Return the values that a head that predicts tokens keeps for one position.
+
+    They are the state, the dense layer's output before and after GELU, the LayerNorm's output, and its gradient, which
+    the head computes in the forward pass.
+    """
     return hidden + 4 * embedding_width
 
 
 def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
+    """Return the values per token that the generator's head keeps, averaged over all positions of a row."""
     width = model.generator_embedding_width
     if objective.name == "electric":
         return float(_token_head(2 * model.generator.hidden_size, width))
@@ -193,7 +209,10 @@ def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int
 
 
 def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the values per token that the large network's head keeps while the layers' backward pass runs."""
+    """Return the values per token that the large network's head keeps while the layers' backward pass runs.
+
+    Heads are done by then, except for the states that a head at masked positions has gathered.
+    """
     if objective.name == "all_tokens_mlm":
         return float(_token_head(model.discriminator.hidden_size, model.embedding_size))
     if objective.name in ("mlm", "replace_mlm") or objective.discriminator_mlm_weight:
@@ -202,6 +221,11 @@ def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) ->
 
 
 def _head_buffers(model: ModelConfig, precision: str) -> float:
+    """Return the bytes of the buffers of a head that predicts tokens.
+
+    They are the logits of one chunk of masked positions (HEAD_CHUNK_ROWS at a time, in the run's precision), and the
+    fp32 gradient of the token embeddings, which are the head's output matrix as well.
+    """
     value_bytes = 4 if precision == "fp32" else 2
     logits = HEAD_CHUNK_ROWS * model.padded_vocab_size * value_bytes
     table_gradient = 4 * model.padded_vocab_size * model.embedding_size

@@ -1,9 +1,7 @@
-"""Computes the budget of a run, which is tokens, FLOPs and days, from its config alone.
+"""Compute the budget of a run, which is tokens, FLOPs and days, from its config alone.
 
 Guarantee: FLOPs are counted as for the model FLOPs utilisation (MFU) that runs report. No GPU, no torch and no network
 is needed. Every assumption is stated in the config: GPU, number of GPUs and utilisation come from its section `plan`.
-
-Cost: microseconds.
 
 Limits: activations (`activation_memory.py` computes them), communication buffers, fragmentation, evaluation,
 checkpoints and stalls are not counted. A token is a position of a row, so padding counts as tokens.
@@ -51,16 +49,9 @@ class Budget:
 
 
 def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
-    """Return the budget of a run: its parameters, rows and tokens, FLOPs, time and epochs.
+    """Return the budget of a run; without the manifest `corpus` its `epochs` is None.
 
-    Every position of a row counts as a token, so pads count, too. Time is predicted for the GPUs of the config's
-    section `plan`.
-
-    Args:
-        corpus: manifest of its corpus, from which the epochs follow; with None the budget's `epochs` is None.
-
-    Raises:
-        UserError: the peak of `plan.gpu` is not known.
+    Raises UserError if the peak of `plan.gpu` is not known.
     """
     train = config.train
     seq_len = config.data.seq_len
@@ -83,7 +74,7 @@ def make_budget(config: Config, corpus: CorpusManifest | None = None) -> Budget:
 
 
 def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Return the predicted speed, and the time that `tokens` take, on the GPUs of the config's section `plan`."""
+    """Return the time of a run at `plan.utilisation` times the GPUs' dense 16-bit peak; None in fp32."""
     plan = config.plan
     if peak_flops(plan.gpu) is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""States what the training of a frozen generator has cost, which the FLOPs of the run that uses it do not include."""
+"""State what the training of a frozen generator has cost, which the FLOPs of the run that uses it do not include."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from electra_dist.run.folder import is_run_folder, open_run
 def generator_training(config: Config) -> tuple[str, str]:
     """Return the FLOPs of a frozen generator's own training as text, and where the number comes from.
 
-    The FLOPs are those of all steps of the run that trained it, by that run's config. They are not known if the
-    generator is in a Hugging Face folder.
-
-    Args:
-        config: a config with `objective.generator: frozen`.
+    They are those of all steps of the run that trained it; a generator in a Hugging Face folder gives "not known".
     """
     folder = Path(config.train.init_generator_from or "")
     if not is_run_folder(folder):

@@ -1,8 +1,7 @@
 """Predict the time of a step on N nodes from compute, kernel launches, bytes sent, bandwidth and the update.
 
-Guarantee: all functions are pure. `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test
-compares it with the collectives of real steps. Step times measured at limited bandwidths differed by at most 14 %
-(docs/results.md).
+Guarantee: `bytes_on_wire` counts what DeepSpeed 0.19.8 sends under `engine/engine.py`. A test compares it with the
+collectives of real steps. Step times measured at limited bandwidths differed by at most 14 % (docs/results.md).
 
 How: a step consists of compute, communication and the update, one after another. With `engine.overlap_communication`
 the exchange of gradients is hidden behind the backward pass of the last micro-batch, as far as that is long enough.
@@ -56,26 +55,19 @@ def bytes_on_wire(
 ) -> float:
     """Return the bytes that each rank sends in one optimizer step, with ring collectives.
 
-    Each element takes 4 bytes in fp32. In bf16 parameters take 2 bytes, and gradients 2 or, with `exchanges_fp32`, 4.
-    In fp16 parameters take 2 bytes and gradients 4. At stage 0 gradients always take 4, because 16-bit precision is
-    autocast with fp32 gradients there. In a ring reduce-scatter or all-gather of n bytes over W ranks, each rank sends
-    n (W - 1) / W bytes, and in an all-reduce twice as many (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms", JPDC 2009). In one step DeepSpeed runs
+    Each element takes 4 bytes in fp32. In bf16 parameters take 2 bytes, and gradients 2 or, with `exchanges_fp32` (as
+    `engine.py` configures it on GPUs), 4. In fp16 parameters take 2 bytes and gradients 4. At stage 0 gradients always
+    take 4, because 16-bit precision is autocast with fp32 gradients there. In a ring reduce-scatter or all-gather of n
+    bytes over W ranks, each rank sends n (W - 1) / W bytes, and in an all-reduce twice as many (Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms", JPDC 2009). In one step DeepSpeed runs
 
         stage 0  an all-reduce of the gradients
         stage 1  the same, and an all-gather of the parameters
         stage 2  an all-reduce of the gradients in every micro-batch, and one all-gather of the parameters
         stage 3  a reduce-scatter of the gradients and an all-gather of the large tensors in every micro-batch, and one
-                 all-gather of the small ("persistent") tensors
+                 all-gather of the small ("persistent") tensors (`persistent_parameters`)
 
     DeepSpeed gathers models of more than 1e9 parameters twice as often at stage 3, which is not counted.
-    tests/planning/test_multi_node_scaling.py compares the result with the bytes of real steps.
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        ranks: number of ranks; 1 sends nothing.
-        persistent: parameters in small tensors, which stage 3 does not partition; see `persistent_parameters`.
-        exchanges_fp32: whether gradients of bf16 parameters are sent in fp32, as `engine.py` configures it on GPUs.
     """
     parameter_size = 4 if dtype == "fp32" else 2
     gradient_size = 2 if dtype == "bf16" and stage > 0 and not exchanges_fp32 else 4
@@ -93,34 +85,28 @@ def bytes_on_wire(
 
 
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
+    """Return the bytes that each rank sends in a reduce-scatter or all-gather: all pieces but its own."""
     return num_elements * element_size * (ranks - 1) / ranks
 
 
 def persistent_parameters(sizes: Sequence[int]) -> int:
-    """Return how many parameters are in tensors that ZeRO stage 3 does not partition: those below 100,000 elements.
+    """Return how many parameters are in tensors below 100,000 elements, which ZeRO stage 3 keeps whole on every rank.
 
-    DeepSpeed keeps such tensors whole on every rank, so it gathers them once per step only.
+    DeepSpeed gathers them once per step only.
     """
     return sum(size for size in sizes if size < _PERSISTENT)
 
 
 def step_seconds(compute_s: float, wire_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds of a step: `compute_s`, then the time to send `wire_bytes` over a link of `bytes_per_s`.
-
-    No communication is hidden behind the compute.
-    """
+    """Return the seconds of a step in which no communication is hidden behind the compute."""
     return compute_s + wire_bytes / bytes_per_s
 
 
 def parse_fabric(text: str) -> float:
     """Return the bandwidth of a node in bytes per second, from the text of the option `--fabric`.
 
-    Args:
-        text: `400Gb` (gigabits per second), `8x400Gb` (eight links of a node) or `50GB` (gigabytes per second); the
-            prefixes are M, G and T, powers of 1000.
-
-    Raises:
-        UserError: the text has another form.
+    The text is `400Gb` (gigabits per second), `8x400Gb` (eight links of a node) or `50GB` (gigabytes per second); the
+    prefixes are M, G and T, powers of 1000. Another form is a UserError.
     """
     match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(M|G|T)(b|B)(?:/s|it)?", text)
     if match is None:
@@ -178,12 +164,9 @@ class Scaled:
 def scale(config: Config, cluster: Cluster) -> list[Scaled]:
     """Return predictions of the run for numbers of nodes that are powers of two, and for `cluster.nodes`.
 
-    The powers of two are those below `cluster.nodes`: for 6 nodes, the predictions are for 1, 2, 4 and 6. A number of
-    nodes is left out if its GPUs cannot share the global batch evenly in whole micro-batches.
-
-    Raises:
-        UserError: the links or the peak of the GPU are not known, or the GPUs of `cluster.nodes` nodes cannot share
-            the global batch.
+    For 6 nodes, these are 1, 2, 4 and 6. A number of nodes is left out if its GPUs cannot share the global batch
+    evenly in whole micro-batches. Raises UserError if this is so for `cluster.nodes`, or if the links or the peak of
+    the GPU are not known.
     """
     node_counts = []
     power_of_two = 1
@@ -211,7 +194,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
 
 
 def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
-    """Return the tokens per second that one `gpu` is assumed to train."""
+    """Return the tokens per second that one GPU trains at `plan.utilisation` of its peak."""
     one_gpu_plan = config.plan.model_copy(update={"gpu": gpu, "num_gpus": 1})
     one_gpu_config = config.model_copy(update={"plan": one_gpu_plan})
     compute = make_budget(one_gpu_config).compute
@@ -224,7 +207,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Predict the run on `nodes` nodes, each GPU of which trains `gpu_tokens_per_s` tokens per second."""
+    """Predict the run on `nodes` nodes whose GPUs each train `gpu_tokens_per_s` tokens per second."""
     gpu_model = cluster.gpu.upper()
     if gpu_model not in _NODE_LINK:
         raise UserError(

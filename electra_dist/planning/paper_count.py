@@ -1,4 +1,4 @@
-"""Counts the training FLOPs of a run by the ELECTRA paper's method, so that a plan can be compared with its tables.
+"""Count the training FLOPs of a run by the ELECTRA paper's method, so that a plan can be compared with its tables.
 
 The method is that of `paper_flops.py`: backward counts as much as forward, look-ups count as matrix products, small
 operations count, and a softmax over the vocabulary counts at 15.625 % of the positions. Rows are counted as full.
@@ -13,16 +13,10 @@ from electra_dist.planning.paper_flops import Network, PaperFlops
 
 
 def run_flops_by_paper(config: Config) -> float | None:
-    """Return the training FLOPs of a whole run, forward and backward over all its steps, as the ELECTRA paper counts.
+    """Return the training FLOPs of a whole run as the ELECTRA paper counts; None if its method does not cover the run.
 
-    For the objective `mlm`, the one network counts. For `rtd`, the discriminator counts, and the generator if it is
-    trained; a generator that draws tokens without a network costs nothing.
-
-    Returns:
-        The FLOPs of `train.num_steps` steps of `train.global_batch` full rows. None for runs that the paper's method
-        does not cover: `model.architecture: modern`; objectives other than `rtd` and `mlm`; and `rtd` with a frozen
-        generator, with two-stage training (`objective.generator_only_steps`) or with joint MLM
-        (`objective.discriminator_mlm_weight`).
+    It covers `mlm` (one network) and `rtd` (the discriminator, and the generator if it is trained). It does not cover
+    `model.architecture: modern`, other objectives, a frozen generator, two-stage training and joint MLM.
     """
     model = config.model
     objective = config.objective
@@ -44,7 +38,7 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _network(config: Config, tower: TowerConfig, embedding_size: int) -> Network:
-    """Return the sizes of one tower with a head over the vocabulary, for counting its FLOPs."""
+    """Return the sizes of one tower with a head over the vocabulary; `embedding_size` is the width of its tables."""
     return Network(
         hidden=tower.hidden_size,
         layers=tower.num_layers,

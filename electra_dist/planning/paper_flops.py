@@ -1,4 +1,4 @@
-"""Computes the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's method and by that of MFU.
+"""Compute the ELECTRA paper's table of training FLOPs, from ELMo to T5, by the paper's method and by that of MFU.
 
 Guarantee: the first count of each model is that of google-research/electra's published script, flops_computation.py,
 written as the sum of what a token costs. The second count is the one that MFU uses (`model/flops.py`): the matrix
@@ -37,9 +37,7 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 class Network:
     """Sizes of one transformer, and its forward FLOPs per token by two methods of counting.
 
-    `paper` counts as the ELECTRA paper's script flops_computation.py does, with small operations such as GELU and
-    dropout. `matmul` counts matrix products only, as for MFU (model FLOPs utilisation). A field of 0 stands for the
-    default that the comment of the field names.
+    A field of 0 stands for the default that its comment names.
     """
 
     hidden: int  # width of the states
@@ -61,7 +59,6 @@ class Network:
 
     @property
     def _inner_width(self) -> int:
-        """Return the width of the feed-forward layer: 4 times `hidden` unless `intermediate` is set."""
         return self.intermediate or 4 * self.hidden
 
     @property
@@ -70,23 +67,22 @@ class Network:
 
     @property
     def _num_heads(self) -> int:
-        """Return the number of attention heads: one for every 64 features, at least 1, unless `heads` is set."""
         return self.heads or max(1, self.hidden // 64)
 
     @property
     def _num_attentions(self) -> int:
-        """Return the number of attention blocks in a layer: 1, or 2 if it also attends to an encoder's states."""
         return 2 if self.cross_attention else 1
 
     def paper(self) -> float:
-        """Return the forward FLOPs of a token as the ELECTRA paper's authors counted them in flops_computation.py.
-
-        These are the matrix products, and also biases, activations, softmax, dropout, residual sums and LayerNorm.
-        """
+        """Return the forward FLOPs of a token by the paper's method: matrix products and small operations."""
         return self.layers * self._paper_layer() + self._paper_embeddings() + self._paper_head()
 
     def _paper_layer(self) -> int:
-        """Return the forward FLOPs of one transformer layer per token, as the paper's authors counted them."""
+        """Return the forward FLOPs of one transformer layer per token.
+
+        The terms are those of the function get_block_flops in the paper's script. A token attends to all tokens of its
+        row.
+        """
         hidden = self.hidden
         seq_len = self.seq_len
         inner = self._inner_width
@@ -105,7 +101,7 @@ class Network:
         return one_attention * self._num_attentions + expand + contract
 
     def _paper_embeddings(self) -> int:
-        """Return the forward FLOPs of the embeddings per token, as the paper's authors counted them."""
+        """Return the forward FLOPs of the embeddings per token: get_embedding_flops in the paper's script."""
         hidden = self.hidden
         width = self._embedding_width
         num_segments = 2
@@ -118,7 +114,7 @@ class Network:
         return flops
 
     def _paper_head(self) -> float:
-        """Return the forward FLOPs of the head per token, as the paper's script flops_computation.py counts them."""
+        """Return the forward FLOPs of the head per token; one that predicts tokens counts at `output_share`."""
         hidden = self.hidden
         embedding = self._embedding_width
         if self.detects:
@@ -131,11 +127,7 @@ class Network:
         return self.output_share * (dense + logits + softmax)
 
     def matmul(self) -> float:
-        """Return the forward FLOPs of a token in matrix products only, as MFU counts them (`model/flops.py`).
-
-        A product with an m x n matrix counts 2mn. Look-ups of embeddings are free. A head that predicts tokens counts
-        at a share `masked` of the positions, one that detects replaced tokens at all positions.
-        """
+        """Return the forward FLOPs of a token by MFU's method; a head that predicts tokens counts at `masked`."""
         hidden = self.hidden
         embedding = self._embedding_width
         attention = self._attention_width
@@ -153,10 +145,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFlops:
-    """One model of the paper's table of FLOPs: its networks, the rows it trains on, and the printed figure.
-
-    For ELMo and XLNet the paper's script (flops_computation.py) has only profiled FLOPs; they have no networks.
-    """
+    """One model of the paper's table of FLOPs: its networks, the rows it trains on, and the printed figure."""
 
     name: str
     printed: str  # training FLOPs as the paper prints them; empty if the paper does not list the model
@@ -165,18 +154,12 @@ class PaperFlops:
     profiled: float = 0.0  # forward FLOPs of the whole training, where the script has a profile
 
     def paper(self) -> float:
-        """Return the model's training FLOPs as the ELECTRA paper counts them: 2 x the forward FLOPs of all rows.
-
-        The factor is 2 because the paper counts the backward pass as much as the forward pass.
-        """
+        """Return the model's training FLOPs by the paper's method: 2 x the forward FLOPs of all rows."""
         forward_per_row = sum(network.paper() * network.seq_len for network in self.networks)
         return 2 * (self.profiled + forward_per_row * self.rows)
 
     def mfu(self) -> float | None:
-        """Return the training FLOPs by MFU's method, or None for a model that is known by profiled FLOPs only.
-
-        They are 3 x the forward FLOPs of all rows, because MFU counts the backward pass as two forward passes.
-        """
+        """Return the training FLOPs by MFU's method, 3 x the forward FLOPs; None for a model with a profile only."""
         if not self.networks:
             return None
         forward_per_row = sum(network.matmul() * network.seq_len for network in self.networks)
@@ -184,6 +167,7 @@ class PaperFlops:
 
 
 def _electra(discriminator: Network, generator: int) -> tuple[Network, Network]:
+    """Return the discriminator and a generator of hidden width `generator` that equals it otherwise."""
     return replace(discriminator, detects=True), replace(discriminator, hidden=generator)
 
 

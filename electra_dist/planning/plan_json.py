@@ -18,16 +18,9 @@ from electra_dist.planning.multi_node_scaling import Cluster, scale
 def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
     """Return what a run would take: parameters, rows, tokens, FLOPs, memory and time, as numbers that are not rounded.
 
-    Memory is in bytes, the time of a step in seconds, and that of the whole run in days and GPU-hours.
-
-    Args:
-        cluster: adds predictions for 1, 2, 4, ... nodes of this cluster; None leaves them out.
-
-    Returns:
-        A tree that JSON can hold. `compute` is null in fp32, for which no peak of a GPU is known.
-
-    Raises:
-        UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
+    Memory is in bytes, the time of a step in seconds, and that of the whole run in days and GPU-hours. `compute` is
+    null in fp32, for which no peak of a GPU is known. `cluster` adds predictions for 1, 2, 4, ... of its nodes. Raises
+    UserError if the GPU is not known, or if the nodes cannot share the global batch.
     """
     budget = make_budget(config)
     peak_step, peak = peak_learning_rate(config.train.num_steps, config.optimizer)
@@ -60,7 +53,7 @@ def plan_json(config: Config, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def _phases(config: Config) -> list[dict[str, Any]]:
-    """Return the corpus, first step, number of steps and tokens of each phase of `data.phases`."""
+    """Return corpus, first step, steps and tokens (padding included) of each phase of the data; at least one."""
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -76,6 +69,7 @@ def _phases(config: Config) -> list[dict[str, Any]]:
 
 
 def _state_bytes(config: Config, stage: int) -> dict[str, float]:
+    """Return the bytes of each part of the training state on one of `plan.num_gpus` GPUs."""
     layout = state_layout(config.train.precision, stage, config.engine.offload_optimizer)
     num_parameters = make_budget(config).parameters.total
     return {part: layout.bytes_per_gpu(part, num_parameters, config.plan.num_gpus) for part in PARTS}

@@ -37,7 +37,6 @@ def print_sections(sections: Sequence[PlanSection], stream: TextIO) -> None:
 
 
 def _widths(section: PlanSection) -> list[int]:
-    """Return the width of each column of a table in characters, that of its longest cell or header."""
     lines = list(section.rows)
     if section.header:
         lines.append(section.header)
@@ -46,7 +45,7 @@ def _widths(section: PlanSection) -> list[int]:
 
 
 def _plain(section: PlanSection) -> str:
-    """Return a section as aligned text: title, header, rows, and the note in parentheses."""
+    """Return a section as aligned text; the row that the config selects starts with ">"."""
     widths = _widths(section)
     lines = [section.title]
     if section.header:
@@ -71,6 +70,7 @@ def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marke
 
 
 def _is_text(section: PlanSection, column: int) -> bool:
+    """Return whether a column holds text, not numbers: the first one, and the last one if `prose` is set."""
     last_column = len(section.rows[0]) - 1
     return column == 0 or (section.prose and column == last_column)
 

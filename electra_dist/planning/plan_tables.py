@@ -1,4 +1,4 @@
-"""Prints the plan of a run, which is what the run would take, for `--dry-run` and `electra-dist plan`.
+"""Print the plan of a run, which is what the run would take, for `--dry-run` and `electra-dist plan`.
 
 Guarantee: the plan is a function of the config, and of the corpus manifest if it is passed. Nothing is written, and
 nothing is read except the config of the run that a frozen generator comes from. No GPU is needed and torch is not
@@ -41,14 +41,10 @@ def print_plan(
     stream: TextIO | None = None,
     cluster: Cluster | None = None,
 ) -> None:
-    """Print the plan of a run: tables on a terminal, plain text on any other stream.
+    """Print the plan of a run to `stream` (None: stdout); without the manifest `corpus` no epochs are shown.
 
-    Args:
-        corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
-        stream: where to print; None means stdout.
-
-    Raises:
-        UserError: the GPU is not known, or the global batch cannot be shared by the nodes of `cluster`.
+    `cluster` adds a table of how the run scales over its nodes. Raises UserError if the GPU is not known, or if the
+    nodes cannot share the global batch.
     """
     sections = plan_sections(config, corpus)
     if cluster:
@@ -57,18 +53,7 @@ def print_plan(
 
 
 def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[PlanSection]:
-    """Return the plan as tables, in the order in which they are printed.
-
-    The tables show the parameters, the data, the memory of the training state (weights, gradients and what the
-    optimizer keeps), the largest micro-batch, the compute, and the possible numbers of GPUs. If the config has
-    schedules, or keys that have no effect, there is a table of each of these, too.
-
-    Args:
-        corpus: manifest of its corpus, from which the epochs follow; with None they are not shown.
-
-    Raises:
-        UserError: the peak of `plan.gpu` is not known.
-    """
+    """Return the plan as tables, in the order in which they are printed; without `corpus` no epochs are shown."""
     budget = make_budget(config, corpus)
     return [
         _model(config, budget),
@@ -83,11 +68,7 @@ def plan_sections(config: Config, corpus: CorpusManifest | None = None) -> list[
 
 
 def scaling_section(config: Config, cluster: Cluster) -> PlanSection:
-    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes, one row for each number of nodes.
-
-    Raises:
-        UserError: the global batch cannot be shared by the nodes, or the GPU is not known.
-    """
+    """Return the table of the run on 1, 2, 4, ... and `cluster.nodes` nodes; a price of a GPU-hour adds the costs."""
     header = ["nodes", "GPUs", "micro-batches", "GB sent", "compute s", "comm. s", "update s", "step s"]
     header += ["efficiency", "MFU", "tok/s", "days", "GPU-hours"]
     if cluster.gpu_hour_price is not None:
@@ -128,7 +109,6 @@ def _scaling_row(prediction: Scaled, gpu_hour_price: float | None) -> list[str]:
 
 
 def _model(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the numbers of trained parameters: discriminator, generator and both together."""
     model = config.model
     counts = budget.parameters
     discriminator_sizes = f"{_shape(model.discriminator)}; with embeddings and head"
@@ -145,6 +125,7 @@ def _model(config: Config, budget: Budget) -> PlanSection:
 
 
 def _shape(tower: TowerConfig) -> str:
+    """Return the sizes of a tower as text: "12 layers x 256, 4 heads, feed-forward 1024"."""
     return (
         f"{tower.num_layers} layers x {tower.hidden_size}, {tower.num_heads} heads, "
         f"feed-forward {tower.intermediate_size}"
@@ -152,7 +133,7 @@ def _shape(tower: TowerConfig) -> str:
 
 
 def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> PlanSection:
-    """Return the table of steps, rows, tokens and epochs; without a `corpus` the epochs are shown as a dash."""
+    """Return the table of steps, rows, tokens, and epochs or the tokens of each phase of the data."""
     train = config.train
     seq_len = config.data.seq_len
     rows = [
@@ -173,7 +154,6 @@ def _data(config: Config, budget: Budget, corpus: CorpusManifest | None) -> Plan
 
 
 def _phase_rows(config: Config) -> list[list[str]]:
-    """Return one row of the table of data for each phase: its tokens, its share of the steps, and its corpus."""
     global_batch = config.train.global_batch
     corpora = config.data.training_corpora()
     steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
@@ -188,8 +168,9 @@ def _phase_rows(config: Config) -> list[list[str]]:
 
 
 def _describe_learning_rate(config: Config) -> str:
-    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text. With `shape:
-    polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0.
+    """Return the warm-up, the true peak of the learning rate with its step, and `optimizer.lr` as text.
+
+    With `shape: polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0.
     """
     num_steps = config.train.num_steps
     parts = []
@@ -213,7 +194,6 @@ def _masked_percent(config: Config) -> str:
 
 
 def _schedules(config: Config) -> list[PlanSection]:
-    """Return the table of the values that change over the run, one row for each; no table if there is none."""
     schedules = schedules_of(config.objective)
     if not schedules:
         return []
@@ -231,7 +211,10 @@ def _without_effect(config: Config) -> list[PlanSection]:
 
 
 def _memory(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the training state per GPU at each ZeRO stage; the row of the config's stage is marked."""
+    """Return the table of the training state per GPU at each ZeRO stage; the config's stage is marked.
+
+    The state is weights, gradients, fp32 master copy and Adam's moments, without activations and buffers.
+    """
     world_size = config.plan.num_gpus
     num_parameters = budget.parameters.total
     if num_parameters > 50e6:
@@ -263,8 +246,9 @@ def _memory(config: Config, budget: Budget) -> PlanSection:
 
 
 def _largest_micro_batch(config: Config) -> PlanSection:
-    """Return the table of the largest micro-batch per type of GPU, in rows, with and without two ways to save
-    memory.
+    """Return the table of the largest micro-batch per type of GPU, with and without two ways to save memory.
+
+    The column of the config's settings is marked in the header.
     """
     engine = config.engine
     settings = [(False, False), (True, False), (False, True), (True, True)]
@@ -298,9 +282,7 @@ def _with_precisions(gpu: str) -> str:
 
 
 def _compute(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours. If the run trains in
-    fp32, the table has FLOPs only and a note says so, because the peak speeds of GPUs are known for 16 bits only.
-    """
+    """Return the table of the run's FLOPs and of its predicted throughput, time and GPU-hours."""
     flops = budget.flops
     compute = budget.compute
     generator_share = flops.generator / flops.total
@@ -340,7 +322,7 @@ def _compute(config: Config, budget: Budget) -> PlanSection:
 
 
 def _world_sizes(config: Config, budget: Budget) -> PlanSection:
-    """Return the table of numbers of GPUs that can share the global batch evenly, with the micro-batches per step."""
+    """Return the table of the numbers of GPUs that can share the global batch evenly."""
     train = config.train
     shown = list(budget.accumulation)
     if len(shown) > _MOST_WORLD_SIZES:
@@ -357,5 +339,4 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
 
 
 def _millions(count: int) -> str:
-    """Return a count in millions with two decimals, for example "335.14 M"."""
     return f"{count / 1e6:.2f} M"

@@ -1,7 +1,5 @@
 """Predict the times in a step of one GPU that are not matrix products: kernel launches, update, waits for the host.
 
-Guarantee: all functions are pure.
-
 How: the host launches the operators of a micro-batch one after another, so a micro-batch takes at least as long as
 these launches, however few rows it has. The update is limited by the memory bandwidth of the GPU: its time is the
 number of bytes read and written, divided by the bandwidth. The host launches the update only after it has read the
@@ -40,8 +38,7 @@ ASSUMPTIONS = (
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
     """Return the seconds of one micro-batch, forward and backward: its compute or its launches, whichever is longer.
 
-    Args:
-        gpu_tokens_per_s: tokens per second that one GPU trains if it never waits for the host.
+    `gpu_tokens_per_s` is what one GPU trains if it never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))
@@ -50,7 +47,7 @@ def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
 def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    They are proportional to the number of layers. The generator's layers count only if the objective runs a generator.
+    They are proportional to the number of layers, those of the generator included if the objective runs one.
     """
     model = config.model
     num_layers = model.discriminator.num_layers
@@ -62,15 +59,9 @@ def launch_seconds(config: Config) -> float:
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
     """Return the seconds of a step that are spent neither in the model nor in collectives.
 
-    They consist of memory traffic (adding up gradients in every micro-batch, the norm, the update), and of the wait of
-    the device for the host, which launches the update only after it has read the norm.
-
-    Args:
-        stage: ZeRO stage; from stage 1 on each rank updates only its share of the parameters.
-        gpu: a key of `_MEMORY_BYTES_PER_S`, such as "H100".
-
-    Raises:
-        KeyError: the memory bandwidth of the GPU is not known.
+    They are memory traffic (adding up gradients in every micro-batch, the norm, the update), and the wait of the
+    device for the host, which launches the update only after it has read the norm. From ZeRO stage 1 on each rank
+    updates only its share of the parameters. `gpu` is a key of `_MEMORY_BYTES_PER_S`, such as "H100".
     """
     num_updated = num_parameters / ranks if stage > 0 else num_parameters
     gradient_bytes = num_parameters * (_BYTES_OF_A_SUM * micro_batches + _BYTES_OF_AN_EXCHANGE)

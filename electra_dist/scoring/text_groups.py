@@ -20,7 +20,10 @@ class TextLine(NamedTuple):
 
 
 def read_text_lines(data: bytes, name: str) -> list[TextLine]:
-    """Return the texts of an input, one for each line that is not blank."""
+    r"""Return the texts of an input in UTF-8, one for each line that is not blank; `name` is for messages.
+
+    A byte order mark is left out, and `\r\n` ends a line, too. Raises UserError if there is no text.
+    """
     texts: list[TextLine] = []
     group = 0
     previous_is_blank = True
@@ -42,7 +45,7 @@ def read_text_lines(data: bytes, name: str) -> list[TextLine]:
 
 
 def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (index in `texts`, rank in the group) for each text, in the order in which ranked texts are printed."""
+    """Return (index in `texts`, rank in its group from 1): groups in order, highest score first, ties by line."""
     order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
     ranked = []
     rank = 0

@@ -1,9 +1,9 @@
 """Score texts by a pretrained model: each token, and the whole text.
 
-How: `finetune/sentences/token_scores.py` computes the score of a token, whose meaning depends on the head with which
-the model was pretrained. The score of a text is the sum over its tokens, as for minimal pairs. A text that is longer
-than the rows that the model was trained on is cut into windows that overlap by half, and each token is scored in the
-window in which it is farther from the ends. Rows are `[CLS] text [SEP]`, one text each.
+How: `finetune/sentences/token_scores.py` scores the tokens; the head with which the model was pretrained decides what
+a score means. The score of a text is the sum over its tokens, as for minimal pairs. A text that is longer than the
+rows of the training is cut into windows that overlap by half, and each token is scored in the window in which it is
+farther from the ends. Rows are `[CLS] text [SEP]`. A masked language model needs a forward pass for each token.
 
 Limits: the score of a long text is not that of a model that reads all of it at once. A sum of log-probabilities
 prefers short texts; compare texts of about one length, or divide by the number of tokens.
@@ -30,7 +30,11 @@ _NUM_ENDS = 2  # [CLS] and [SEP]
 
 @dataclass(frozen=True)
 class TextScore:
-    """Scores of one text: a log-probability for each of its tokens, natural logarithm, and their sum."""
+    """Scores of one text: the natural log-probability of each token, and their sum.
+
+    A log-probability is that of the token being the original one (replaced-token detection), or of the token given all
+    other tokens (masked language models; Electric, up to a constant for each token).
+    """
 
     text: str
     tokens: list[str]  # word-pieces, such as ["ele", "##ctra"]
@@ -39,12 +43,12 @@ class TextScore:
 
     @property
     def score(self) -> float:
-        """Return the score of the text, the sum of the log-probabilities; 0 for a text without tokens."""
+        """Return the sum of the log-probabilities; 0 for a text without tokens."""
         return math.fsum(self.log_probs)
 
 
 class _Window(NamedTuple):
-    """Range of the tokens of a text that a model reads at once, and the part of it whose scores are used."""
+    """Tokens [start, end) that a model reads at once; the scores of [first, last) are used."""
 
     start: int
     end: int
@@ -56,6 +60,7 @@ class TextScorer:
     """Scorer of texts by one model with its pretraining head, loaded once to a device."""
 
     def __init__(self, encoder: Pretrained, device: torch.device) -> None:
+        """Load the model; raise UserError if it has no pretraining head, or reads fewer than four tokens at once."""
         self._encoder = encoder
         self._score_rows = build_token_scorer(encoder, device)
         self._detects_replaced = not encoder.gives_energies and not (predicts_tokens(encoder) and encoder.reads_masks)
@@ -68,7 +73,7 @@ class TextScorer:
             )
 
     def check_detects_replaced(self) -> None:
-        """Raise an error unless the model gives the probability that a token was replaced."""
+        """Raise UserError unless the model gives the probability that a token was replaced."""
         if not self._detects_replaced:
             raise UserError(
                 f"{self._encoder.name}: the model gives no probability that a token was replaced, because it was "
@@ -77,11 +82,7 @@ class TextScorer:
             )
 
     def score(self, texts: Sequence[str], progress: Progress = quiet) -> Iterator[TextScore]:
-        """Yield the scores of texts, in their order; some thousand tokens are scored together.
-
-        Args:
-            texts: plain texts; [MASK] and other special tokens in them are read as ordinary characters.
-        """
+        """Yield the scores in order; [MASK] and the like are text. `progress` gets ("score", texts done, all)."""
         all_ids = self._encoder.tokenizer.encode(texts)
         num_done = 0
         while num_done < len(texts):
@@ -93,7 +94,6 @@ class TextScorer:
             progress("score", num_done, len(texts))
 
     def _token_log_probs(self, ids_of_texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the log-probability of each token of some texts, one fp32 tensor for each text."""
         special = self._encoder.special
         rows = []
         windows_of_rows = []  # for each row, the number of its text, and its window
@@ -108,7 +108,6 @@ class TextScorer:
         return log_probs
 
     def _text_score(self, text: str, ids: Sequence[int], log_prob_S: torch.Tensor) -> TextScore:
-        """Return the scores of a text as Python numbers, from its token ids and their log-probabilities."""
         replaced_probability = None
         if self._detects_replaced:
             replaced_probability = (-torch.expm1(log_prob_S.double())).tolist()
@@ -121,7 +120,11 @@ class TextScorer:
 
 
 def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
-    """Return windows that together score every token of a text once."""
+    """Return windows of at most `window_tokens` (at least 2) that together score every token of a text once.
+
+    Each window begins half a window after the one before it; the last one ends with the text. Where two windows
+    overlap, the first one scores the first half of the overlap, and the second one the rest.
+    """
     if num_tokens == 0:
         return []
     if num_tokens <= window_tokens:
@@ -139,7 +142,7 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the index after the last text of the next portion: the texts from `begin` on that are scored together."""
+    """Return the index after the last of the texts that are scored with text `begin`; a long text is alone."""
     num_tokens = 0
     for number in range(begin, len(all_ids)):
         num_tokens += len(all_ids[number])

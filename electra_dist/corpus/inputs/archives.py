@@ -13,8 +13,6 @@ ending is everything after the first dot of the file name, as in WebDataset.
     .jsonl .csv .parquet ...   read as the same file outside of an archive
     all others (.cls, .jpg)    left out
 
-Cost: 18,000 members of 1 KB a second on one core.
-
 Limits: a member is held in memory as a whole, and one of more than 256 MiB is an error. Archives within archives are
 not read.
 """
@@ -62,11 +60,12 @@ class ArchiveReader:
         *,
         with_fields: bool = False,
     ) -> None:
-        """Prepare to read an archive.
+        """Count the members that are read in `members_read`, by ending, and the others in `skipped`.
 
-        Args:
-            members_read: counter of the members that are read, by ending; updated in place.
-            skipped: counter of the members that are left out; updated in place.
+        `text_field` has two meanings. In a JSON or table member it names the field or column that holds the text. It
+        is also a file ending: with "caption", each member *.caption is read as one document of plain text.
+        `with_fields` adds the other cells of a table's row to its document. `name` is that of the archive, for the
+        report.
         """
         self._name = name
         self._text_field = text_field
@@ -75,10 +74,9 @@ class ArchiveReader:
         self._skipped = skipped
 
     def documents(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
-        """Yield the documents of the archive, undecoded.
+        """Yield the documents of a decompressed "tar" or "zip" archive, undecoded; a zip archive must be seekable.
 
-        Args:
-            stream: the archive, decompressed. A zip archive must be seekable.
+        Raises one of `DAMAGED_FILE_ERRORS` (`formats.py`) if the archive is damaged, cut off or encrypted.
         """
         from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
 
@@ -109,7 +107,7 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _documents_of_sample(self, sample: dict[str, Any]) -> Iterator[RawDocument]:
-        """Yield the documents of one sample: the members whose names differ in their endings only."""
+        """Yield the documents of one sample: content by lower-case ending, and `__key__`, the rest of the name."""
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -131,7 +129,11 @@ class ArchiveReader:
             self._members_read[ending_of(name)] += 1
 
     def _documents_of_member(self, data: bytes, kind: FileKind, name: str) -> Iterator[RawDocument]:
-        """Yield the documents of one member."""
+        """Yield the documents of one member.
+
+        A .json member that cannot be parsed gives one document with its whole content. The decoding of that document
+        then fails, and the build counts the document as broken JSON.
+        """
         stream = decompressed(io.BytesIO(data), kind.compression)
         if kind.format != "json":
             yield from read_format(kind.format, stream, self._text_field, with_fields=self._with_fields)
@@ -144,7 +146,7 @@ class ArchiveReader:
         yield from values
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
-        """Return the format and the compression of members with an ending; None if such members are left out."""
+        """Return the kind of members with a lower-case ending such as "2.json.gz"; None if they are left out."""
         if self._is_text_field_ending(ending):
             return _ONE_TEXT
         kind = kind_of(f"member.{ending}")
@@ -159,7 +161,6 @@ class ArchiveReader:
         return None if kind is None else kind.format
 
     def _is_text_field_ending(self, ending: str) -> bool:
-        """Return whether an ending equals --text-field, so that members with this ending are read as plain text."""
         return ending == self._text_field.lower()
 
     def _skip(self, reason: str, member_name: str) -> None:
@@ -181,6 +182,7 @@ class ArchiveReader:
             watched.check_end(tar.offset)
 
     def _zip_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
+        """Yield the regular files of a zip archive, in the order of its directory."""
         with zipfile.ZipFile(stream) as archive:
             for info in archive.infolist():
                 if not info.is_dir():
@@ -188,6 +190,7 @@ class ArchiveReader:
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:
+    """Return the content of a member; a sparse one may be too large though the archive holds little of it."""
     _check_size(member.name, member.size)
     return content.read()
 
@@ -198,7 +201,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Read a member of a zip archive, verify its checksum and return its content."""
+    """Return the content of a member, whose checksum `zipfile` verifies."""
     _check_size(info.filename, info.file_size)
     try:
         return archive.read(info)
@@ -223,7 +226,11 @@ class _WatchedStream:
         return data
 
     def check_end(self, offset: int) -> None:
-        """Check that the rest of the file, after the last member, is at least one block of zeros and nothing more."""
+        """Check that all bytes from `offset`, the end of the last member, are zeros, at least one block of 512.
+
+        A tar ends with two blocks of 512 zeros. tarfile ends without an error at a header that is damaged, and at the
+        end of a file that was cut off between two members.
+        """
         num_bytes = self._position - offset
         rest = self._newest[len(self._newest) - num_bytes :]
         while rest:

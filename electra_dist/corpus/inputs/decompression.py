@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
 import zstandard
+from typing_extensions import override
 
 READ_BYTES = 1 << 20
 MOST_DOCUMENT_BYTES = (
@@ -24,14 +25,10 @@ _PIECE_BYTES = 1 << 10  # of a zstd file: a block of 4 bytes may stand for 128 K
 
 
 def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
-    """Return a stream of the decompressed bytes of a file. Nothing is read from the file yet.
+    """Return a stream of the decompressed bytes of a file, which the caller opens and closes; nothing is read yet.
 
-    Damage shows when the stream is read: reading then raises one of `DAMAGED_FILE_ERRORS` (`formats.py`).
-
-    Args:
-        raw: the file as it is on disk, opened to read bytes. The caller closes it.
-        compression: ".gz", ".bz2", ".xz" or ".zst"; "" for a file that is not compressed, for which `raw` itself is
-            returned.
+    `compression` is ".gz", ".bz2", ".xz", ".zst" or "", for which `raw` itself is returned. Damage shows when the
+    stream is read, as one of `DAMAGED_FILE_ERRORS` (`formats.py`).
     """
     if compression == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)
@@ -45,7 +42,7 @@ def decompressed(raw: BinaryIO, compression: str) -> io.BufferedIOBase:
 
 
 def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]:
-    """Yield the lines of a file of bytes or of text with their line ends."""
+    """Yield the lines, with their line ends; one longer than `MOST_DOCUMENT_BYTES` is an OSError."""
     while line := stream.readline(MOST_DOCUMENT_BYTES + 1):
         if len(line) > MOST_DOCUMENT_BYTES:
             raise OSError(f"a line of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
@@ -53,7 +50,7 @@ def lines_of(stream: io.BufferedIOBase | io.TextIOWrapper[Any]) -> Iterator[Any]
 
 
 def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
-    """Return the rest of a file."""
+    """Return the rest of a file; more than `MOST_DOCUMENT_BYTES` are an OSError."""
     data = stream.read(MOST_DOCUMENT_BYTES + 1)
     if len(data) > MOST_DOCUMENT_BYTES:
         raise OSError(f"a document of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
@@ -61,20 +58,24 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames."""
+    """Readable stream of the decompressed bytes of a zstd file, which may consist of several frames.
+
+    The reader of the zstandard package is not used: it treats a file that was cut off as complete.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
+        """Begin at the current position of `raw`, which stays open when this object is closed."""
         self._raw = raw
         self._frame = self._new_frame()
         self._inside_frame = False  # bytes of an unfinished frame were read
         self._ready = memoryview(b"")  # decompressed bytes that were not handed out yet
 
+    @override
     def readable(self) -> bool:
-        """Return True, because `io.BufferedReader` accepts readable streams only."""
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer` with decompressed bytes and return their number; 0 at the end of the file."""
+        """Fill `buffer`; return the number of bytes, 0 at the end; raise EOFError if the file ends within a frame."""
         while not self._ready:  # a block of compressed bytes may give no output
             compressed = self._raw.read(_PIECE_BYTES)
             if not compressed and self._inside_frame:
@@ -88,8 +89,9 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _decompress(self, compressed: bytes) -> bytes:
-        """Return the decompressed form of `compressed`, the next bytes of the zstd file; it may be empty. Each frame
-        gets a new decompressor, because a decompressor of zstandard stops at the end of its frame.
+        """Decompress the next bytes of the file, which may end within a frame and may hold several.
+
+        Each frame gets a new decompressor, because a decompressor of zstandard stops at the end of its frame.
         """
         decompressed = []
         rest = compressed
@@ -104,4 +106,5 @@ class _ZstdFile(io.RawIOBase):
 
     @staticmethod
     def _new_frame() -> zstandard.ZstdDecompressionObj:
+        """Return a decompressor for one frame with a window of up to 2 GiB, as `zstd --long=31` writes them."""
         return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()

@@ -34,16 +34,16 @@ _USUAL_ENDING = re.compile(r"\.(?!\d+$)\w{1,10}", re.ASCII)  # not digits only: 
 
 
 class FileKind(NamedTuple):
-    """Kind of an input file: its format and its compression."""
+    """Format and compression of an input file."""
 
     format: str  # a value of FORMATS or PAGES
     compression: str  # one of COMPRESSIONS; "" if the file is not compressed
 
 
 def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
-    """Return the kind of a file by the endings of its name, in any case of letters; None if it is unknown.
+    """Return the kind of a file by the endings of its name or path, in any case of letters; None if it is unknown.
 
-    `a.parquet.gz` is unknown, because parquet is compressed within the file.
+    `a.parquet.gz` is unknown, because parquet is compressed within the file. `with_pages` adds the endings of `PAGES`.
     """
     endings = _endings(name)
     compression = ""
@@ -59,10 +59,10 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether Spark, pandas and pyarrow pass over a file of known kind in a folder, because of its name.
+    """Return whether Spark, pandas and pyarrow pass over a file of known kind in an input folder, because of its name.
 
     These are tables whose name, or that of a folder, begins with an underscore, except partitions (`_year=2024`).
-    Files of other formats are passed over in the folders of Spark's own only: `_posts/a.md` is text.
+    Files of other formats are passed over only in the folders that Spark itself makes: `_posts/a.md` is text.
     """
     parts = PurePosixPath(name).parts
     if any(part in _FOLDERS_WITHOUT_DATA for part in parts[:-1]):
@@ -73,8 +73,7 @@ def is_no_data(name: str) -> bool:
 def ending_of(name: str) -> str:
     """Return the ending under which reports count a file: ".txt", ".json.gz", or `NO_ENDING` for a name without one.
 
-    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all
-    digits.
+    An ending counts only if it has one to ten characters, which are letters, digits and `_`, and are not all digits.
     """
     endings = _endings(name)
     num_parts = 2 if endings and endings[-1] in COMPRESSIONS else 1

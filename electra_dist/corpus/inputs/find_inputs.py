@@ -27,10 +27,10 @@ from electra_dist.store.open_store import open_store
 
 
 class InputFile(NamedTuple):
-    """One input file of a corpus: its name, its path, its format and its size.
+    """One input file of a corpus.
 
-    The name is the path relative to the input folder that the user gave. Names decide the order in which files are
-    read. A corpus records names and sizes only, so the input folder may be moved.
+    Files are read in the order of their names. A corpus records names and sizes only, so the input folder may be
+    moved.
     """
 
     name: str  # path relative to the given input folder; only the file's own name if the user gave the file
@@ -66,13 +66,10 @@ def search_inputs(
 ) -> FoundInputs:
     """Find the input files that `paths` name, and count everything found that is not read.
 
-    Files are sorted by name (the path relative to the given folder), then by path. If two paths lead to one file,
-    for example through a link, the file is listed once, with the name that the first of these paths gives it.
-
-    Args:
-        paths: files with a known ending, folders, s3:// URLs of both, or brace patterns of files and URLs, such as
-            `shard-{000000..000099}.tar`.
-        endpoint_url: S3 endpoint; None for AWS.
+    A path is a file with a known ending, a folder, an s3:// URL of either, or a brace pattern of files or URLs such as
+    `shard-{000000..000099}.tar`. If two paths lead to one file, the first one gives it its name. `with_pages` also
+    finds HTML pages and WARC files, which a corpus build does not read. Raises UserError if a path is missing, of
+    unknown kind or unreadable, or if no file was found.
     """
     search = _Search(endpoint_url, with_pages)
     for path in paths:
@@ -111,7 +108,7 @@ class _Search:
                 self._add_local(path, source, is_pattern)
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
-        """Add a local file, or the files below a local folder."""
+        """Add a local file, or the files below a local folder; `source` is the input that the user gave."""
         root = Path(path)
         if "://" in path:
             raise UserError(f"--input {path}: unknown kind of storage; give a local path or s3://bucket/prefix")
@@ -148,7 +145,11 @@ class _Search:
         self.file_of_identity[identity] = InputFile(name, path, kind.format, size, source, is_given)
 
     def _add_remote(self, url: str, source: str) -> None:
-        """Add an object on S3, or all objects below the URL."""
+        """Add an object on S3, or all objects below the URL.
+
+        A URL with a known ending names an object, unless only a folder has this name, such as one of Spark's: the
+        object is looked for first, or last if the URL ends with a slash.
+        """
         may_be_object = self._kind_of(url) is not None
         keys = [] if may_be_object and not url.endswith("/") else self._open(url).list()
         if may_be_object and not keys:
@@ -183,11 +184,9 @@ class _Search:
         self.file_of_identity[identity] = InputFile(key, Path(key), kind.format, size, source, is_given, store)
 
     def _kind_of(self, name: str) -> FileKind | None:
-        """Return the kind of a file by the endings of its name; None if this search does not know it."""
         return kind_of(name, with_pages=self._with_pages)
 
     def _open(self, url: str) -> Store:
-        """Return the store at an s3:// URL; the same one for equal URLs."""
         if url not in self._store_of_url:
             self._store_of_url[url] = open_store(url, self._endpoint_url)
         return self._store_of_url[url]
@@ -204,6 +203,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
+    """Return the source of a file: the given folder with the first folder of `name`, if it has one."""
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
 

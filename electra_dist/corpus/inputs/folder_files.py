@@ -21,8 +21,7 @@ from electra_dist.errors import UserError
 def files_in_folder(folder: Path, skipped: SkippedInputs, *, with_pages: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield the name and the path of each file of known kind below a folder; count everything else.
 
-    Files below real folders come first, sorted by path, then those of each folder that a link leads to. The endings
-    of HTML pages and WARC files are known if `with_pages` is set.
+    `with_pages` makes HTML pages and WARC files known. Raises UserError if a folder may not be listed.
     """
     searched: set[tuple[int, int]] = set()  # device and inode of the folders
     waiting = deque([folder])
@@ -55,7 +54,11 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
 def _walk(
     start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: SkippedInputs
 ) -> Iterator[Path]:
-    """Yield the paths in a folder and in the real folders below it, except those of folders and of hidden entries."""
+    """Yield the paths of visible files in `start` and in the real folders below it; names are relative to `root`.
+
+    `searched` has device and inode of the folders that were searched, and grows. `linked` receives the links to
+    folders, which are not followed. `skipped` counts what is hidden, and folders that were searched before.
+    """
     waiting = [start]
     while waiting:
         folder = waiting.pop()
@@ -78,7 +81,6 @@ def _walk(
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

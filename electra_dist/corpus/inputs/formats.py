@@ -48,11 +48,11 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r\v\f]*\n")
 def read_format(
     file_format: str, stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False
 ) -> Iterator[RawDocument]:
-    """Yield the documents of one file, undecoded.
+    """Yield the documents of one decompressed file, undecoded; a table closes the stream at its end.
 
-    Raises:
-        NoTextColumn: the file is a table without a column of this name.
-        Exception: one of `DAMAGED_FILE_ERRORS`; the file is damaged or cut off.
+    `file_format` is a value of `FORMATS` that is no archive. `text_field` is a table's column of texts (NoTextColumn
+    if it has none), and `with_fields` adds the other cells. A JSON record is yielded whole, and `text_decoding.decode`
+    finds its text. Raises one of `DAMAGED_FILE_ERRORS` for a file that is damaged or cut off.
     """
     if file_format == "jsonl":
         for line in lines_of(stream):
@@ -75,14 +75,18 @@ def read_format(
 
 
 def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
+    """Yield the file as one document without ASCII white space at its ends; nothing if it has only that."""
     text = read_whole(stream).strip()
     if text:
         yield RawDocument(text, is_json=False)
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the documents of a plain-text file: the blocks of text between blank lines, stripped of white space. Each
-    read is at least as large as that text, so that the time stays linear even for a huge document.
+    """Yield the blocks of text between blank lines, stripped of white space.
+
+    The text after the last blank line of what was read is an unfinished document, which is joined to the next bytes
+    and searched again. Each read is at least as large as that text, so that the time stays linear even for a huge
+    document.
     """
     unfinished = b""
     while block := stream.read(max(READ_BYTES, len(unfinished))):
@@ -99,7 +103,11 @@ def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
 
 def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages."""
+    """Yield the bodies of the `conversion` records of a WARC stream; these hold the plain text of web pages.
+
+    Source: ISO 28500. A record is a version line such as `WARC/1.0`, headers, an empty line and a body of
+    Content-Length bytes. Two empty lines follow it.
+    """
     while version_line := stream.readline(_MOST_HEADER_BYTES):
         if not version_line.strip():
             continue  # an empty line after the record before
@@ -122,7 +130,7 @@ def _read_wet(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
-    """Read the headers of a WARC record and the empty line after them; return the values by name in lower case."""
+    """Read the headers of a record and the empty line after them, as {b"warc-type": b"conversion", ...}."""
     headers: dict[bytes, bytes] = {}
     num_bytes_left = _MOST_HEADER_BYTES
     while line := stream.readline(num_bytes_left + 1):

@@ -7,8 +7,6 @@ How: if the first line is a whole object, the file is read line by line (such a 
 another name, as in C4). Otherwise Python's JSON parser finds the end of each value in a window of the text, which
 grows until it holds a whole value.
 
-Cost: files of lines as fast as .jsonl; an indented array 390 MB/s on one core, and its records are parsed again later.
-
 Limits: a value of more than 256 MiB of text is an error; a broken one would be searched to the end of the file.
 """
 
@@ -29,11 +27,7 @@ _PARSER = json.JSONDecoder(strict=False)
 
 
 def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the records of a JSON file, undecoded: the elements of an array, the lines, or the values in a row.
-
-    Raises:
-        EOFError: the file is cut off within an array.
-    """
+    """Yield the records of a JSON file, undecoded; EOFError or OSError if it is cut off or not JSON."""
     first_part = stream.readline(MOST_DOCUMENT_BYTES)  # of a longer line it is the beginning
     while first_part and not first_part.strip():
         first_part = stream.readline(MOST_DOCUMENT_BYTES)
@@ -45,7 +39,7 @@ def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a line of bytes is one whole JSON object, so that the file is JSON lines."""
+    """Return whether a line is one whole JSON object, so that the file is JSON lines."""
     try:
         return isinstance(json.loads(line.decode("utf-8-sig", "replace"), strict=False), dict)
     except (ValueError, RecursionError):
@@ -72,9 +66,13 @@ def _values(window: _Window) -> Iterator[bytes]:
 
 
 class _Window:
-    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed."""
+    """Part of the text of a file that is in memory, with a position; more of the file is read where it is needed.
+
+    Bytes that are not UTF-8 become surrogates, from which the same bytes are made again.
+    """
 
     def __init__(self, first_part: bytes, stream: io.BufferedIOBase) -> None:
+        """Begin at `first_part`, which was read already; `stream` has the rest of the file."""
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._text = self._decoder.decode(first_part)
@@ -119,7 +117,10 @@ class _Window:
             return value
 
     def _read_more(self) -> bool:
-        """Read at least as much text again as the window holds; return False at the end of the file."""
+        """Forget the text before the position, and read on; return False at the end of the file.
+
+        Doubling the window keeps the time linear in the size of a value.
+        """
         self._text = self._text[self._position :]
         self._position = 0
         if len(self._text) > MOST_DOCUMENT_BYTES:

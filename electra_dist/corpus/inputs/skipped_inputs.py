@@ -22,7 +22,7 @@ MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact al
 
 
 def encodable(name: str) -> str:
-    """Return the name of a file with bytes that are not UTF-8 as escapes (`\\udcff`), so that JSON can hold it."""
+    r"""Return the name of a file with bytes that are not UTF-8 as escapes (`\udcff`), so that JSON can hold it."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -37,23 +37,14 @@ class SkippedInputs:
         self.names: dict[str, list[str]] = defaultdict(list)  # reason -> the first MAX_NAMES names
 
     def add(self, reason: str, name: str) -> None:
-        """Count one input that is left out.
-
-        Args:
-            name: path of the file or folder relative to the given input folder, such as "wiki/a.pdf". For a member of
-                an archive it is `ARCHIVE: MEMBER`, such as "wiki/a.tar: 0001.jpg", and the member's ending is counted.
-        """
+        """Count an input: a path below the given folder, or `ARCHIVE: MEMBER`, such as "wiki/a.tar: 1.jpg"."""
         assert reason in SKIP_REASONS
         self.counts[reason, ending_of(name)] += 1
         if len(self.names[reason]) < MAX_NAMES:
             self.names[reason].append(encodable(name))
 
     def by_reason(self) -> dict[str, dict[str, int]]:
-        """Return reason -> ending -> number of inputs left out.
-
-        Reasons come in the order of `SKIP_REASONS`, endings in alphabetical order. Reasons without inputs are
-        missing.
-        """
+        """Return reason -> ending -> number of inputs left out, without reasons that did not occur."""
         return {
             reason: {ending: number for (key, ending), number in sorted(self.counts.items()) if key == reason}
             for reason in SKIP_REASONS
@@ -69,10 +60,7 @@ class SkippedInputs:
         return "; ".join(parts)
 
     def joined(self, other: SkippedInputs) -> SkippedInputs:
-        """Return a new counter with the sums of this counter and `other`; both stay unchanged.
-
-        For each reason, the names of this counter come first; of all names the first `MAX_NAMES` are taken.
-        """
+        """Return a new counter with the sums of both; of the names, those of this counter come first."""
         both = SkippedInputs()
         both.counts = self.counts + other.counts
         for reason in SKIP_REASONS:

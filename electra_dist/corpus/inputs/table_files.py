@@ -7,10 +7,8 @@ the columns.
 A column holds text if its values are strings or bytes, however pyarrow stores them: with 32-bit or 64-bit offsets, as
 views, or once each in a dictionary or in runs. A column of nulls only gives documents without text.
 
-Arrow reads from memory or a file of its own, and where it can without threads: a thread of Arrow's that still holds an
-object of Python when the interpreter ends aborts the process.
-
-Cost: one core reads 190 MB of CSV a second.
+Arrow reads from memory or from a file that it opens itself, and where it can without threads: if one of its threads
+still holds an object of Python when the interpreter ends, the process is aborted.
 """
 
 from __future__ import annotations
@@ -47,7 +45,10 @@ class NoTextColumn(Exception):
     """Exception for a table without a column that holds the text; its message says what the table has instead."""
 
     def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
-        """Write the message: what is wrong, and the names of the first 20 columns, each cut to 40 characters."""
+        """Name the first 20 columns, each cut to 40 characters, and what is `found` under the name, if anything.
+
+        The names may be long: a CSV file without a row of names has its first row of data instead.
+        """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
         if len(columns) > _MAX_COLUMNS_SHOWN:
             names.append(f"and {len(columns) - _MAX_COLUMNS_SHOWN} more")
@@ -59,19 +60,18 @@ class NoTextColumn(Exception):
 
 
 def _short_name(column: str) -> str:
-    """Return the name of a column, cut to 40 characters; other characters than printable ones appear as escapes."""
+    """Cut the name of a column to 40 characters, and escape those that are not printable."""
     return printable(column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "...")
 
 
 def read_csv(
     stream: io.BufferedIOBase, text_field: str, *, with_fields: bool = False, is_tsv: bool
 ) -> Iterator[RawDocument]:
-    """Yield the cells of one column as undecoded documents.
+    """Yield the cells of one column as undecoded documents; the stream is closed at the end.
 
-    A row with another number of cells than the first row gives a document whose `data` is None.
-
-    Raises:
-        NoTextColumn: the first row does not name the column.
+    A row with another number of cells than the first row gives a document whose `data` is None. `with_fields` adds the
+    other cells; `is_tsv` means a tab between the cells and no quotes. Raises NoTextColumn if the first row does not
+    name the column, and OSError for a quoted cell that is not closed, or that has text after it.
     """
     csv.field_size_limit(MOST_DOCUMENT_BYTES)  # the csv module's own limit is 128 KiB
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
@@ -101,14 +101,7 @@ def read_csv(
 
 
 def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of one column of a parquet file as undecoded documents; `data` is None for a null cell.
-
-    Args:
-        stream: the file, opened to read bytes.
-
-    Raises:
-        NoTextColumn: there is no column of that name with strings or bytes.
-    """
+    """Yield the cells of one column of a parquet file as undecoded documents; `data` is None for a null cell."""
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
     _check_text_column(schema, text_field)
@@ -124,13 +117,6 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
     """Yield the cells of one column of an Arrow file as undecoded documents; `data` is None for a null cell.
 
     Both forms of Arrow IPC are read: the stream, which data sets of Hugging Face consist of, and the file.
-
-    Args:
-        stream: the file, opened to read bytes.
-
-    Raises:
-        NoTextColumn: there is no column of that name with strings or bytes.
-        ArrowException: the file is damaged or cut off.
     """
     is_file = stream.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
     source = _arrow_source(stream)
@@ -153,7 +139,7 @@ def _arrow_source(stream: BinaryIO) -> pyarrow.NativeFile:
 
 
 def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -> Iterator[RawDocument]:
-    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), the id, the fields."""
+    """Yield a document for each row: the cell of the text column as bytes (strings as UTF-8), id and fields."""
     ids = _ids(batch.column(_ID_COLUMN)) if _has_ids(batch.schema) else itertools.repeat(None)
     fields = _fields(batch, text_field) if with_fields else itertools.repeat(None)
     for cell, document_id, fields_of_row in zip(_cells(batch.column(text_field)), ids, fields, strict=False):
@@ -161,6 +147,7 @@ def _documents(batch: pyarrow.RecordBatch, text_field: str, with_fields: bool) -
 
 
 def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, Any]]:
+    """Yield for each row its cells by column, without that of the text column."""
     places = {name: place for place, name in enumerate(batch.schema.names) if name != text_field}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
     for row in range(len(batch)):
@@ -168,7 +155,7 @@ def _fields(batch: pyarrow.RecordBatch, text_field: str) -> Iterator[dict[str, A
 
 
 def _values(column: pyarrow.Array) -> list[Any]:
-    """Return the cells of a column: text of any type as text, bytes that are no text as None, times as text."""
+    """Return the cells of a column: text and times as text, bytes that are not UTF-8 as None."""
     if _is_text(column.type):
         return [_text_or_none(cell) for cell in _cells(column)]
     if pyarrow.types.is_temporal(column.type) and not pyarrow.types.is_duration(column.type):
@@ -177,7 +164,6 @@ def _values(column: pyarrow.Array) -> list[Any]:
 
 
 def _text_or_none(data: bytes | None) -> str | None:
-    """Return bytes as text; None where they are no UTF-8, such as those of a picture."""
     try:
         return None if data is None else data.decode()
     except UnicodeDecodeError:
@@ -185,7 +171,7 @@ def _text_or_none(data: bytes | None) -> str | None:
 
 
 def _ids(column: pyarrow.Array) -> Iterator[str | None]:
-    """Yield the ids of documents from a column of integers or text; bytes that are not UTF-8 become U+FFFD."""
+    """Yield the ids of documents from integers or text; bytes that are not UTF-8 become U+FFFD."""
     if pyarrow.types.is_integer(column.type):
         yield from (name_of_value(value) for value in column.to_pylist())
         return
@@ -194,7 +180,10 @@ def _ids(column: pyarrow.Array) -> Iterator[str | None]:
 
 
 def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
-    """Yield the cells of a column of text as bytes."""
+    """Yield the cells of a column of text as bytes.
+
+    The cells of a dictionary are taken from it one by one: a batch of long ones could be far larger than the file.
+    """
     if not isinstance(column, pyarrow.DictionaryArray):
         yield from (cell.as_py() for cell in _as_bytes(column))
         return
@@ -204,7 +193,6 @@ def _cells(column: pyarrow.Array) -> Iterator[bytes | None]:
 
 
 def _has_ids(schema: pyarrow.Schema) -> bool:
-    """Return whether a table has exactly one column `id`, with integers or text, so that it gives ids."""
     if schema.names.count(_ID_COLUMN) != 1:
         return False
     column_type = schema.field(_ID_COLUMN).type
@@ -225,7 +213,7 @@ def _check_text_column(schema: pyarrow.Schema, text_field: str) -> None:
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:
-    """Return whether a column of this type holds strings, bytes or nothing but nulls, which `_as_bytes` converts."""
+    """Return whether a column of this type holds strings, bytes or only nulls."""
     types = pyarrow.types
     if isinstance(column_type, pyarrow.BaseExtensionType):
         return _is_text(column_type.storage_type)

@@ -1,11 +1,10 @@
 """Find the rows of a shard that hold one document or the documents of a source, by the shard's side file.
 
-A side file is a table with one line for each training example of the shard (`origin_table.py`). A search first marks
-lines (`lines_of_source`, `lines_of_document`) and then looks up the rows of these lines (`rows_of_lines`).
+A side file is a table with one line for each training example of the shard (`origin_table.SCHEMA`). A search first
+marks lines (`lines_of_source`, `lines_of_document`) and then looks up the rows of these lines (`rows_of_lines`).
 
-Guarantee: the rows that are found are exactly those with an example of the document or of the source.
-
-Cost: one pass over the side files, which are a small part of the shards; no shard is read.
+Guarantee: the rows that are found are exactly those with an example of the document or of the source. No shard is
+read.
 """
 
 from __future__ import annotations
@@ -32,24 +31,23 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return which lines of a side file belong to a source, as booleans [lines]."""
+    """Mark the lines of a source, by its name in build.json or in the documents' records (`metadata.source`).
+
+    The last folders of a name are enough, such as "wiki" for texts/wiki.
+    """
     name = encodable(source)  # as a build writes the name of a folder that is not UTF-8
     return _is_source(table.column("source"), name) | _is_source(table.column("record_source"), name)
 
 
 def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
+    """Return which names equal `source` or end with "/" and `source`; a null name does not."""
     is_equal = pyarrow.compute.equal(names, source)
     ends_so = pyarrow.compute.ends_with(names, pattern="/" + source)
     return _without_nulls(pyarrow.compute.or_(is_equal, ends_so))
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Return which lines of a side file belong to a document, as booleans [lines].
-
-    Args:
-        document: id of the document, or FILE#NUMBER: name of its input file as the column `file` has it, and number of
-            the document in this file, from 0. Several documents with the same id are all found.
-    """
+    """Mark the lines of the documents with an id, or of FILE#NUMBER: its input file, and its number in it from 0."""
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
     file, _, number = name.rpartition("#")
@@ -73,11 +71,8 @@ def documents_of_rows(
 ) -> dict[int, list[RowDocument]]:
     """Return the documents of the given rows of a shard: row -> its documents from left to right.
 
-    A document with several examples in a row is listed once for each. A row without any marked line has no entry.
-
-    Args:
-        rows: numbers of the rows in the shard, from 0.
-        lines: the lines of the side file that count; None for all lines.
+    Each example lists its document, so one may occur several times. Only marked `lines` count (None: all), and a row
+    without any has no entry.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:

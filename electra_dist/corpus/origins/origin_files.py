@@ -52,12 +52,7 @@ class OriginsManifest(Section):
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the side file of a shard, and return its entry for origins.json.
-
-    Args:
-        shard: name of the shard, such as shard-000007.tar.
-        table: one line for each example of the shard (`origin_table.SCHEMA`); its rows count from 0.
-    """
+    """Write the side file of a shard (such as shard-000007.tar), whose rows count from 0; return its entry."""
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
     store.write(name, data)
@@ -67,7 +62,7 @@ def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
 
 
 def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile]) -> None:
-    """Write origins.json, after all side files of the corpus have been written."""
+    """Write origins.json with the corpus's fingerprint; all side files must have been written before."""
     origins = OriginsManifest(corpus=manifest.fingerprint, files=tuple(files))
     store.write(ORIGINS_KEY, (json.dumps(origins.model_dump(mode="json"), indent=1) + "\n").encode())
 
@@ -76,7 +71,6 @@ class Origins:
     """Reader of the side files of a corpus, which verifies each file; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
-        """Keep the entries of the side files; nothing is read yet."""
         self._store = store
         self._entries = entries
 
@@ -86,15 +80,7 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return the side file of a shard as a table with the columns of `origin_table.SCHEMA`.
-
-        Args:
-            shard: name of the shard, such as shard-000007.tar.
-
-        Raises:
-            StoreMissing: the side file is missing.
-            ManifestMismatch: its SHA-256 is not the one in origins.json, or it is not a table with these columns.
-        """
+        """Return the side file of a shard (`origin_table.SCHEMA`); raise ManifestMismatch if it is damaged."""
         entry = self._entries[shard]
         data = self._store.read(entry.name, must_exist=True)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -110,10 +96,7 @@ class Origins:
 def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
     """Return the reader of a corpus's side files; None if the corpus has no origins.json.
 
-    This function reads and checks origins.json only; `Origins.table` verifies each side file.
-
-    Raises:
-        ManifestMismatch: origins.json is damaged, or belongs to another corpus.
+    Raises ManifestMismatch if origins.json is damaged or belongs to another corpus.
     """
     if not store.exists(ORIGINS_KEY):
         return None

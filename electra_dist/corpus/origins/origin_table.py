@@ -53,9 +53,8 @@ class Origin(NamedTuple):
 def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.Table:
     """Return a table with one line for each example: where the example begins, and from which document it was made.
 
-    Args:
-        places: int64 [examples, 3], sorted by row. The columns are the row, the position of the example's first token
-            in the row, and the index of the example's document in `origins`.
+    `places` is int64 [examples, 3], sorted by row: the row, the position of the example's first token in the row, and
+    the index of its document in `origins`.
     """
     documents = [origins[index] for index in places[:, 2].tolist()]
     columns = [
@@ -72,11 +71,7 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
 
 
 def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
-    """Return one table for consecutive blocks of rows; its row numbers go on from block to block.
-
-    Args:
-        parts: for each block its table, whose rows count from 0, and its number of rows.
-    """
+    """Return one table for consecutive blocks of rows, given as (table, number of rows); the row numbers go on."""
     tables = [SCHEMA.empty_table()]
     first_row = 0
     for table, num_rows in parts:
@@ -86,10 +81,7 @@ def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
 
 
 def rows_of_table(table: pyarrow.Table, first_row: int, num_rows: int) -> pyarrow.Table:
-    """Return the lines of a table for the rows [first_row, first_row + num_rows), renumbered from 0.
-
-    The table must be sorted by row.
-    """
+    """Return the lines of a table, sorted by row, for `num_rows` rows from `first_row` on, renumbered from 0."""
     start, end = np.searchsorted(table.column("row").to_numpy(), [first_row, first_row + num_rows])
     return _shifted(table.slice(int(start), int(end - start)), -first_row)
 
@@ -116,7 +108,7 @@ def table_to_bytes(table: pyarrow.Table) -> bytes:
 
 
 def table_from_bytes(data: bytes) -> pyarrow.Table:
-    """Return the table that `table_to_bytes` has written, with the columns of `SCHEMA`."""
+    """Return the table that `table_to_bytes` has written; raise ValueError if the bytes are no such table."""
     try:
         # Without threads of Arrow's: one that still held `data` when the interpreter ends would abort the process.
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data), pre_buffer=False)

@@ -31,6 +31,7 @@ import dill
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
+from typing_extensions import override
 
 from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareConfig
 from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
@@ -51,8 +52,8 @@ Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, al
 def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> None:
     """Run all stages on this machine or on a Ray cluster, and return when the last one is complete.
 
-    Raises:
-        TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
+    Raises UserError if a task raised one, for example for a damaged file, or if another process uses the work folder;
+    TaskKilled if a worker process was killed, or tasks of a Ray cluster failed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
     with _only_process(Path(config.work)):
@@ -70,8 +71,7 @@ def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> 
 def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
     """Submit a Slurm array for each stage that is not complete; return stage -> job id.
 
-    Raises:
-        NothingSubmitted: sbatch is missing or refuses the first job.
+    Raises NothingSubmitted if sbatch is missing or refuses the first job; UserError if it refuses another one.
     """
     if shutil.which("sbatch") is None:
         raise NothingSubmitted(
@@ -117,7 +117,7 @@ def run_folder(config: PrepareConfig, stage: Stage) -> Path:
 
 
 class NothingSubmitted(UserError):
-    """Error for a preparation of which Slurm has no job."""
+    """Error of a submission of which Slurm accepted no job, so that the preparation may be given up."""
 
 
 class TaskKilled(Exception):
@@ -125,10 +125,13 @@ class TaskKilled(Exception):
 
 
 class _WatchedExecutor(LocalPipelineExecutor):
-    """Local executor of datatrove on processes whose death is noticed."""
+    """Local executor of datatrove on processes whose death is noticed.
+
+    The pool that datatrove takes waits forever for the task of a process that was killed.
+    """
 
     def run(self) -> None:
-        """Run the tasks that are not completed."""
+        """Run the tasks that are not completed; if one fails or a worker is killed, end the others and raise."""
         self.save_executor_as_json()
         # The workers are forks of one process that has imported everything, and has no threads.
         _shorten_socket_paths()
@@ -170,17 +173,21 @@ def _workers(pool: ProcessPoolExecutor) -> list[Any]:
 
 
 def _check_workers(pool: ProcessPoolExecutor) -> None:
+    """Raise BrokenProcessPool if a worker has ended.
+
+    The pool checks this, too, but it misses a worker that starts while the pool's own thread lists the workers.
+    """
     if any(process.exitcode is not None for process in _workers(pool)):
         raise BrokenProcessPool
 
 
 def _run_task(pickled: bytes, rank: int) -> None:
+    """Run one task in a worker process; its messages go to a log file only (WORK/STAGE/run/logs)."""
     with contextlib.redirect_stderr(io.StringIO()):
         dill.loads(pickled)._run_for_rank(rank)
 
 
 def _run_locally(config: PrepareConfig, stage: Stage) -> None:
-    """Run one stage by worker processes of this machine."""
     executor = _WatchedExecutor(
         stage.steps,
         tasks=stage.num_tasks,
@@ -194,8 +201,8 @@ def _run_locally(config: PrepareConfig, stage: Stage) -> None:
 class _QuotingSlurmExecutor(SlurmPipelineExecutor):
     """Slurm executor of datatrove whose job scripts can hold any path and any option; datatrove quotes neither."""
 
+    @override
     def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
-        """Return the job script of a stage."""
         folder = str(self.logging_dir.path)
         options = {}
         for name, value in sbatch_args.items():
@@ -273,7 +280,7 @@ def _ray_executor(config: PrepareConfig, stage: Stage) -> Any:
 
 @contextlib.contextmanager
 def _only_process(work: Path) -> Iterator[None]:
-    """Hold the lock of a work folder on this machine."""
+    """Hold the lock of a work folder on this machine, or raise UserError if another process holds it."""
     with (work / _LOCK_FILE).open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

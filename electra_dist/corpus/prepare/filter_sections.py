@@ -127,7 +127,7 @@ class FineWebQualitySection(Section):
 
 
 class ClassifierSection(Section):
-    """Filter by a fastText classifier of the user's."""
+    """Filter by a fastText classifier that the user provides."""
 
     model: Path = Field(description="fastText model file; it is never downloaded")
     keep: dict[str, Share] = Field(
@@ -153,7 +153,6 @@ class FiltersSection(Section):
     @field_validator("drop_pattern")
     @classmethod
     def _is_pattern(cls, value: str | None) -> str | None:
-        """Return the value unchanged; raise ValueError if it is no regular expression of Python's."""
         try:
             re.compile(value or "")
         except (re.error, OverflowError, RecursionError) as error:

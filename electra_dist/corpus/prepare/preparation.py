@@ -49,7 +49,10 @@ class Preparation(NamedTuple):
 
 
 def check(config: PrepareConfig) -> Preparation:
-    """Check everything that a preparation needs, and return it with its plan and stages; write nothing."""
+    """Check everything that a preparation needs, and return it with its plan and stages; write nothing.
+
+    Raises UserError if a file or a package is missing.
+    """
     for key, path in local_files(config).items():
         if not path.is_file():
             advice = _HOW_TO_GET.get(key, "write it, one entry a line")
@@ -64,11 +67,9 @@ def check(config: PrepareConfig) -> Preparation:
 def run(preparation: Preparation, report: Report) -> None:
     """Run, on this machine or on a Ray cluster, the tasks that are not completed; return when prepare.json is written.
 
-    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may
-    say anything else.
-
-    Raises:
-        TaskKilled: a worker process was killed, or tasks of a Ray cluster failed.
+    A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may say
+    anything else. Raises UserError if the work folder holds another preparation, or if a task raised one, for example
+    for a damaged file; TaskKilled if a worker process was killed, or tasks of a Ray cluster failed.
     """
     is_new = _begin(preparation)
     try:
@@ -94,7 +95,10 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
 
 
 def finished_report(preparation: Preparation) -> PrepareReport | None:
-    """Return prepare.json if the preparation is complete; None if it is not."""
+    """Return prepare.json if the preparation is complete; None if it is not.
+
+    Raises UserError if prepare.json is damaged, or belongs to another preparation.
+    """
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
     if not store.exists(REPORT_FILE):
@@ -118,7 +122,10 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 
 
 def _begin(preparation: Preparation) -> bool:
-    """Make the work folder and write plan.json; return whether there was none before."""
+    """Make the work folder and write plan.json; return whether there was none before.
+
+    If prepare.json was deleted, the last stage, which writes it, is made to run again.
+    """
     work = Path(preparation.config.work)
     output = open_store(preparation.config.output, preparation.config.endpoint_url)
     if not (work / PLAN_FILE).exists():

@@ -53,8 +53,8 @@ class ExactSection(Section):
 class MinhashSection(Section):
     """MinHash deduplication: of each cluster of near-duplicates one document stays.
 
-    Two documents whose sets of word n-grams have Jaccard similarity s match with probability 1 - (1 -
-    s^hashes_per_bucket)^num_buckets.
+    Two documents whose sets of word n-grams have Jaccard similarity s match with probability
+    1 - (1 - s^hashes_per_bucket)^num_buckets.
     """
 
     n_grams: Positive = Field(default=5, description="words in an n-gram; FineWeb took 5")
@@ -129,6 +129,7 @@ class SlurmSection(Section):
     @field_validator("partition", "time", "qos", "options")
     @classmethod
     def _one_line(cls, value: object) -> object:
+        """Refuse a line break, which would begin a shell command."""
         texts = [*value, *value.values()] if isinstance(value, dict) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError("must not contain a line break or a control character")
@@ -190,7 +191,6 @@ class PrepareConfig(Section):
     @field_validator("sources")
     @classmethod
     def _names_differ(cls, value: tuple[SourceSection, ...]) -> tuple[SourceSection, ...]:
-        """Return the sources unchanged; raise ValueError if two have the same name."""
         names = [source.name for source in value]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

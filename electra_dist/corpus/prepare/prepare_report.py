@@ -85,7 +85,7 @@ class WriteReport(PipelineStep):
     type = "WRITER"
 
     def __init__(self, config: PrepareConfig, stage_names: Sequence[str]) -> None:
-        """Prepare to write."""
+        """Add up the records of the stages `stage_names`: those with documents, in their order."""
         super().__init__()
         self._config = config
         self._stage_names = stage_names
@@ -110,7 +110,10 @@ class WriteReport(PipelineStep):
 
 
 def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Sequence[Tree]]) -> Tree:
-    """Return the content of prepare.json."""
+    """Return the content of prepare.json; AssertionError if the counts do not add up.
+
+    `records` has, for each stage with documents, in order, the records of its tasks.
+    """
     documents_in = _sum(records[0], "documents_in")
     documents_out = _sum(records[-1], "documents_out")
     dropped: Tree = {}

@@ -47,7 +47,10 @@ _VARIABLE_OF_OPTION = {
 
 
 def environment_of_submission(environment: Mapping[str, str], script_options: Collection[str]) -> dict[str, str]:
-    """Return the variables to run sbatch with, which are also those that the job is given."""
+    """Return the variables to run sbatch with, which the job is given, too.
+
+    `script_options` are the options that the batch script sets, such as "time"; a variable would overrule them.
+    """
     left_out = _left_out(script_options)
     return {
         name: value
@@ -57,9 +60,7 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
 
 
 def unset_lines(script_options: Collection[str]) -> str:
-    """Return lines of bash that unset what `environment_of_submission` leaves out, for a shell that runs sbatch
-    next.
-    """
+    """Return lines of bash, to run before sbatch, that unset what `environment_of_submission` leaves out."""
     return f"""for name in $(compgen -e); do
         case $name in
         {" | ".join(_HANDED_ON)}) ;;
@@ -75,6 +76,7 @@ def _left_out(script_options: Collection[str]) -> tuple[str, ...]:
 
 
 def _lines_of(patterns: Sequence[str]) -> str:
+    """Return the patterns of a branch of `case`, four in a line."""
     lines = [" | ".join(patterns[begin : begin + 4]) for begin in range(0, len(patterns), 4)]
     return " | \\\n            ".join(lines)
 
@@ -82,8 +84,8 @@ def _lines_of(patterns: Sequence[str]) -> str:
 def directive(value: object) -> str:
     """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
 
-    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes.
-    A value with a backslash is therefore refused.
+    That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
+    value with a backslash or a control character is therefore refused with UserError.
     """
     text = str(value)
     if "\\" in text or not text.isprintable():

@@ -112,6 +112,7 @@ def _divide(files: list[PlannedFile], num_tasks: int) -> list[list[int]]:
 
 
 def _identity(config: PrepareConfig) -> dict[str, Any]:
+    """Return what decides the result beside the files: the config without places, and the versions of libraries."""
     identity = config.model_dump(mode="json", exclude=_PLACES)
     identity["executor"] = {"tasks": config.executor.tasks}
     identity["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
@@ -119,7 +120,7 @@ def _identity(config: PrepareConfig) -> dict[str, Any]:
 
 
 def write_plan(plan: SourcePlan, work: Path) -> None:
-    """Write plan.json into the work folder; leave it as it is if it holds the same plan."""
+    """Write plan.json into the work folder; raise UserError if the folder holds another preparation."""
     path = work / PLAN_FILE
     if path.exists():
         _refuse_other_plan(read_plan(work), plan, path)

@@ -71,7 +71,7 @@ def make_stages(config: PrepareConfig) -> list[Stage]:
 
 
 def whole_text(document: Document) -> str:
-    """Return the text of a document, of which the exact deduplication compares the hashes."""
+    """Return the text whose hash the exact deduplication compares."""
     return str(document.text)
 
 
@@ -109,7 +109,6 @@ class _StageList:
         self._add_documents("filter", steps)
 
     def _add_exact(self) -> None:
-        """Add the stages of the exact deduplication."""
         settings = self._config.deduplication.exact
         assert settings is not None
         dedup = ExactDedupConfig(content_getter=whole_text, hash_config=_HASH)
@@ -126,7 +125,6 @@ class _StageList:
         )
 
     def _add_minhash(self) -> None:
-        """Add the stages of the MinHash deduplication."""
         settings = self._config.deduplication.minhash
         assert settings is not None
         dedup = MinhashConfig(
@@ -176,7 +174,7 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage that writes documents; the last such stage formats them and writes to the output."""
+        """Add a stage of these steps and a writer of documents; the last such stage writes to the output."""
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
         folder = self._folder(name)
@@ -190,6 +188,7 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
+        """Add a stage that hands the newest documents to one step, which writes their signatures."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:
@@ -200,4 +199,5 @@ class _StageList:
         self.stages.append(Stage(self._folder(name).name, num_tasks, steps, has_record))
 
     def _folder(self, name: str) -> Path:
+        """Return the folder of the stage that is added next."""
         return self._work / f"{len(self.stages) + 1:02d}-{name}"

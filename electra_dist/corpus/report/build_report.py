@@ -109,7 +109,11 @@ def make_report(
     undecodable: Undecodable,
     notes: SourceNotes,
 ) -> BuildReport:
-    """Combine the counts of a finished build into its report, the content of build.json."""
+    """Combine the counts of a finished build into its report, the content of build.json.
+
+    `skipped` are the inputs that the search for files left out, and `stream` counts what was read, to its end.
+    `sources` count the documents by source (`document_counts.py`), those of the held-out corpus included.
+    """
     all_skipped = skipped.joined(stream.skipped)
     totals: Counter[str] = Counter()
     for counts in sources.values():
@@ -145,7 +149,6 @@ def make_report(
 
 
 def _token_counts(counts: Counter[str]) -> dict[str, Any]:
-    """Return the fields of `TokenCounts` from counts of documents."""
     documents = counts["used"] + counts["heldout"]
     tokens = counts["tokens"]
     return {
@@ -181,7 +184,10 @@ def write_report(store: Store, report: BuildReport) -> None:
 
 
 def read_report(store: Store) -> BuildReport | None:
-    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version."""
+    """Return the report of the corpus in `store`; None if there is none, as in a corpus of an earlier version.
+
+    Raises UserError if build.json is damaged or of another version of the format.
+    """
     if not store.exists(REPORT_KEY):
         return None
     try:
@@ -194,12 +200,9 @@ def read_report(store: Store) -> BuildReport | None:
 
 
 def corpus_sources(store: Store) -> dict[str, dict[str, Any]]:
-    """Return the tokens and the licence of each source of a corpus, which a run records in environment.json.
+    """Return source -> {"tokens": number, "licence": str or None}, which a run records in environment.json.
 
     The result is empty if build.json is missing or damaged, because a run does not need that file.
-
-    Returns:
-        Name of a source -> {"tokens": tokens of its documents, "licence": its licence, None if it is not stated}.
     """
     try:
         report = read_report(store)

@@ -1,10 +1,8 @@
 """Count documents, bytes and tokens of each source of a corpus.
 
 Every count is a sum over documents. The counts of chunks and buckets can therefore be added in any order, and do not
-depend on the number of workers or on interruptions of the build. A source is an input that the user gave or, in a
-given folder, a folder directly below it.
-
-This module imports nothing heavy: worker processes use it.
+depend on the number of workers or on interruptions of the build. This module imports nothing heavy: worker processes
+use it.
 """
 
 from __future__ import annotations
@@ -37,24 +35,13 @@ class DocumentCounts(Counter[str]):
         self[SKIPPED_BYTES + kind] += num_bytes
 
     def add_undecodable(self, num_bytes: int) -> None:
-        """Count the bytes of a document that are not UTF-8, and the document if there are any.
-
-        Call it for documents that are left out because of these bytes, and for documents that are used without
-        them.
-        """
+        """Count a document's bytes that are not UTF-8, whether it is left out for them or used without them."""
         if num_bytes:
             self["undecodable_documents"] += 1
             self["undecodable_bytes"] += num_bytes
 
     def add_kept(self, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
-        """Count a document of the training or the held-out corpus, its tokens and [UNK] tokens, and its length.
-
-        The length is counted in bins: the key length/N counts documents of N up to 2N - 1 tokens, for powers of two
-        N.
-
-        Args:
-            unk_id: id of [UNK].
-        """
+        """Count a document with `outcome` "used" or "heldout", its tokens (at least one), its [UNK] and its length."""
         num_tokens = 0
         for ids in sentences:
             num_tokens += len(ids)

@@ -66,8 +66,8 @@ def source_table(report: BuildReport) -> Table:
 def length_line(report: BuildReport) -> str:
     """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
-    It gives one number of tokens each for 10, 50 and 90 % of the documents. The numbers are powers of two, because
-    the report counts lengths in such bins. Each is the smallest power of two for which the statement is true.
+    For 10, 50 and 90 % of the documents it gives the smallest power of two for which this is true, because the report
+    counts lengths in such bins.
     """
     limits = []
     for share in (0.1, 0.5, 0.9):
@@ -84,7 +84,7 @@ def remarks(report: BuildReport) -> list[str]:
     """Return one line for each finding in a report that a user may want to change; empty without findings.
 
     Findings are broken links, empty files and tables without the text column, each with the first names, and bytes
-    that are not UTF-8, with the config key that decides what happens to them.
+    that are not UTF-8.
     """
     lines = []
     for reason in _NAMED_REASONS:

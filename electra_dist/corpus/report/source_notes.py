@@ -45,10 +45,7 @@ class SourceNotes(Section):
     prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
 
     def licence(self, source: str) -> str | None:
-        """Return the licence of a source; None if it is unknown.
-
-        corpus.licences comes first; without an entry there, all licences in the source's preparation are listed.
-        """
+        """Return the licence in corpus.licences or, without one, all licences in the source's preparation; or None."""
         if source in self.licences:
             return self.licences[source]
         if source in self.prepared:
@@ -57,14 +54,10 @@ class SourceNotes(Section):
 
 
 def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[str, PreparedText]:
-    """Return the counts of `corpus prepare` for each input that it made: name of the source in the build -> counts.
+    """Return source -> counts of `corpus prepare`, for each given input that a preparation made.
 
-    Inputs that no preparation made have no entry.
-
-    Args:
-        inputs: files, folders and s3:// URLs that the user gave. An input is recognized if it is the folder
-            `documents` of a preparation's output, or, on a local disk, the output folder itself.
-        endpoint_url: S3 endpoint; None for AWS.
+    An input is recognized if it is the folder `documents` of a preparation's output or, on a local disk, the output
+    folder itself. Raises UserError if a prepare.json is damaged.
     """
     prepared: dict[str, PreparedText] = {}
     for location in inputs:

@@ -39,10 +39,10 @@ def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
 
 
 def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
-    """Return a line for each source with many [UNK]; refuse a source with more than `max_rate`.
+    """Return a line for each source with many [UNK]; raise UserError if one has a larger share than `max_rate`.
 
-    Args:
-        max_rate: largest share of [UNK] that is accepted.
+    Messages name `place`, which has the sources (such as a corpus's URL), and `key`, the setting that holds
+    `max_rate`.
     """
     lines = []
     for source, count in counts.items():

@@ -8,7 +8,7 @@ How: a bucket is a range of cells of the order of documents (`document_order.py`
 spill files, sorted, and cut into chunks, which `chunk_processor.py` turns into rows. The rows of a bucket are divided
 evenly among its shards.
 
-Cost: tokenization takes most of the time. Memory: the documents of a bucket and their rows.
+Limits: a worker holds the documents of a bucket and their rows in memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RowSettings:
 
 
 def start_making_rows(settings: RowSettings) -> Callable[[int], FinishedBucket]:
-    """Return the function that writes the shards of a bucket and records them."""
+    """Return the function that writes the shards of the bucket with a given number and records them."""
     return _RowMaker(settings).make
 
 
@@ -83,7 +83,10 @@ class _RowMaker:
         self._pad_id = Vocabulary(settings.rules.vocabulary_text, VOCAB_FILE).special["[PAD]"]
 
     def make(self, bucket: int) -> FinishedBucket:
-        """Write the shards of a bucket and then its record; return the record."""
+        """Write the shards of a bucket and then its record; return the record.
+
+        The returned record lacks `heldout_origins`, which `BuildRecords.record_bucket` adds to the one that it writes.
+        """
         chunks: list[ChunkRows] = []
         train_origins: list[pyarrow.Table] = []
         heldout_origins: list[pyarrow.Table] = []
@@ -113,7 +116,11 @@ class _RowMaker:
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write the training rows of a bucket to its shards, with their side files; return the entries of both."""
+        """Write the training rows of a bucket to its shards, with their side files; return the entries of both.
+
+        If there are fewer rows than shards, the empty shards are not written, and their numbers are missing. `tables`
+        has the origins of each chunk's rows, and is empty if the build writes no side files.
+        """
         num_shards = self._settings.order.shards_per_bucket
         rows = self._join_rows(chunk.block for chunk in chunks)
         table = _join_origins(chunks, tables) if self._settings.with_origins else None
@@ -132,7 +139,6 @@ class _RowMaker:
         return entries, origin_files
 
     def _origins(self, documents: Sequence[OrderedDocument], chunk: ChunkRows) -> list[Origin]:
-        """Return the origin (input file, number, source, own names) of each document of a chunk, in their order."""
         no_names = DocumentNames()
         return [
             Origin(
@@ -145,12 +151,10 @@ class _RowMaker:
         ]
 
     def _join_rows(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
-        """Return the rows of several blocks, [rows, seq_len]; the array may have no row."""
         filled = [block for block in blocks if len(block)]
         return np.concatenate(filled) if filled else np.empty((0, self._settings.rules.seq_len), np.uint16)
 
     def _rows_of_chunks(self, bucket: int) -> Iterator[tuple[list[OrderedDocument], ChunkRows]]:
-        """Yield the documents and the rows of each chunk of a bucket, in order."""
         settings = self._settings
         ordered = self._documents(bucket)
         raw_documents = [entry.document for entry in ordered]
@@ -165,7 +169,7 @@ class _RowMaker:
             first += len(documents)
 
     def _documents(self, bucket: int) -> list[OrderedDocument]:
-        """Return the documents of a bucket in the order of the corpus."""
+        """Return the documents of a bucket in the order of their keys; each copy of a document has its own key."""
         settings = self._settings
         cells = cells_of_bucket(bucket, settings.order.num_buckets)
         most_copies = max(map(math.ceil, settings.order.epochs.values()), default=1)
@@ -205,8 +209,8 @@ def _consecutive(cells: Iterable[int]) -> Iterator[range]:
 def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
     """Cut documents into chunks (groups of consecutive documents), and yield them in order.
 
-    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every
-    document counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
+    A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
+    counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
     """
     chunk: list[RawDocument] = []
     chunk_size = 0
@@ -222,12 +226,7 @@ def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[l
 
 
 def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write rows as a shard (a tar file) of a corpus, and return the entry of the shard for corpus.json.
-
-    Args:
-        rows: ids, [rows, seq_len]; at least one row.
-        num_tokens: number of ids in `rows` that are not [PAD].
-    """
+    """Write rows ([rows, seq_len], at least one) as a shard; `num_tokens` counts the ids that are not [PAD]."""
     tar = io.BytesIO()
     write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
     data = tar.getvalue()

@@ -91,10 +91,7 @@ class ReadGroup(Section):
 
 
 class CorpusOrder(Section):
-    """Content of order.json, which a build writes as soon as it has read all inputs.
-
-    It fixes how the documents are divided into buckets, and how often those of each source are used.
-    """
+    """Content of order.json: how the documents are divided into buckets, and how often each source is used."""
 
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
@@ -155,13 +152,10 @@ class BuildRecords:
         self._store = store
 
     def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
-        """Return the manifest of the corpus if it is finished, otherwise None.
+        """Return the manifest of a finished corpus, and delete what is left in progress/; None if it is unfinished.
 
-        If it is finished, all files in progress/ are deleted: a build may have been killed after it wrote
-        corpus.json and before it deleted them.
-
-        Raises:
-            ManifestMismatch: the store holds a finished corpus of other parameters or inputs.
+        `parameters` determine the corpus with the text, and `inputs` identify the inputs without reading them. Raises
+        ManifestMismatch if the store holds a finished corpus of other parameters or inputs.
         """
         if not self._store.exists(MANIFEST_KEY):
             return None
@@ -179,12 +173,12 @@ class BuildRecords:
         return manifest
 
     def begin(self, parameters: dict[str, Any], vocabulary_text: str, notes: BuildNotes) -> bool:
-        """Write the parameters and vocab.txt of a build, or compare the parameters with those in the store.
+        """Record the parameters and vocab.txt of a build, or compare with the recorded ones; return `with_origins`.
 
-        From then on, a build with other parameters is refused in the same folder.
-
-        Raises:
-            ManifestMismatch: the store holds an unfinished build with other parameters.
+        From then on, a build with other parameters is refused (ManifestMismatch) in the same folder. The first call
+        decides whether the build writes side files, so that all shards have them or none; a build that an earlier
+        version began writes none. Of the other notes, those of the newest call are used. Raises UserError if the store
+        holds another vocab.txt, or shards without records or corpus.json.
         """
         if self._store.exists(_BUILD_KEY):
             self._refuse_other_parameters(self.parameters(), parameters, "a half-built corpus")
@@ -216,7 +210,7 @@ class BuildRecords:
             self._store.delete(VOCAB_FILE)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of the unfinished build in the store."""
+        """Return the parameters of the unfinished build in the store; raise UserError if there is none."""
         if not self._store.exists(_BUILD_KEY):
             raise UserError(
                 f"{self._store.url}: holds no unfinished build; give the --output of `corpus build --part`"
@@ -230,11 +224,7 @@ class BuildRecords:
         return parameters
 
     def notes(self) -> BuildNotes:
-        """Return the content of notes.json, or the defaults for a build that an earlier version began.
-
-        Raises:
-            ManifestMismatch: notes.json is damaged.
-        """
+        """Return the content of notes.json, or the defaults for a build that an earlier version began."""
         return self._read(_NOTES_KEY, BuildNotes) if self._store.exists(_NOTES_KEY) else BuildNotes()
 
     def damaged_parameters(self, error: DamagedJson) -> UserError:
@@ -267,13 +257,10 @@ class BuildRecords:
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
     ) -> None:
-        """Record that the shards of a bucket are written. The caller must have written the shards before.
+        """Record a bucket and its held-out rows, [rows, seq_len]. The caller must have written the shards before.
 
-        Args:
-            bucket: the record, whose field `heldout_rows` is a number and must be `len(heldout_rows)`.
-            heldout_rows: rows of its held-out documents, [rows, seq_len]; may be empty.
-            heldout_origins: table of the documents of these rows (`origin_table.py`); None if the build writes no side
-                files.
+        The number `bucket.heldout_rows` must be that of the rows, which may be 0. `heldout_origins` names their
+        documents; None if the build writes no side files.
         """
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
@@ -289,23 +276,16 @@ class BuildRecords:
         self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
 
     def buckets(self) -> dict[int, FinishedBucket]:
-        """Return the records of the finished buckets, number -> record, without those that lack a shard.
+        """Return the records of the finished buckets: number -> record.
 
-        A bucket lacks a shard if the shard or its side file is missing or has another size than its entry; its
-        shards must be written again.
+        A bucket is left out if a shard or side file is missing or has another size than recorded: it must be written
+        again.
         """
         buckets = (self._read(key, FinishedBucket) for key in self._record_keys(_BUCKETS))
         return {bucket.number: bucket for bucket in buckets if self._has_files(bucket)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
-        """Return the held-out rows of a finished bucket, [rows, seq_len] uint16 or uint32.
-
-        Args:
-            bucket: its record; `heldout_rows` must not be 0, because no file exists for an empty array.
-
-        Raises:
-            ManifestMismatch: the file is damaged.
-        """
+        """Return the held-out rows of a finished bucket that has some, [rows, seq_len] uint16 or uint32."""
         key = _heldout_key(bucket.number, "npy")
         data = self._store.read(key)
         if bucket.heldout_sha256 not in (None, hashlib.sha256(data).hexdigest()):
@@ -317,14 +297,7 @@ class BuildRecords:
         return rows
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
-        """Return the table of the documents of a finished bucket's held-out rows (`origin_table.py`).
-
-        Args:
-            bucket: its record; it must have held-out rows, and the build must write side files.
-
-        Raises:
-            ManifestMismatch: the file is damaged.
-        """
+        """Return the table (`origin_table.py`) of the documents of a bucket's held-out rows, which must exist."""
         key = _heldout_key(bucket.number, "parquet")
         data = self._store.read(key)
         if hashlib.sha256(data).hexdigest() != bucket.heldout_origins:
@@ -338,11 +311,7 @@ class BuildRecords:
         )
 
     def record_part(self, label: str) -> None:
-        """Record that a part has written all of its buckets.
-
-        Args:
-            label: the part, as the user names it: "2/4".
-        """
+        """Record that a part, with a label such as "2/4", has written all of its buckets."""
         self._store.write(_PARTS + label.replace("/", "-of-"), b"")
 
     def parts(self) -> list[str]:
@@ -351,10 +320,10 @@ class BuildRecords:
         return [name.replace("-of-", "/") for name in names if _PART_NAME.fullmatch(name)]
 
     def clear(self) -> None:
-        """Delete the files of the build in progress/; shards, vocab.txt and corpus.json stay, and files of the user.
+        """Delete the files of the build in progress/; shards, vocab.txt, corpus.json and files of the user stay.
 
-        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without
-        it never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
+        build.json, which holds the parameters, is deleted after the records of all steps, so that a folder without it
+        never holds steps of an earlier build. A notes.json that remains is overwritten by the next build.
         """
         for key in self._store.list(_FOLDER):
             if _OWN_NAME.fullmatch(key.removeprefix(_FOLDER)):
@@ -363,11 +332,11 @@ class BuildRecords:
         self._store.delete(_NOTES_KEY)
 
     def _record_keys(self, folder: str) -> list[str]:
+        """Return the keys of the records in groups/ or buckets/; files with other names are passed over."""
         keys = self._store.list(folder)
         return [key for key in keys if _RECORD_NAME.fullmatch(key.removeprefix(folder))]
 
     def _write(self, key: str, record: Section) -> None:
-        """Write a record as a line of JSON and a line with its SHA-256."""
         self._store.write(key, _with_digest(record.model_dump_json()))
 
     def _read(self, key: str, kind: type[_Record]) -> _Record:
@@ -384,12 +353,11 @@ class BuildRecords:
         return has_shards and all(self._has_file(file) for file in bucket.origins)
 
     def _has_file(self, entry: ShardEntry | OriginFile) -> bool:
+        """Return whether a shard or side file has the recorded size; its digest is not checked."""
         return self._store.exists(entry.name) and self._store.size(entry.name) == entry.bytes
 
     def _refuse_foreign_shards(self) -> None:
-        """Raise UserError if the store holds shards, although no build has written its parameters to it. Another
-        program then wrote the shards, and a build would overwrite them.
-        """
+        """Raise UserError if another program wrote shards here, which a build would overwrite."""
         if any(key.endswith(".tar") for key in self._store.list("shard-")):
             raise UserError(
                 f"{self._store.url}: holds shards but no corpus.json; run `electra-dist corpus index` to write one, "
@@ -397,7 +365,7 @@ class BuildRecords:
             )
 
     def _refuse_other_parameters(self, stored: dict[str, Any], given: dict[str, Any], description: str) -> None:
-        """Raise an error if the parameters in the store differ from those of this build."""
+        """Raise ManifestMismatch if a given parameter differs from the stored one, or the store lacks it."""
         all_stored = {**PARAMETERS_LEFT_OUT, **stored}
         for key, value in json.loads(canonical_json({**PARAMETERS_LEFT_OUT, **given})).items():
             stored_value = all_stored.get(key)
@@ -411,11 +379,8 @@ class BuildRecords:
 def read_output_vocabulary(store: Store) -> Vocabulary:
     """Return the vocabulary in the output of a build, whose digest must be the one that the build has recorded.
 
-    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither,
-    the file is not of a build, and only its form is checked.
-
-    Raises:
-        ManifestMismatch: the file has another digest.
+    A finished corpus records it in corpus.json, a half-built one in progress/build.json. Where there is neither, the
+    file is not of a build, and only its form is checked.
     """
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
@@ -430,12 +395,10 @@ def read_output_vocabulary(store: Store) -> Vocabulary:
 
 
 def _with_digest(line: str) -> bytes:
-    """Return the content of a record: its line of JSON, and a line with the SHA-256 of that in hexadecimal."""
     return f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode()
 
 
 def _without_digest(data: bytes) -> bytes:
-    """Return the line of JSON of a record; raise DamagedJson if the line after it is not its SHA-256."""
     line, _, digest = data.partition(b"\n")
     if digest and digest.rstrip(b"\n") != hashlib.sha256(line).hexdigest().encode():
         raise DamagedJson("its SHA-256 is not the one in its second line")
@@ -443,5 +406,4 @@ def _without_digest(data: bytes) -> bytes:
 
 
 def _heldout_key(number: int, ending: str) -> str:
-    """Return the key of a file of the held-out rows of a bucket, such as progress/buckets/000007.heldout.npy."""
     return f"{_BUCKETS}{number:06d}.heldout.{ending}"

@@ -8,8 +8,6 @@ How: a document's key is a 64-bit hash; documents are ordered by it. The range o
 cells. A bucket is a range of cells; one worker turns it into shards. If a document is used several times
 (`corpus.source_epochs`), each copy has a key of its own. The cell of a copy follows from the cell of the document's
 key (`copy_key`), so a worker knows in which cells it finds the documents whose copies belong to its bucket.
-
-Cost: 1 microsecond per document and copy.
 """
 
 from __future__ import annotations
@@ -25,19 +23,13 @@ _PAIR = struct.Struct("<QQ")
 
 
 def document_key(order_seed: int, file: int, number: int) -> int:
-    """Return the key of a document, in [0, 2**64); documents are used in the order of their keys.
-
-    Args:
-        order_seed: 63-bit seed of the order.
-        file: position of its file among the inputs of the build, from 0.
-        number: position of the document in its file, from 0.
-    """
+    """Return the key, in [0, 2**64), of document `number` in file `file`, both from 0; `order_seed` has 63 bits."""
     digest = blake2b(_PAIR.pack(file, number), digest_size=8, key=order_seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little")
 
 
 def chunk_seed(seed: int, bucket: int, chunk: int, stream: int) -> int:
-    """Return the seed of a stream of random draws for a chunk of documents, in [0, 2**63)."""
+    """Return the seed, in [0, 2**63), of one stream of random draws for a chunk of documents in a bucket."""
     digest = blake2b(struct.pack("<QQQQ", seed, bucket, chunk, stream), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -48,11 +40,7 @@ def cell_of(key: int) -> int:
 
 
 def copy_key(key: int, copy: int) -> int:
-    """Return the key of one copy of a document; copy 0 has the document's own key.
-
-    Args:
-        copy: number of the copy, from 0.
-    """
+    """Return the key of one copy of a document, from 0; copy 0 has the document's own key."""
     if copy == 0:
         return key
     cell = (cell_of(key) + copy * _CELLS_PER_COPY) % NUM_CELLS
@@ -61,16 +49,12 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell of the documents of which copy number `copy` lies in `cell`; the inverse of `copy_key`."""
+    """Return the cell of the documents whose copy number `copy` lies in `cell`; the inverse of `copy_key`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 
 def num_copies(key: int, epochs: float) -> int:
-    """Return how often a document is used: `epochs` rounded down or up, so that the expected value is `epochs`.
-
-    Args:
-        epochs: how often the documents of its source are used on average, 0 or more.
-    """
+    """Return how often a document is used: `epochs` rounded up or down by a hash of the key, on average `epochs`."""
     whole = int(epochs)
     threshold = int((epochs - whole) * 2**64)
     draw = int.from_bytes(blake2b(key.to_bytes(8, "little"), digest_size=8, person=b"copies").digest(), "little")
@@ -78,9 +62,5 @@ def num_copies(key: int, epochs: float) -> int:
 
 
 def cells_of_bucket(bucket: int, num_buckets: int) -> range:
-    """Return the cells of a bucket; all buckets together divide the cells, in order, as evenly as possible.
-
-    Args:
-        bucket: number of the bucket, from 0.
-    """
+    """Return the cells of a bucket; the buckets divide the cells, in order, as evenly as possible."""
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)

@@ -21,13 +21,7 @@ class InputGroup(NamedTuple):
 
 
 def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGroup]:
-    """Return the input files in groups of consecutive files.
-
-    A group ends with the file that brings its size to `group_bytes` or more; only the last group may be smaller.
-
-    Args:
-        group_bytes: size at which a group is complete, in bytes on disk.
-    """
+    """Divide the input files into groups of `group_bytes` on disk or more; only the last group may be smaller."""
     groups: list[InputGroup] = []
     first = 0
     size = 0
@@ -44,5 +38,4 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
 
 
 def _digest(values: list[Any]) -> str:
-    """Return the SHA-256 of JSON values, in hexadecimal."""
     return hashlib.sha256(canonical_json(values).encode()).hexdigest()

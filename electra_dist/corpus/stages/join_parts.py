@@ -44,7 +44,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Parameters that `corpus merge` reads from progress/build.json, which is checked against these types."""
+    """Parameters that `corpus merge` reads from progress/build.json."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool
@@ -70,13 +70,6 @@ def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
     """Return a corpus that is finished already, and delete records of its build that are still in progress/.
 
     A build or merge that is killed after it has written corpus.json leaves its records there.
-
-    Args:
-        output: folder or s3:// prefix of the corpus.
-        endpoint_url: S3 endpoint; None for AWS.
-
-    Raises:
-        ManifestMismatch: corpus.json is damaged.
     """
     store = open_store(output, endpoint_url)
     manifest = read_manifest(store)
@@ -96,12 +89,8 @@ def read_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
 def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -> JoinedCorpus:
     """Write the held-out corpus, build.json and corpus.json of a corpus whose parts are all finished.
 
-    Args:
-        output: folder or s3:// prefix of the corpus.
-        endpoint_url: S3 endpoint; None for AWS.
-
-    Raises:
-        ManifestMismatch: vocab.txt is not that of the build.
+    `resumed_shards`, the shards that were finished before this build began, is only passed on in the result. Raises
+    UserError if a part is missing, no document gave a row, or a source has too many [UNK].
     """
     return _Join(output, endpoint_url).run(resumed_shards)
 
@@ -110,6 +99,7 @@ class _Join:
     """State of one call of `join_parts`."""
 
     def __init__(self, output: str, endpoint_url: str | None) -> None:
+        """Read all records of the build; raise UserError if a part is missing."""
         self._store = open_store(output, endpoint_url)
         self._heldout_store = _heldout_store(output, endpoint_url)
         self._records = BuildRecords(self._store)
@@ -148,7 +138,6 @@ class _Join:
         )
 
     def _find_order(self) -> CorpusOrder:
-        """Return the record of the order of the corpus."""
         order = self._records.order()
         if order is None:
             raise UserError(
@@ -158,7 +147,6 @@ class _Join:
         return order
 
     def _find_buckets(self) -> list[FinishedBucket]:
-        """Return the records of all buckets, in order."""
         finished = self._records.buckets()
         missing = [number for number in range(self._order.num_buckets) if number not in finished]
         if missing:
@@ -195,7 +183,10 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield for each shard of the held-out corpus the buckets of its rows, and the rows, [rows, seq_len]."""
+        """Yield for each held-out shard the buckets of its rows, and the rows, [rows, seq_len].
+
+        The held-out rows of a bucket are much smaller than a shard, so those of consecutive buckets are joined.
+        """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
         buckets: list[FinishedBucket] = []
         blocks: list[np.ndarray] = []
@@ -229,7 +220,7 @@ class _Join:
         )
 
     def _totals(self, corpus: Literal["train", "heldout"]) -> dict[str, Any]:
-        """Return the `totals` of corpus.json, added up over all buckets."""
+        """Return the `totals` of corpus.json; documents are counted over both corpora, the rest for `corpus`."""
         documents = sum_counts(Counter(bucket.documents) for bucket in self._buckets)
         if corpus == "train":
             counts = sum_counts(Counter(bucket.train) for bucket in self._buckets)
@@ -244,7 +235,6 @@ class _Join:
         }
 
     def _nothing_usable(self, left_out: str) -> UserError:
-        """Return the error for a build in which no document gave a training row."""
         totals = self._totals("train")
         reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
         if totals["documents_heldout"]:

@@ -3,8 +3,7 @@
 Guarantee: every document of the group is in exactly one spill file of the group, undecoded. The record of the group is
 written after the spill files.
 
-Cost: the reading of the inputs (150 to 400 MB of text a second and core) and the compression of the spill files
-(`spill_file.py`). Memory: the documents of one spill file, `spill_bytes`, and once more while it is written.
+Limits: a worker holds the documents of one spill file in memory, `spill_bytes`, and once more while it is written.
 """
 
 from __future__ import annotations
@@ -50,12 +49,14 @@ class ReadTask(NamedTuple):
 
 
 def start_reading(settings: ReadSettings) -> Callable[[ReadTask], ReadGroup]:
-    """Return the function that reads a group of input files, writes its spill files and records it."""
+    """Return the function that reads a group of input files, writes its spill files and records it.
+
+    That function raises UserError if a file cannot be read to its end, or if a table has no column of text.
+    """
     store = open_store(settings.output, settings.endpoint_url)
     records = BuildRecords(store)
 
     def read(task: ReadTask) -> ReadGroup:
-        """Read the files of a group, and return the record of the group."""
         group = task.group
         stream = DocumentStream([settings.files[position] for position in group.files], settings.text_field)
         writer = _SpillWriter(store, group.number, settings.spill_bytes)
@@ -116,7 +117,7 @@ class _SpillWriter:
 
 
 def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
-    """Add a document to a digest; its length comes first, so that the digest depends on where documents end."""
+    """Add a document, its length first, so that the digest depends on where documents end."""
     data = document.data or b""
     length = -1 if document.data is None else len(data)
     digest.update(b"%d%d:" % (document.is_json, length))

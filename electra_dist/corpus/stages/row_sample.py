@@ -23,7 +23,10 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(spills: Sequence[SpillFile], rules: Rules, seed: int) -> RowSample:
-    """Make rows of about the first megabyte of documents in the order of the corpus, and return what they show."""
+    """Make rows of the first documents in the order of the corpus: whole cells, until they have `SAMPLE_BYTES`.
+
+    A cell (1/4096 of the keys) is read from all spill files, so the sample of a huge corpus is larger than that.
+    """
     documents: list[RawDocument] = []
     size = 0
     for cell in range(NUM_CELLS):

@@ -12,10 +12,9 @@ def source_epochs(
 ) -> dict[str, float]:
     """Return how often the documents of each source are used, on average: source -> epochs.
 
-    Args:
-        source_bytes: bytes of the documents of each source, undecoded.
-        given_shares: `corpus.source_shares`, the share of each source in the bytes of the corpus; only the ratios of
-            the shares matter. The mapping is empty or has a share for each source.
+    A source that is not in `given_epochs` is used once. `given_shares` is empty, or has a share of the bytes of the
+    corpus for each source; only the ratios of the shares matter. The source with the largest ratio of share to
+    undecoded bytes is then used once and no source more often, so that no document repeats.
     """
     refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
     refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)
@@ -34,7 +33,7 @@ def source_epochs(
 
 
 def refuse_unknown_sources(key: str, given: Collection[str], sources: Collection[str]) -> None:
-    """Raise an error if a key of the config names a source that the inputs do not have."""
+    """Raise UserError if the config's `key` (such as corpus.licences) names a source that the inputs do not have."""
     unknown = sorted(set(given) - set(sources))
     if unknown:
         all_sources = ", ".join(sorted(sources))

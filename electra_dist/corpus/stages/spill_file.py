@@ -2,10 +2,8 @@
 
 A spill file holds the documents of some input files on their way from the order of the inputs to the order of the
 corpus. It is an object of the corpus's store: a table of `NUM_CELLS + 1` offsets (uint64), then the documents of each
-cell as one zstd frame. A reader fetches the table once and then only the cells that it needs.
-
-Cost: one core compresses about 300 MB of text a second. Spill files take a third to a half of the text's bytes; they
-are deleted when the corpus is finished.
+cell as one zstd frame. A reader fetches the table once and then only the cells that it needs. Spill files take a third
+to a half of the text's bytes; they are deleted when the corpus is finished.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
 
 
 class OrderedDocument(NamedTuple):
-    """A document with its place in the order of the corpus and in the inputs. Tuples of this kind sort by the key."""
+    """A document with its place in the order of the corpus and in the inputs; tuples of this kind sort by the key."""
 
     key: int  # place in the corpus (`document_order.py`)
     file: int  # position of its file among the inputs
@@ -41,11 +39,7 @@ class OrderedDocument(NamedTuple):
 
 
 def write_spill(store: Store, name: str, documents: list[OrderedDocument]) -> int:
-    """Write documents to a spill file; an existing file of this name is replaced. Return the size of the file.
-
-    Args:
-        documents: the documents, in any order; sorted in place.
-    """
+    """Write documents, in any order, to a spill file, and return its size in bytes; the list is sorted in place."""
     documents.sort(key=lambda entry: (entry.key, entry.file, entry.number))
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     cells: list[list[bytes]] = [[] for _ in range(NUM_CELLS)]
@@ -73,6 +67,7 @@ class SpillFile:
     """Reader of one spill file, which keeps the table of its cells in memory."""
 
     def __init__(self, store: Store, name: str) -> None:
+        """Read the table of the file; raise ManifestMismatch if the file is cut off."""
         self._store = store
         self._name = name
         table = store.read_range(name, 0, _TABLE_BYTES, must_exist=True)
@@ -84,11 +79,7 @@ class SpillFile:
             raise self._damaged()
 
     def documents(self, cells: range) -> Iterator[OrderedDocument]:
-        """Yield the documents of consecutive cells, in order. Their `source` is empty.
-
-        Raises:
-            ManifestMismatch: the file is damaged.
-        """
+        """Yield the documents of consecutive cells, in order, with empty `source`; damage is a ManifestMismatch."""
         if not cells:
             return
         start = int(self._offsets[cells.start])
@@ -118,7 +109,6 @@ class SpillFile:
 
 
 def _split_documents(data: bytes) -> Iterator[OrderedDocument]:
-    """Yield the documents of one decompressed cell."""
     position = 0
     while position < len(data):
         key, file, number, length, flags = _HEAD.unpack_from(data, position)

@@ -30,19 +30,16 @@ class WorkerPool(Generic[Task, Result]):
     """Processes that all do one kind of task. Use it as a context manager, which ends them."""
 
     def __init__(self, start: Callable[[], Callable[[Task], Result]], num_workers: int) -> None:
-        """Prepare the pool; processes start with the first task.
+        """Start nothing yet; with one worker, the calling process does the work.
 
-        Args:
-            start: called once in each worker process; returns the function that does a task. It is pickled, so it must
-                be a function of a module or a `functools.partial` of one.
-            num_workers: number of processes; 1 means that the calling process does the work.
+        `start` is called once in each process and returns the function that does a task. It is pickled, so it must be
+        a function of a module or a `functools.partial` of one.
         """
         self._start = start
         self._num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> WorkerPool[Task, Result]:
-        """Start the pool."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         if self._num_workers > 1:
             self._pool = ProcessPoolExecutor(
@@ -54,6 +51,7 @@ class WorkerPool(Generic[Task, Result]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        """End the processes after their present tasks."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -61,6 +59,7 @@ class WorkerPool(Generic[Task, Result]):
         """Yield the results of all tasks, in the order in which they are ready.
 
         A task is taken from `tasks` when a worker will soon be free, so the caller may decide late what comes next.
+        Raises UserError if a worker was killed, for example because memory ran out.
         """
         if self._pool is None:
             work = self._start()
@@ -94,6 +93,7 @@ def _start_worker(start: Callable[[], Callable[[Any], Any]]) -> None:
 
 
 def _exit_with_parent() -> None:
+    """End this worker when the main process has ended, even by SIGKILL; runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

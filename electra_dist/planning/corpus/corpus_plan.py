@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Prices of compute time, requests and traffic, in any one currency; a price of 0 adds nothing to the cost."""
+    """Prices of compute time, requests and traffic, in any one currency."""
 
     core_hour: float = 0.0  # price of one core for one hour
     thousand_requests: float = 0.0  # price of 1,000 requests of any kind
@@ -130,9 +130,8 @@ def workload_of_tokens(
 ) -> Workload:
     """Return the workload of a corpus with a given number of tokens, from text like that of the sample.
 
-    Args:
-        file_bytes: size of an input file in bytes.
-        kept: share of the raw text that `corpus prepare` keeps and writes to the input files, above 0, at most 1.
+    `file_bytes` is the size of an input file. `kept` is the share of the raw text that `corpus prepare` keeps, above 0
+    and at most 1.
     """
     scale = tokens / rates.tokens
     text_bytes = rates.text_bytes * scale
@@ -149,10 +148,9 @@ def workload_of_tokens(
 
 
 def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
-    """Return the least number of machines that finish in a given time; None if the merge alone takes longer.
+    """Return the least number of machines, each with `plan.cores_per_machine` cores, that finish in `hours`.
 
-    Args:
-        plan: a plan of the build for any number of machines; its `cores_per_machine` is used.
+    The result is None if the merge, which runs in one process, takes longer.
     """
     hours_before_merge = hours - plan.merge.core_hours
     if hours_before_merge <= 0:
@@ -162,12 +160,7 @@ def machines_needed(plan: CorpusPlan, hours: float) -> int | None:
 
 
 def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> CorpusPlan:
-    """Return the plan of a build.
-
-    Args:
-        request: the build; its sizes of groups, spill files and shards and its section `corpus` are used, not its
-            inputs and output.
-    """
+    """Return the plan of a build; the inputs and the output of `request` do not matter, only its settings."""
     scale = work.text_bytes / rates.text_bytes
     counts = _count_files(rates, request, work)
     num_records = counts.buckets + counts.groups
@@ -193,7 +186,6 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
 
 
 def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _Counts:
-    """Return the numbers of input groups, spill files, buckets and shards that a build will have."""
     row_bytes = rates.shard_bytes * (work.text_bytes / rates.text_bytes)
     file_bytes = work.input_bytes / work.num_files
     num_groups = _num_groups(work.num_files, file_bytes, request.group_bytes)
@@ -216,7 +208,6 @@ def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _
 
 
 def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list[PlannedStep]:
-    """Return the steps of the build that the workers of all machines divide among themselves, in their order."""
     scale = work.text_bytes / rates.text_bytes
     spill_bytes = rates.spill_bytes * scale
     core_hours = {step: seconds * scale / 3600 for step, seconds in rates.cpu_s.items()}
@@ -250,11 +241,17 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 
 
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
+    """Return the number of groups into which `group_inputs` divides equal files."""
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
 
 
 def _sample_pieces(work: Workload, num_spills: int) -> int:
+    """Return how many pieces of spill files a build reads for its sample of rows (`row_sample.py`).
+
+    The build reads the sample cell by cell from every spill file, and a cell without documents in a spill file costs
+    no request. The number of documents in a cell is taken as Poisson-distributed.
+    """
     num_cells = min(NUM_CELLS, math.ceil(SAMPLE_BYTES * NUM_CELLS / work.text_bytes))
     documents_per_piece = work.num_documents / (NUM_CELLS * num_spills)
     return round(num_cells * num_spills * -math.expm1(-documents_per_piece))
@@ -291,10 +288,11 @@ class _Counts:
     side_files: bool  # whether each shard has a side file (corpus.origins)
 
     def of_reading(self) -> Requests:
+        """Count the requests for the inputs: each part lists all inputs and asks for their sizes."""
         return Requests(get=self.files * self.parts + self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
-        """Return the requests that begin the build, ask which groups were read, and write spill files and records."""
+        """Count the requests that begin the build, ask which groups were read, and write spill files and records."""
         begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
         begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
@@ -304,7 +302,7 @@ class _Counts:
         )
 
     def of_collecting(self) -> Requests:
-        """Return the requests that read the records of the groups, the tables of the spill files and their pieces."""
+        """Count the requests that read the records of the groups, and the tables and ranges of the spill files."""
         tables = 2 * self.spills  # for each spill file its table, and the size of the file
         to_plan_buckets = self.groups + tables + self.sample_pieces
         to_make_rows = self.groups + tables * self.workers
@@ -321,7 +319,7 @@ class _Counts:
         return Requests(put=files + self.buckets + self.parts)
 
     def of_merging(self) -> Requests:
-        """Return how many requests of each kind `corpus merge` sends to S3."""
+        """Count the requests of a merge, which checks every shard and deletes the records of the build."""
         files_per_shard = 2 if self.side_files else 1
         heldout_files = files_per_shard * self.heldout_buckets
         num_manifests = 2 if self.heldout_shards else 1  # corpus.json of the training and of the held-out corpus

@@ -7,8 +7,6 @@ it changes wall-clock time.
 How: one process passes a sample of documents through the steps one after another, in memory and in a temporary folder.
 `corpus_plan.py` turns the measured costs into a plan for a corpus of any size.
 
-Cost: about 2 s of one core for each million tokens of the sample.
-
 Limits: waiting for a disk or for S3 is not CPU time and is not measured. A text with few different words is tokenized
 faster than the text of a large corpus.
 """
@@ -89,28 +87,22 @@ def measure_rates(
 ) -> CorpusRates:
     """Measure the CPU time of each step of a build, and return it with the sizes of the sample.
 
-    Args:
-        request: the build to measure. All of its `inputs` are read; the first documents, about `SAMPLE_BYTES`, are the
-            sample that goes through the other steps. `output` and `num_workers` are ignored.
-        prepare: measured stages of `corpus prepare`, which the result repeats.
-
-    Raises:
-        UserError: no document of the sample gives a row, or a file cannot be read.
+    All inputs of `request` are read; their first documents, about `SAMPLE_BYTES`, go through the other steps. Its
+    output and workers are ignored. The result repeats the other arguments. Raises UserError if no document of the
+    sample gives a row.
     """
     with tempfile.TemporaryDirectory(prefix="corpus-rates-") as folder:
         return _Measurement(request, Path(folder)).run(sample, hardware, prepare)
 
 
 class _Measurement:
-    """Runner of one measurement, which times the steps of a build on a sample; use `run` once."""
-
     def __init__(self, request: BuildRequest, folder: Path) -> None:
+        """Keep the spill file, the shard and the records in `folder`, which must be empty."""
         self._request = request
         self._store = open_store(str(folder))
         self._cpu_s: dict[str, float] = {}
 
     def run(self, sample: str, hardware: str, prepare: Sequence[PrepareRate]) -> CorpusRates:
-        """Time all steps in the order of a build; arguments and result are those of `measure_rates`."""
         request = self._request
         documents, text_bytes, share = self._read()
         spill_bytes = self._spill(documents)
@@ -138,7 +130,10 @@ class _Measurement:
         )
 
     def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Read all input files, and take the first documents, about `SAMPLE_BYTES`, as the sample."""
+        """Return the sample, its bytes (at least 1), and its share of the bytes of all documents, which are read.
+
+        The recorded seconds are those of reading all files, times this share.
+        """
         documents: list[RawDocument] = []
         sample_bytes = 0
         all_bytes = 0
@@ -155,7 +150,6 @@ class _Measurement:
         return documents, max(sample_bytes, 1), share
 
     def _spill(self, documents: list[RawDocument]) -> int:
-        """Write the documents to a spill file, as the shuffle of a build does; return the file's size in bytes."""
         seed = self._request.order_seed
         ordered = [
             OrderedDocument(document_key(seed, 0, number), 0, number, document)
@@ -173,7 +167,7 @@ class _Measurement:
         return [entry.document for entry in entries]
 
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Turn the documents into rows, chunk by chunk."""
+        """Return the number of tokens without [PAD], and the blocks of training and held-out rows, [rows, seq_len]."""
         processor = ChunkProcessor(self._request.rules())
         blocks: list[np.ndarray] = []
         tokens = 0
@@ -199,7 +193,7 @@ class _Measurement:
         return entry.bytes, bucket
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
-        """Return the CPU seconds that a merge needs to read a bucket's record and to check the bucket's shard."""
+        """Return the CPU seconds in which a merge reads a bucket's record and checks its shard."""
         records = BuildRecords(self._store)
         for number in range(_NUM_RECORDS):
             records.record_bucket(bucket.model_copy(update={"number": number}), np.empty((0, 0)))

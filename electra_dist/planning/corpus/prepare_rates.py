@@ -34,8 +34,8 @@ from electra_dist.planning.corpus.corpus_rates import PrepareRate
 def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
     """Return the CPU time of each stage of a preparation, measured on local files.
 
-    Raises:
-        UserError: a file that the filters need is missing, or a file of the sample cannot be read.
+    The sources, folders and executor of `config` are replaced. Raises UserError if a file that the filters need is
+    missing.
     """
     with tempfile.TemporaryDirectory(prefix="prepare-rates-") as name:
         folder = Path(name)
@@ -51,7 +51,7 @@ def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_
 
 
 def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Run all stages of a preparation but the last in this process, and return the CPU time of each stage."""
+    """Run all stages but the last, which writes the report, in this process, and return their CPU times."""
     from datatrove.utils.logging import logger
 
     from electra_dist.corpus.prepare.preparation import check
@@ -98,5 +98,6 @@ def _noting_sizes(documents: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
 
 
 def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its ended child processes, such as those that extract HTML."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime

@@ -50,7 +50,6 @@ def write_sample_text(path: Path, num_bytes: int) -> None:
 
 
 def _line(drawn_words: Iterator[str], draw: np.random.Generator) -> str:
-    """Return one line of a document: some sentences, whose words are taken from `drawn_words`."""
     sentences = []
     for _ in range(draw.integers(*_SENTENCES_IN_LINE)):
         num_words = draw.integers(*_WORDS_IN_SENTENCE)

@@ -22,6 +22,8 @@ def begin_worker() -> None:
     """Prepare a worker process: it ends with the command, and the processes that it starts are forks of it.
 
     If a worker went on after a `kill -9` of the command, it could write a file while a restarted command reads it.
+    `die_with_parent` does not help here: the worker's parent is the fork server, which lives as long as its workers. A
+    thread therefore waits for the end of the command.
     """
     threading.Thread(target=_end_with_command, daemon=True).start()
     # Otherwise the extractor's process would be the child of a further fork server, and outlive the worker.

@@ -47,6 +47,7 @@ class ReadDocuments(PipelineStep):
     type = "READER"
 
     def __init__(self, stage_folder: Path, recorder: DropRecorder) -> None:
+        """Read from `stage_folder`, the folder of the earlier stage; count in `recorder`, of this stage."""
         super().__init__()
         self._folder = stage_folder / DOCUMENTS_DIR
         self._recorder = recorder
@@ -70,12 +71,7 @@ class WriteDocuments(PipelineStep):
     def __init__(
         self, stage_folder: Path, recorder: DropRecorder, output: str | None = None, endpoint_url: str | None = None
     ) -> None:
-        """Prepare to write.
-
-        Args:
-            output: folder or s3:// URL that receives the documents of the last stage; None: `stage_folder`.
-            endpoint_url: S3 endpoint; None for AWS.
-        """
+        """Write to `output` in the last stage (None: `stage_folder`); the record always goes to `stage_folder`."""
         super().__init__()
         self._folder = stage_folder
         self._recorder = recorder

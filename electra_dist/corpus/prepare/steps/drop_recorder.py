@@ -42,7 +42,7 @@ class DropRecorder:
         self._current = document
 
     def add_unreadable(self, source: str, reason: str) -> None:
-        """Count a document of which the reader can make no text."""
+        """Count a document that the reader cannot turn into text."""
         self.documents_in[source] += 1
         self.dropped["read", reason, source] += 1
 
@@ -70,7 +70,7 @@ class DropRecorder:
         return document is self._current
 
     def as_json(self) -> dict[str, Any]:
-        """Return all counts and samples."""
+        """Return all counts and samples; AssertionError if the counts of a source do not add up."""
         dropped_of_source: Counter[str] = Counter()
         for (_, _, source), number in self.dropped.items():
             dropped_of_source[source] += number
@@ -93,6 +93,7 @@ class ExclusionWriter:
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
+        """Count in `recorder` under the name `step`, with `reason` where the step gives none."""
         self._recorder = recorder
         self._step = step
         self._reason = reason

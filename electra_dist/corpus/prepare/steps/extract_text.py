@@ -1,4 +1,4 @@
-"""Step of datatrove that makes text of HTML pages by trafilatura, in a process of its own, with a time limit.
+"""Step of datatrove that extracts the text of HTML pages by trafilatura, in a process of its own, with a time limit.
 
 Guarantee: a page becomes text or is counted with its reason: `no_text`, `timeout`, `crash` (the process died, as for
 lack of memory) or `error`. The text depends on the page alone: the deduplication of trafilatura, which remembers
@@ -32,6 +32,7 @@ class ExtractText(PipelineStep):
     type = "EXTRACTOR"
 
     def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
+        """Start nothing yet: the process starts with the first page."""
         super().__init__()
         self._settings = settings
         self._recorder = recorder
@@ -65,8 +66,8 @@ class ExtractText(PipelineStep):
     def extract(self, html: str) -> str | None:
         """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in the sandbox.
 
-        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to
-        end it together with its parent.
+        The sandbox first calls it with an empty page, when its process begins; the process then asks the kernel to end
+        it together with its parent.
         """
         if not html:
             die_with_parent()

@@ -33,7 +33,7 @@ class FilterSteps(NamedTuple):
 
 
 def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
-    """Return the filters that are switched on."""
+    """Return the filters that are switched on; `recorder` receives what each drops, under its key in the config."""
     before: list[Any] = []
     after: list[Any] = []
     if filters.url is not None:

@@ -1,4 +1,4 @@
-"""Filters of datatrove whose lists and models are files of the user's, so that nothing is downloaded at run time.
+"""Filters of datatrove that take their lists and models from local files, so that nothing is downloaded at run time.
 
 datatrove fetches the fastText model for languages, the list of bad words and the list of domain suffixes when they are
 first used. The classes of this module replace just that part.
@@ -14,6 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters import C4BadWordsFilter, FastTextClassifierFilter, LanguageFilter, URLFilter
 from datatrove.utils.lid import FT176LID
 from tldextract import TLDExtract
+from typing_extensions import override
 
 from electra_dist.corpus.prepare.filter_sections import (
     C4BadWordsSection,
@@ -37,7 +38,7 @@ def read_list(path: Path | None) -> list[str]:
 
 
 def load_model(path: Path) -> Any:
-    """Return a fastText model."""
+    """Return a fastText model; raise UserError if the file is none."""
     from fasttext.FastText import _FastText
 
     try:
@@ -66,7 +67,7 @@ class OfflineUrlFilter(URLFilter):
 
 
 class _LocalLanguageModel(FT176LID):
-    """Language model of fastText in a file of the user's."""
+    """Language model of fastText in a local file, which the first document loads."""
 
     def __init__(self, path: Path, languages: list[str]) -> None:
         super().__init__(languages)
@@ -74,6 +75,7 @@ class _LocalLanguageModel(FT176LID):
         self._model: Any = None
 
     @property
+    @override
     def model(self) -> Any:
         if self._model is None:
             self._model = load_model(self._path)
@@ -97,7 +99,7 @@ class OfflineLanguageFilter(LanguageFilter):
 
 
 class OfflineBadWordsFilter(C4BadWordsFilter):
-    """Filter of C4 with one list of words for all documents, whatever their language is."""
+    """Filter of C4 with one list of words for all documents, in any language."""
 
     def __init__(self, settings: C4BadWordsSection, exclusion_writer: Any) -> None:
         super().__init__(exclusion_writer=exclusion_writer)
@@ -108,11 +110,12 @@ class OfflineBadWordsFilter(C4BadWordsFilter):
         self._words = re.compile(rf"(?:\W|^)({alternatives})(?:\W|$)")
 
     def _get_badwords(self, lang: str) -> re.Pattern[str]:
+        """Return the pattern of the words, which stand between characters that are not letters."""
         return self._words
 
 
 class OfflineClassifierFilter(FastTextClassifierFilter):
-    """Filter by the labels of a fastText classifier in a file of the user's."""
+    """Filter by the labels of a fastText classifier in a local file, which the first document loads."""
 
     def __init__(self, settings: ClassifierSection, exclusion_writer: Any) -> None:
         super().__init__(
@@ -127,7 +130,7 @@ class OfflineClassifierFilter(FastTextClassifierFilter):
 
     @property
     def model(self) -> Any:
-        """Return the model; load it at the first use."""
+        """Return the model; at the first use, raise UserError if it lacks a label that is to be kept."""
         if self._model is None:
             self._model = load_model(self._path)
             known = {label.removeprefix("__label__") for label in self._model.labels}

@@ -39,6 +39,7 @@ class ReadSources(PipelineStep):
     type = "READER"
 
     def __init__(self, config: PrepareConfig, recorder: DropRecorder) -> None:
+        """Read nothing yet: plan.json is read when a task begins."""
         super().__init__()
         self._work = Path(config.work)
         self._endpoint_url = config.endpoint_url
@@ -68,7 +69,6 @@ class ReadSources(PipelineStep):
                 yield document
 
     def _pages(self, file: PlannedFile, source: SourceSection) -> Iterator[_Read]:
-        """Yield the documents of a file."""
         input_file = file.input_file(self._endpoint_url)
         if file.format in PAGE_FORMATS:
             for page in read_pages(input_file):
@@ -95,7 +95,7 @@ class _Read(NamedTuple):
 
 
 def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> _Read:
-    """Return what a JSON record or the row of a table says of a document, whose text has been decoded."""
+    """Return what a JSON record or a row of a table says about a document, whose text has been decoded."""
     fields: dict[str, Any] = {}
     if raw.is_json:
         assert raw.data is not None
@@ -111,10 +111,11 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
 
 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
-    """Return the metadata of a document: what the preparation says of it, and the other fields of its record.
+    """Return the metadata of a document: what the preparation says about it, and the other fields of its record.
 
-    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field whose name
-    is reserved, or that both have, is kept at its place of the record under `record`.
+    As in datatrove, the fields of the record's own `metadata` become fields beside the others. A field whose name is
+    reserved, or that both have, is kept at its place of the record under `record`. `reserved` are the names that the
+    preparation sets for some document, and `set_here` has the values for this one.
     """
     added = {key: value for key, value in fields.items() if key not in set_here or value != set_here[key]}
     values = {key: _json_value(value) for key, value in added.items()}

@@ -38,7 +38,7 @@ class Page(NamedTuple):
 
 
 def read_pages(file: InputFile) -> Iterator[Page]:
-    """Yield the pages of an HTML, WARC or WET file in their order."""
+    """Yield the pages of an HTML, WARC or WET file in order; raise UserError if it is damaged or cut off."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
     try:
@@ -58,7 +58,7 @@ def read_pages(file: InputFile) -> Iterator[Page]:
 
 
 def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
-    """Yield the records of a decompressed WARC file."""
+    """Yield the records of a decompressed WARC file; raise OSError where warcio itself fails on a damaged one."""
     records = iter(ArchiveIterator(_CheckedStream(stream)))
     while True:
         try:
@@ -90,6 +90,7 @@ def _page_of_record(record: Any) -> Page | None:
 
 
 def _whole_body(record: Any) -> bytes:
+    """Return the body of a WARC record without transfer and content encoding."""
     body = read_whole(record.content_stream())
     if record.raw_stream.limit > 0:  # bytes of the record that the file does not have
         raise EOFError(f"the last WARC record is cut off: {record.raw_stream.limit} bytes are missing")
@@ -97,7 +98,7 @@ def _whole_body(record: Any) -> bytes:
 
 
 def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Page:
-    """Return the page of undecoded bytes; its reason is `undecodable` or `empty` if there is no text."""
+    """Decode a page; its reason is `undecodable` or `empty` if there is no text."""
     if not data.strip():
         return Page("", is_html, url, "empty")
     try:
@@ -122,4 +123,5 @@ class _CheckedStream(io.RawIOBase):
         return data
 
     def tell(self) -> int:
+        """Return the number of decompressed bytes that were read."""
         return self._position

@@ -2,10 +2,9 @@
 
 Guarantee: the same text gives the same words on every machine; nothing is downloaded.
 
-Cost: one regular expression; datatrove's default, spaCy, is a package of 200 MB with its dependencies.
-
 Limits: only for languages that separate words by spaces. A word with an apostrophe or a hyphen is one word, where
-spaCy makes two or three of it, so the n-grams of `plain` and `spacy` differ slightly. An abbreviation ends a sentence.
+spaCy, datatrove's default, makes two or three of it, so the n-grams of `plain` and `spacy` differ slightly. An
+abbreviation ends a sentence.
 """
 
 from __future__ import annotations
