@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from dataclasses import asdict
@@ -214,9 +215,8 @@ class _Measurement:
             raise UserError("corpus.tokenizer: bpe needs --vocab; pass the tokenizer.json of the corpus")
         texts = []
         for raw in DocumentStream(files, self._text_field):
-            text = decode(raw, self._text_field)
-            if not isinstance(text, SkippedDocument):
-                texts.append(text)
+            with contextlib.suppress(SkippedDocument):
+                texts.append(decode(raw, self._text_field))
             if len(texts) == _VOCABULARY_DOCUMENTS:
                 break
         if not texts:

@@ -220,6 +220,15 @@ def test_the_inputs_decide_the_tokens_of_the_plan(run: Callable[..., Any], tmp_p
     assert with_tokens["tokens"] == pytest.approx(1e9)
 
 
+def test_documents_of_the_sample_without_text_are_left_out(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Without --vocab, a vocabulary is trained from the sample."""
+    documents = [{"text": ""}, {"other": 1}, *({"text": text} for text in make_prose(60, 0))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    done = run("--input", str(tmp_path / "in.jsonl"), "--json", "--set", "model.vocab_size=300")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rates"]["documents"] > 0
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [("{}", "the value of `sample` is wrong"), ("[", "it is not JSON"), ('{"rates": {"sample": 3}}', "damaged")],

@@ -100,15 +100,19 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
 
 def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
     """Return how many tasks of a stage are completed."""
-    folder = run_folder(config, stage) / "completions"
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    return len(_completions(config, stage))
 
 
 def forget_completed(config: PrepareConfig, stage: Stage) -> None:
     """Delete the marks of the completed tasks of a stage, so that the next run repeats all of its tasks."""
-    for path in (run_folder(config, stage) / "completions").glob("*"):
-        if path.name.isdecimal():  # datatrove names a mark by the number of the task
-            path.unlink()
+    for path in _completions(config, stage):
+        path.unlink()
+
+
+def _completions(config: PrepareConfig, stage: Stage) -> list[Path]:
+    """Return the marks of completed tasks, which datatrove names by the numbers of the tasks."""
+    folder = run_folder(config, stage) / "completions"
+    return [path for path in folder.glob("*") if path.name.isdecimal()]
 
 
 def run_folder(config: PrepareConfig, stage: Stage) -> Path:

@@ -6,6 +6,7 @@ models and lists, a missing package, an output or a work folder of another prepa
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
 from pathlib import Path
@@ -162,7 +163,13 @@ def _refuse_folders_in_sources(config: PrepareConfig) -> None:
             if "://" in source.path or "://" in folder:
                 is_inside = f"{folder.rstrip('/')}/".startswith(f"{source.path.rstrip('/')}/")
             else:
-                is_inside = Path(folder).resolve().is_relative_to(Path(source.path).resolve())
+                resolved = Path(folder).resolve()
+                # A source may be a glob pattern, which would find the folder or one that it is in at the next start.
+                is_inside = any(
+                    fnmatch.fnmatchcase(str(path), str(Path(source.path).resolve()))
+                    for path in (resolved, *resolved.parents)
+                )
+                is_inside = is_inside or resolved.is_relative_to(Path(source.path).resolve())
             if is_inside:
                 raise UserError(
                     f"{key}: {folder} is inside the source {source.name} ({source.path}); choose a folder outside"

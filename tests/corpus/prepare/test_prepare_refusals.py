@@ -96,6 +96,9 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path):
 
 def test_an_output_inside_a_source_is_refused(write: Write, tmp_path: Path):
     assert "is inside the source web" in refusal(write(output=str(tmp_path / "in" / "out")))
+    pattern = [{"name": "web", "path": str(tmp_path / "i*")}]
+    assert "is inside the source web" in refusal(write(output=str(tmp_path / "in" / "out"), sources=pattern))
+    assert "is inside the source web" in refusal(write(work=str(tmp_path / "its"), sources=pattern))
 
 
 def test_sources_without_files_are_refused(write: Write, tmp_path: Path):
@@ -206,7 +209,7 @@ def test_documents_of_others_in_the_output_are_not_replaced(write: Write, tmp_pa
 
 
 def test_a_repeated_stage_deletes_the_marks_of_its_tasks_only(write: Write, tmp_path: Path):
-    from electra_dist.corpus.prepare.executors import forget_completed, run_folder
+    from electra_dist.corpus.prepare.executors import completed_tasks, forget_completed, run_folder
     from electra_dist.corpus.prepare.preparation import check
 
     config = load_section(write(), PrepareConfig)
@@ -215,6 +218,7 @@ def test_a_repeated_stage_deletes_the_marks_of_its_tasks_only(write: Write, tmp_
     folder.mkdir(parents=True)
     for name in ("00000", "00001", "notes.txt"):
         (folder / name).touch()
+    assert completed_tasks(config, stage) == 2
     forget_completed(config, stage)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
