@@ -23,7 +23,7 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings of this start that may change the last bits of a result: name -> value as text."""
+    """Return the settings of this start, name -> text; those of the processor or the GPU are this rank's."""
     guard = config.guard
     settings = {
         "ranks": str(dist.get_world_size()),
@@ -50,8 +50,10 @@ def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def changed_draws(changed: Collection[str], attention_dropout: float, device_type: str) -> str:
-    """Return why this start of the run draws other dropout masks than the previous start; "" if the masks are
-    equal.
+    """Return why this start draws other dropout masks than the previous one, as a clause for the log; "" if not.
+
+    On a GPU torch's kernels draw the dropout of attention, by the size of the micro-batch and the backend. All other
+    masks, and all masks on a CPU, depend on the training row alone. `changed` has the names from `changes`.
     """
     causes = [name for name in ("train.micro_batch", "attention") if name in changed]
     if device_type != "cuda" or attention_dropout == 0 or not causes:
@@ -60,7 +62,7 @@ def changed_draws(changed: Collection[str], attention_dropout: float, device_typ
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that have changed: name -> text "BEFORE to NOW"; "unset" stands for a missing value."""
+    """Return what has changed, name -> "BEFORE to NOW"; nothing if `before` is empty, as older versions left it."""
     if not before:
         return {}
     names = sorted({*before, *now})

@@ -23,7 +23,7 @@ _CUBLAS_WORKSPACES = (
 
 
 def set_deterministic_mode(enabled: bool) -> None:
-    """Switch torch to deterministic operations if `enabled` is true and this machine has a GPU."""
+    """Switch torch to deterministic operations if `enabled` and there is a GPU; call it before the GPU is used."""
     if not enabled or not torch.cuda.is_available():
         return
     os.environ.setdefault(CUBLAS_VARIABLE, _CUBLAS_WORKSPACES)

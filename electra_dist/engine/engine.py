@@ -55,7 +55,10 @@ _BF16_CAPABILITY = (8, 0)  # lowest compute capability of GPUs that compute in b
 
 
 def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float, device_type: str) -> dict[str, Any]:
-    """Return the DeepSpeed config (its JSON as a dict) of a run."""
+    """Return the DeepSpeed config (its JSON as a dict) of a run; with a `clip_norm` of 0 DeepSpeed does not clip.
+
+    DeepSpeed derives the number of gradient accumulation steps from the two batch sizes and the number of ranks.
+    """
     stage = engine.zero_stage
     is_bf16 = train.precision == "bf16"
     is_fp16 = train.precision == "fp16"
@@ -99,7 +102,7 @@ def deepspeed_config(train: TrainConfig, engine: EngineConfig, clip_norm: float,
 
 
 def check_world_size(train: TrainConfig, world_size: int) -> None:
-    """Raise unless every rank can process the same number of rows of the global batch in each step."""
+    """Raise UserError unless `world_size` ranks can share the rows of the global batch evenly."""
     can_share_evenly = train.fitting_micro_batch(world_size) > 0
     if can_share_evenly:
         return
@@ -113,7 +116,7 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Raise unless this process can compute in a precision, on its current GPU or, without a GPU, on the CPU."""
+    """Raise UserError unless this process can compute in `train.precision` on its GPU or, without one, on the CPU."""
     has_gpu = torch.cuda.is_available()
     device_name = torch.cuda.get_device_name() if has_gpu else "this CPU"
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -124,16 +127,22 @@ def check_precision(precision: str) -> None:
 
 
 class Engine:
-    """DeepSpeed engine around an objective (the module that computes the pretraining loss); runs optimizer steps.
+    """DeepSpeed engine around an objective; runs optimizer steps.
 
     One optimizer step is `num_micro_batches` pairs of calls, `forward` and then `backward`. Call `step_micro_batch`
     after each pair except the last one, and `step` after the last one.
+
+    The caller of `step` may refuse the update, for example after a loss spike. DeepSpeed calls the optimizer after it
+    has reduced the gradients and computed their norm; the engine replaces that call by one that first asks the
+    function `accept` of the caller. A refused step changes neither weights nor moments, at any ZeRO stage.
+
+    `notes` holds lines for the run's log about choices that were made here. `loss_scale` is None unless in fp16.
     """
 
     def __init__(
         self, module: Objective, train: TrainConfig, engine: EngineConfig, optimizer_config: OptimizerConfig
     ) -> None:
-        """Wrap a module and its new optimizer with DeepSpeed. Collective."""
+        """Move `module` to this rank's device, cast and partition it as the ZeRO stage demands. Collective."""
         self.device = local_device()
         self.notes: list[str] = []
         implementation = self._agree_on_implementation(optimizer_config, engine)
@@ -183,13 +192,13 @@ class Engine:
             self.loss_scale = self._install_loss_scale()
 
     def _agree_on_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> Implementation:
-        """Choose the implementation of the optimizer; on GPUs all ranks agree on one."""
+        """Choose the implementation of the optimizer, the same on all ranks. Collective on GPUs."""
         updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
         implementation = choose_implementation(config, self.device.type, updates_on_host)
         if self.device.type == "cuda":
             choices = [Implementation(*choice) for choice in gather(list(implementation))]
             names = {choice.name for choice in choices}
-            if len(names) > 1:
+            if len(names) > 1:  # foreach runs everywhere; different implementations would round differently
                 reasons = [choice.reason for choice in choices if choice.reason]
                 reason = reasons[0] if reasons else "the machines of the ranks can run different ones"
                 implementation = Implementation("foreach", reason)
@@ -198,15 +207,15 @@ class Engine:
         return implementation
 
     def _reduces_for_nothing(self) -> bool:
-        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank. An
-        exchange in bf16 would round the sums, so it is kept.
-        """
+        """Return whether DeepSpeed's exchange of gradients can be left out, because the run has a single rank."""
+        # BF16_Optimizer would then only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the
+        # sums, so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's
+        # state.
         exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
         is_bf16_stage_1 = isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer)
         return dist.get_world_size() == 1 and is_bf16_stage_1 and exchanges_fp32
 
     def _install_loss_scale(self) -> LossScale:
-        """Return a new loss scale, and let DeepSpeed use it in place of its own."""
         loss_scale = LossScale()
         if self.zero_stage == 0:
             self.deepspeed.torch_autocast_z0_gradscaler = None  # `backward` and `step` of this class scale instead
@@ -221,13 +230,14 @@ class Engine:
         return module.attention
 
     def forward(self, given: StepInput) -> StepOutput:
-        """Return the objective's output for one micro-batch, computed through DeepSpeed's hooks."""
+        """Return the objective's output for one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""
         if self.loss_scale is not None:
             given = dataclasses.replace(given, gradient_scale=dist.get_world_size() * self.loss_scale.cur_scale)
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of one micro-batch to the gradient sums of the step."""
+        """Add the gradient of one micro-batch to the sums of the step; the losses must add up to the step's loss."""
+        # DeepSpeed divides gradients by both numbers, so that the result is the plain sum.
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
             factor *= self.loss_scale.cur_scale  # at the other stages DeepSpeed multiplies by it
@@ -244,13 +254,15 @@ class Engine:
         generator_learning_rate: float | None = None,
         numbers: StepNumbers | None = None,
     ) -> tuple[float, bool]:
-        """Clip the gradients, update the weights unless the update is refused, and clear the gradients. Collective.
+        """Clip the gradients, update the weights unless `accept` refuses, and clear the gradients. Collective.
 
-        Args:
-            generator_learning_rate: takes the place of `learning_rate` in the generator's parameter groups; None if it
-                has no learning rate of its own.
-            numbers: other numbers of the step, such as its losses, which are copied to the host together with the norm
-                before `accept` is called, so that the host waits for the device only once; None if there are none.
+        `accept` is called once, if the gradients are finite, and must return the same on all ranks. The learning rate
+        of a parameter group is multiplied by its `lr_scale`, if it has one; the generator's groups may have their own.
+        `numbers` are copied to the host together with the norm, before `accept` is called, so that the host waits for
+        the device only once.
+
+        Returns:
+            The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
         for group in self.optimizer.param_groups:
             has_own_rate = generator_learning_rate is not None and group["is_generators"]
@@ -281,8 +293,8 @@ class Engine:
         return grad_norm, was_updated
 
     def _update_if_allowed(self) -> None:
-        """Call the optimizer's own `step` if the gradients are finite and the caller of `step` accepts the update."""
-        if self._applied is None:
+        """Update if `accept` agrees; DeepSpeed calls this, once or for each group, in place of `optimizer.step`."""
+        if self._applied is None:  # `accept` is asked once in a step, and its answer holds for all groups
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
             if self.zero_stage > 0:
@@ -295,22 +307,28 @@ class Engine:
         self._update()
 
     def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which DeepSpeed's step, where possible, computes the norm without the host waiting."""
+        # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
+        # offloading, because the norm is computed on the host.
         is_offloading = getattr(self.optimizer, "cpu_offload", False)
         if self.zero_stage not in (1, 2) or self.loss_scale is not None or is_offloading:
             return contextlib.nullcontext()
         return norms_stay_on_device(self.optimizer, fused=self._overlaps)
 
     def _clean_up_skipped_step(self) -> None:
-        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step with non-finite gradients."""
+        """Correct the state that DeepSpeed 0.19.8 leaves when it skips a step. Collective."""
         optimizer = self.optimizer
+        # DeepSpeed keeps these gradients, and would add those of the next step to them.
         if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
             for group in optimizer.averaged_gradients:
                 optimizer.averaged_gradients[group] = None
+        # DeepSpeed leaves small ("persistent") parameters partitioned, which are otherwise whole on every rank. The
+        # next step would fail if DeepSpeed has recorded the order of parameters while they were whole, as after a
+        # restart.
         if isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) and optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def _unscale_unpartitioned_gradients(self) -> None:
-        """Divide the gradients of ZeRO stage 0 by the loss scale, in place; without a loss scale do nothing."""
         if self.loss_scale is None:
             return
         parameters = self.deepspeed.module.parameters()
@@ -318,13 +336,13 @@ class Engine:
         torch._foreach_mul_(gradients, 1.0 / self.loss_scale.cur_scale)
 
     def _unpartitioned_grad_norm(self) -> torch.Tensor:
-        """Return the global gradient norm at ZeRO stage 0, a scalar tensor on the device."""
+        # After the last `backward` of a step every rank has the whole, reduced gradients.
         parameters = self.deepspeed.module.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
     def train(self, mode: bool = True) -> None:
-        """Switch the module to training mode, with dropout, or to evaluation mode, without it."""
+        """Switch dropout on (training mode) or off (evaluation mode), until the next call."""
         self.deepspeed.train(mode)
 
     def close(self) -> None:
@@ -333,12 +351,15 @@ class Engine:
 
 
 def _is_finite_norm(norm: float) -> bool:
+    """Return whether all gradients are finite; if not, DeepSpeed reports the norm inf, NaN or -1."""
     return math.isfinite(norm) and norm >= 0
 
 
 @contextlib.contextmanager
 def _without_memory_reports() -> Iterator[None]:
     """Silence the lines about memory that DeepSpeed prints while it builds its optimizers."""
+    # The function that prints them also collects garbage and resets the allocator's peak, which nothing needs. No
+    # setting switches it off, so its name is replaced in the modules that call it.
     modules = (bf16_optimizer, stage_1_and_2, stage3)
     originals = [module.see_memory_usage for module in modules]
     for module in modules:

@@ -33,7 +33,6 @@ class LossScale(DynamicLossScaler):
     """DeepSpeed's dynamic loss scale of fp16, which changes only between steps and whose state can be saved.
 
     Call `count_update` after a step that has updated the weights, or `lower` after one whose gradients overflowed.
-    Read the present scale from `cur_scale`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class LossScale(DynamicLossScaler):
         super().update_scale(False)
 
     def lower(self) -> bool:
-        """Count an overflow, which halves the scale unless it is the first one since the scale last grew."""
+        """Count an overflow and return True; return False if the scale is at its minimum already."""
         if self.cur_scale <= LEAST_SCALE:
             return False
         super().update_scale(True)

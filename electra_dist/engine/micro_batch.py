@@ -58,8 +58,9 @@ def with_micro_batch(
 ) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    Args:
-        predict_rows: predicts the result on a GPU, from which the measurement starts; None starts from 16 rows.
+    A size that an earlier start has stored in the run folder is taken; otherwise it is measured, and rank 0 stores it.
+    `module` is the objective on the host, with every setting that changes its memory; a copy of it is measured.
+    `predict_rows` None starts from 16 rows. Raises UserError if not even one row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -84,7 +85,11 @@ def with_micro_batch(
 
 
 def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Reduce the micro-batch of a config, if necessary, so that it divides the rows that each rank has in a step."""
+    """Reduce the micro-batch, where necessary, to a divisor of each rank's rows of a step; also return log lines.
+
+    The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share it
+    evenly, the config is returned unchanged, and `check_world_size` raises for it.
+    """
     train = config.train
     size = train.fitting_micro_batch(world_size)  # 0 if no micro-batch fits
     if size in (0, train.micro_batch):
@@ -98,9 +103,7 @@ def with_fitting_micro_batch(config: Config, world_size: int) -> tuple[Config, l
 
 
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
-    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} before the
-    first.
-    """
+    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} without any."""
     file = run_dir / MICRO_BATCH_FILE
     if not file.exists():
         return {}
@@ -108,7 +111,7 @@ def read_known_sizes(run_dir: Path) -> dict[str, int]:
 
 
 def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
-    """Return the largest micro-batch, in rows, that fits on this rank; 0 if not even one row does."""
+    """Return the largest divisor of the rows per rank and step that fits on this rank; 0 if not even one row does."""
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -132,21 +135,19 @@ def _largest(config: Config, module: Objective, device: torch.device, predict_ro
 class RowMemory:
     """Memory of a forward and backward pass as a straight line through measured numbers of rows."""
 
-    num_rows: int
-    num_bytes: float
-    extra_row_bytes: float
+    num_rows: int  # the smaller number of rows that was measured
+    num_bytes: float  # bytes that this number of rows takes
+    extra_row_bytes: float  # bytes of every further row; infinite if more rows did not fit
 
     def bytes_of(self, num_rows: int) -> float:
-        """Return the estimated bytes of a micro-batch: `self.num_bytes` for up to `self.num_rows` rows, then the
-        line.
-        """
-        if num_rows <= self.num_rows:
+        """Return the estimated bytes of a micro-batch: those of `self.num_rows` rows, and beyond that the line."""
+        if num_rows <= self.num_rows:  # the gradients exist for any number of rows, so the line does not hold here
             return self.num_bytes
         return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
 
 
 def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
-    """Measure half of `most_rows` and then `most_rows`, and return the line through both."""
+    """Measure half of `most_rows` and then `most_rows`, halving both until they fit; return the line."""
     more_rows = most_rows
     while more_rows > 1:
         few_rows = more_rows // 2
@@ -162,7 +163,7 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Build a function from a number of rows to the memory, in bytes, of a forward and backward pass over them."""
+    """Build a function from a number of rows to the bytes of a pass, or None if a GPU has too little memory."""
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -173,7 +174,6 @@ def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> C
     under_autocast = device.type == "cuda" and has_fp32_weights and low_precision is not None
 
     def measure(num_rows: int) -> int | None:
-        """Return the bytes of a pass over `num_rows` rows, or None if they do not fit."""
         given = _random_input(config, module, device, num_rows)
         precision: AbstractContextManager[Any] = nullcontext()
         if under_autocast:
@@ -217,7 +217,7 @@ def _random_input(config: Config, module: Objective, device: torch.device, num_r
 
 
 def _peak_on_gpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes by which the CUDA allocator's peak rises in one forward and backward pass."""
+    """Return the bytes by which the CUDA allocator's peak rises in a forward and backward pass."""
     torch.cuda.empty_cache()
     bytes_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -226,7 +226,7 @@ def _peak_on_gpu(module: Objective, given: StepInput) -> int:
 
 
 def _kept_on_cpu(module: Objective, given: StepInput) -> int:
-    """Return the bytes of all storages that autograd keeps between one forward and its backward pass."""
+    """Return the bytes of all storages that autograd keeps for the backward pass; a CPU reports no peak."""
     bytes_by_address: dict[int, int] = {}
 
     def record_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,6 +241,7 @@ def _kept_on_cpu(module: Objective, given: StepInput) -> int:
 
 
 def _free_bytes(device: torch.device) -> float:
+    """Return the free bytes of the GPU or, on a CPU, this rank's equal share of the free host memory."""
     if device.type == "cuda":
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
         return free_bytes
@@ -248,6 +249,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
+    """Return the GPU's model or the size of the host memory: a size that was found fits on the same kind only."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

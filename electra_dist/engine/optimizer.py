@@ -11,10 +11,8 @@ implementations of this one update rule; `build_optimizer` takes the first that 
 
 `optimizer.name: lamb` is `ForeachLamb` of `lamb.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
 scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
-would silently take the norm of a piece for the norm of a parameter.
-
-`optimizer.name: muon` is `ForeachMuon` of `muon.py`. It runs at the ZeRO stages 0 to 2: at stages 1 and 2 the ranks
-exchange the elements of the matrices that they share.
+would silently take the norm of a piece for the norm of a parameter. `optimizer.name: muon` is `ForeachMuon` of
+`muon.py`, which runs at the ZeRO stages 0 to 2.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ from electra_dist.objectives.two_stage import TwoStageDetection
 def parameter_groups(
     module: nn.Module, weight_decay: float, generator: OptimizerConfig | None = None, *, use_muon: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, which separate parameters with weight decay from those without.
+    """Return the optimizer's parameter groups: LayerNorm parameters and biases are not decayed, all others are.
 
-    Args:
-        generator: settings of the generator's groups, whose decay and betas they take; None without
-            `optimizer.generator`.
+    In two-stage training, and with `generator` (its settings), the generator's parameters have groups of their own,
+    with `is_generators` True. With `use_muon` so have the matrices of the layers, with the key `num_matrices` of
+    `ForeachMuon`.
     """
     layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
     for submodule in module.modules():
@@ -80,23 +78,28 @@ def parameter_groups(
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates the parameter."""
+    """Return how many matrices Muon sees in a parameter; 0 if AdamW updates it (tables, projections and heads)."""
     if ".layers." not in name or parameter.dim() != 2:
         return 0
     if name.endswith("gated_expand.weight"):
-        return 2
+        return 2  # inner values and gates, in the architecture `modern`
     return 3 if name.endswith("attention.qkv.weight") else 1
 
 
 class Implementation(NamedTuple):
     """Choice of an implementation of the optimizer's update."""
 
-    name: str
-    reason: str = ""
+    name: str  # "apex", "deepspeed" or "foreach"
+    reason: str = ""  # why a faster one was not chosen, as a clause for the log; empty for the usual choice
 
 
 def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Implementation:
-    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one."""
+    """Choose what runs the optimizer's update: the configured implementation, or for `auto` the fastest one.
+
+    A configured one is tried as well, so that UserError names a missing one before the engine is built. The first
+    trial of DeepSpeed's compiles it, which takes about a minute. With `updates_on_host` the state is in host memory,
+    which only foreach can update.
+    """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
         if device_type != "cuda" or config.name == "muon":
@@ -127,7 +130,6 @@ _REMEDIES = {
 
 
 def _fastest_on_gpu(optimizer_name: str) -> Implementation:
-    """Return the fastest implementation that a GPU machine has for "adamw" or "lamb"; foreach always works."""
     reason = ""
     if has_nvidia_apex():
         problem = _problem_of("apex")
@@ -146,6 +148,8 @@ def _problem_of(implementation: str) -> str | None:
     """Return why "apex" or "deepspeed" cannot be used on this machine, in one line; None if it can."""
     if implementation == "apex" and not has_nvidia_apex():
         return "NVIDIA's apex with its CUDA extension amp_C is not installed"
+    # This imports the CUDA extension, and compiles DeepSpeed's first. A lack of nvcc, headers, ninja or cudart shows
+    # in errors of many classes, so all of them count.
     try:
         fused_adam_class, _ = _import_fused_adam(implementation)
         fused_adam_class([nn.Parameter(torch.zeros(1))], lr=0.0)
@@ -158,9 +162,7 @@ def _problem_of(implementation: str) -> str | None:
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build AdamW, LAMB or Muon for a module, with the fastest implementation that the config and the machine
-    allow.
-    """
+    """Build the optimizer of a module for `deepspeed.initialize`, with lr 0; also return its name for logs."""
     generator = config.for_generator if config.generator is not None else None
     groups = parameter_groups(module, config.weight_decay, generator, use_muon=config.name == "muon")
     if implementation is None:
@@ -181,9 +183,6 @@ def build_optimizer(
 def _build_lamb(
     groups: list[dict[str, Any]], implementation: str, betas: tuple[float, float], settings: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build this project's LAMB ("foreach") or that of apex, without bias correction and without apex's own
-    clipping.
-    """
     if implementation == "foreach":
         return ForeachLamb(groups, lr=0.0, betas=betas, **settings), "ForeachLamb (electra-dist)"
     from apex.optimizers import FusedLAMB
@@ -203,7 +202,7 @@ def _build_lamb(
 
 
 def _import_fused_adam(implementation: str) -> tuple[Any, str]:
-    """Import the FusedAdam class of apex or of DeepSpeed; return it with the name of its implementation for logs."""
+    """Import a FusedAdam, which may be absent or be compiled at first use; also return its name for logs."""
     if implementation == "apex":
         from apex.optimizers import FusedAdam
 
@@ -214,5 +213,5 @@ def _import_fused_adam(implementation: str) -> tuple[Any, str]:
 
 
 def has_nvidia_apex() -> bool:
-    """Return whether NVIDIA's apex with its CUDA extension `amp_C` is installed."""
+    """Return whether NVIDIA's apex with its CUDA extension `amp_C` is installed, without importing it."""
     return all(importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))

@@ -26,7 +26,11 @@ _DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks 
 
 
 def init_distributed() -> None:
-    """Join the process group that the launcher describes in the environment, or create one of a single rank."""
+    """Join the process group that the launcher's environment variables describe, or create one of a single rank.
+
+    Missing variables get the values of a single rank and are written to the environment. On a CPU torch uses this
+    rank's share of the cores, unless OMP_NUM_THREADS is set. Calling it again changes nothing. Collective.
+    """
     place = rank_place()
     check_meeting(os.environ.get("MASTER_ADDR", _SINGLE_RANK["MASTER_ADDR"]))
     for name, value in _SINGLE_RANK.items():
@@ -40,6 +44,7 @@ def init_distributed() -> None:
         # 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores(place.ranks_on_node)
+    # The first collective of a run would otherwise run on GPU 0 for all ranks of a node, and hang.
     local_device()
     _ask_cuda_for_free_memory(get_accelerator())
     # A supervisor has chosen a free port. If that has been taken since, it starts the ranks again with another.
@@ -52,12 +57,13 @@ def init_distributed() -> None:
 def _share_cores(ranks_on_node: int) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         return
+    # Otherwise every rank would use as many threads as there are cores, and the ranks would slow one another.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // ranks_on_node))
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank, and make it the current CUDA device where there is one."""
+    """Return this rank's device, the CPU or the GPU of number LOCAL_RANK, which becomes the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = rank_place().local_rank
@@ -75,5 +81,6 @@ def local_device() -> torch.device:
 
 
 def _ask_cuda_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
+    """Make DeepSpeed ask CUDA for a GPU's free memory; its own way fails if CUDA_VISIBLE_DEVICES holds UUIDs."""
     if accelerator.device_name() == "cuda":
         accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]

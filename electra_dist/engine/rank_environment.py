@@ -75,7 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the value of an environment variable that holds a whole number; `default` if it is not set."""
+    """Return a variable's value, or `default` if it is not set; raise UserError unless it is in [0, 999999999]."""
     text = environment.get(name)
     if text is None:
         return default
@@ -85,7 +85,7 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 
 
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if this rank cannot meet the others: RANK is not set, or `host` is no name of a machine."""
+    """Raise UserError if RANK is not set beside other ranks, or if `host` is no name of a machine."""
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:
         raise _refused(f"WORLD_SIZE is {world_size}, but RANK is not set")
@@ -94,7 +94,7 @@ def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> Non
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:
+        if error.errno == socket.EAI_NONAME:  # not if a name server does not answer, because torch tries again
             raise _refused(f"MASTER_ADDR is {host!r}, and there is no machine of this name") from None
     except UnicodeError:
         raise _refused(f"MASTER_ADDR is {host[:80]!r}, which cannot be the name of a machine") from None

@@ -23,20 +23,19 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 
 
 class Stages:
-    """Schedule of two-stage training: first only the generator learns, then only the discriminator.
-
-    When the second stage begins, the discriminator becomes a copy of the generator. Call `enter` before every step.
-    For a run without two-stage training it does nothing.
-    """
+    """Schedule of two-stage training; it does nothing in other runs, where `generator_only_steps` is 0."""
 
     def __init__(self, engine: Engine, objective: ObjectiveConfig) -> None:
-        """Store the engine and the length of the first stage; nothing changes before the first call of `enter`."""
         self._engine = engine
         self._first_steps = objective.generator_only_steps
         self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
 
     def enter(self, step: int) -> bool:
-        """Set the learning rates for `step` and, if the second stage begins at it, copy the generator. Collective."""
+        """Set the learning rates for `step`, and copy the generator if the second stage begins. Collective.
+
+        Call it before every step, also before one that is skipped. It returns True where the second stage begins: the
+        loss is another function from there on, so do not compare it with losses of earlier steps.
+        """
         is_two_stage = self._first_steps > 0
         if not is_two_stage:
             return False
@@ -50,7 +49,7 @@ class Stages:
         return begins_second
 
     def _activate_tower(self, *, is_generator: bool) -> None:
-        """Let one tower learn: set `lr_scale` to 1 for its parameter groups and to 0 for those of the other tower."""
+        """Let one tower learn, by `lr_scale` 1 for its parameter groups and 0 for those of the other tower."""
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
@@ -61,9 +60,7 @@ class Stages:
 
 
 def copy_generator(engine: Engine) -> None:
-    """Copy the generator and its embeddings over the discriminator's, and set the copies' moments to zero.
-    Collective.
-    """
+    """Copy the masters of generator and embeddings to the discriminator, with moments of zero. Collective."""
     module = engine.deepspeed.module
     optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
@@ -83,6 +80,7 @@ def copy_generator(engine: Engine) -> None:
 
 
 def _copy_name(name: str) -> str | None:
+    """Return the name of the discriminator's parameter that a parameter is copied to; None if it is not copied."""
     for prefix, copy_prefix in _COPIES.items():
         if name.startswith(prefix):
             return copy_prefix + name.removeprefix(prefix)
@@ -90,7 +88,8 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Return the fp32 master of a whole parameter, 1-D, on every rank."""
+    """Return the fp32 master of a whole parameter, 1-D, on every rank. Collective."""
+    # Every element has exactly one owner, so the sum over the ranks is the master itself, bit for bit.
     master = torch.zeros(numel, device=device)
     if fragment is not None:
         master[fragment.start : fragment.start + fragment.numel] = fragment.views["master"]

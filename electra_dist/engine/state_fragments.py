@@ -34,7 +34,7 @@ _TESTED_VERSION = "0.19.8"  # of DeepSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class _MasterSlice:
-    """Part of one parameter's fp32 master copy that this rank keeps."""
+    """Part of one parameter's fp32 master that this rank keeps."""
 
     name: str  # of the parameter
     start: int  # first element, counted in the flattened parameter
@@ -48,17 +48,24 @@ _Locator = Callable[[str, nn.Parameter], _MasterSlice | None]
 
 
 def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that this rank writes into a checkpoint."""
+    """Return the ranges of parameters ("fragments") that this rank, and no other, writes into a checkpoint.
+
+    At ZeRO stage 0, where every rank holds everything, each parameter is cut into one part per rank. The fp32 views
+    alias the live state of `engine.deepspeed.module` and `engine.optimizer`. Not collective.
+    """
     return _fragments(module, optimizer, share=dist.get_rank(), num_shares=dist.get_world_size())
 
 
 def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint."""
+    """Return the ranges of parameters that this rank fills when it loads a checkpoint; call `publish` afterwards.
+
+    They are whole parameters at ZeRO stage 0, and the owned fragments at stages 1 to 3.
+    """
     return _fragments(module, optimizer, share=0, num_shares=1)
 
 
 def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's ranges of all parameters ("fragments"), with views of their fp32 masters and moments."""
+    """Return the fragments with views; moments that do not exist before the first step are created with zeros."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
     for master in _master_slices(module, optimizer, share, num_shares):
@@ -85,7 +92,7 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
 
 
 def publish(optimizer: Any) -> None:
-    """Copy overwritten fp32 masters to the parameters that the forward pass reads, on all ranks. Collective."""
+    """Copy overwritten fp32 masters to the parameters that the forward pass reads. Collective."""
     if isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -93,7 +100,7 @@ def publish(optimizer: Any) -> None:
 
 
 def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Copy the fp32 masters of ZeRO stage 3 to the partitioned parameters."""
+    # DeepSpeed keeps small ("persistent") parameters gathered on every rank, and these copies hold the old values.
     persistent = optimizer.persistent_parameters
     if persistent:
         persistent[0].partition(persistent)  # a method of any parameter, which acts on the list that it receives
@@ -113,7 +120,7 @@ def _publish_stage3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return a dict from each alias of a shared parameter to the name under which the parameter is stored."""
+    """Return a dict from each alias of a shared parameter to its first name in the module, by which it is stored."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -124,7 +131,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the whole shape of every parameter by its name; a shared parameter is listed once."""
+    """Return the whole shape of every parameter, also where ZeRO-3 partitions it; a shared one is listed once."""
     shapes = {}
     for name, parameter in module.named_parameters():
         whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # `ds_shape` exists at ZeRO stage 3 only
@@ -157,14 +164,13 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
     """Return a function that finds this rank's slice of a parameter, for BF16_Optimizer and ZeRO stages 1 and 2."""
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
-        """Return this rank's slice of a parameter by `_hp_mapping`; None if it lies wholly on other ranks."""
         if not hasattr(parameter, "_hp_mapping"):
             raise RuntimeError(
                 f"DeepSpeed has not linked parameter {name} to its fp32 partition; install "
                 f"deepspeed=={_TESTED_VERSION}"
             )
         link = parameter._hp_mapping
-        if link is None:
+        if link is None:  # the parameter lies wholly on other ranks
             return None
         # DeepSpeed calls the forward pass's dtype "lp" (low precision) and the master's fp32 "hp" (high precision).
         in_parameter = link.lp_fragment_address
@@ -181,11 +187,10 @@ def _linked_locator(flat_partitions: list[torch.Tensor]) -> _Locator:
 
 
 def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
-    """Return a function that finds this rank's slice of a parameter, for ZeRO stage 3."""
+    """Return a function that finds this rank's slice of a parameter, without padding, for ZeRO stage 3."""
     rank = dist.get_rank()
 
     def locate(name: str, parameter: Any) -> _MasterSlice | None:
-        """Return this rank's partition of a parameter without the padding at its end; the slice may be empty."""
         group, offset, partition_numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * partition_numel
         numel_without_padding = max(0, min(partition_numel, parameter.ds_numel - start))
@@ -201,7 +206,7 @@ def _stage3_locator(optimizer: DeepSpeedZeroOptimizer_Stage3) -> _Locator:
 
 
 def _replicated_locator(share: int, num_shares: int) -> _Locator:
-    """Return a function that finds one part of a parameter, for ZeRO stage 0."""
+    """Return a function that takes one of `num_shares` nearly equal parts of a parameter, for ZeRO stage 0."""
 
     def locate(name: str, parameter: nn.Parameter) -> _MasterSlice | None:
         numel = parameter.numel()

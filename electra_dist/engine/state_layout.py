@@ -17,21 +17,17 @@ _PARTITIONED_PARTS: dict[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Bytes per parameter of each part of the training state, and where that part is kept.
+    """Bytes per parameter of each part of the training state, and where that part is kept."""
 
-    The parts are the weights that the forward pass reads, the gradients, the fp32 master copy of the weights, and
-    the optimizer's moments.
-    """
-
-    weights: int
+    weights: int  # that the forward pass reads
     gradients: int
-    master: int
-    moments: int
+    master: int  # fp32 copy of the weights
+    moments: int  # of the optimizer
     partitioned: frozenset[str]  # parts that are cut into one piece per GPU; the others are whole on every GPU
     on_host: frozenset[str]  # parts that are kept in host memory
 
     def bytes_per_gpu(self, part: str, num_parameters: int, world_size: int) -> float:
-        """Return the device bytes that one GPU holds of one part."""
+        """Return the device bytes that one of `world_size` GPUs holds of a part; 0 for a part in host memory."""
         if part in self.on_host:
             return 0.0
         bytes_per_parameter = getattr(self, part)
@@ -39,7 +35,7 @@ class StateLayout:
         return bytes_per_parameter * num_parameters / num_pieces
 
     def formula(self) -> str:
-        """Return the device bytes per GPU as a formula of P parameters and W GPUs, for example "4P + 4P + 8P"."""
+        """Return the device bytes per GPU as a formula of P parameters and W GPUs, such as "4P + 4P + 8P/W"."""
         terms = []
         for part in PARTS:
             bytes_per_parameter = getattr(self, part)
@@ -51,7 +47,11 @@ class StateLayout:
 
 
 def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> StateLayout:
-    """Return the bytes per parameter that DeepSpeed keeps for a precision and a ZeRO stage."""
+    """Return the bytes per parameter that DeepSpeed keeps for a precision ("bf16", "fp16", "fp32") and a ZeRO stage.
+
+    At stages 1 to 3, bf16 and fp16 have 2-byte weights, and stage 1 in bf16 (BF16_Optimizer) keeps 2-byte gradients
+    beside the fp32 sums. Stage 0 has 4-byte weights and no master copy, and ignores `offload_optimizer`.
+    """
     partitioned = _PARTITIONED_PARTS[zero_stage]
     has_2_byte_weights = precision != "fp32" and zero_stage > 0
     keeps_2_byte_gradients = precision == "bf16" and zero_stage == 1

@@ -7,7 +7,8 @@ the factor does not depend on how ZeRO cuts the gradients, except for the roundi
 
 How: DeepSpeed clips by one norm over all parameters, so its own clipping is switched off. Before its step the reduced
 gradients are measured where its optimizers keep them, each rank its own part. One all-reduce adds the two sums of
-squares. The factors are applied when DeepSpeed calls the optimizer for a group, to the fp32 gradients of that group.
+squares; the host does not wait for the device. The factors are applied when DeepSpeed calls the optimizer for a group,
+to the fp32 gradients of that group.
 
 Limits: tested with DeepSpeed 0.19.8, whose attributes this file reads.
 """
@@ -27,18 +28,14 @@ _EPS = 1e-6  # added to a norm before dividing by it, as DeepSpeed and torch do
 
 
 class TowerClipping:
-    """Clipping of gradients by two norms: one over the generator's own parameters, one over all others.
-
-    In each step call `measure` once, when the gradients of the step are reduced, and then `apply` for the parameter
-    groups that are updated.
-    """
+    """Clipping by two norms: call `measure` once a step, after its last backward pass, and then `apply`."""
 
     def __init__(self, discriminator_clip: float, generator_clip: float, device: torch.device) -> None:
         self._clip_2 = torch.tensor([discriminator_clip, generator_clip], dtype=torch.float64, device=device)
         self._factor_2 = torch.ones(2, device=device)
 
     def measure(self, optimizer: Any, gradient_scale: float = 1.0) -> None:
-        """Compute the two norms, and from them the factors that `apply` uses. Collective at ZeRO stages 1 to 3."""
+        """Compute the factors; the gradients are still multiplied by `gradient_scale`. Collective at stages 1 to 3."""
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in _gradient_parts(optimizer):
             tower = int(group["is_generators"])
@@ -52,7 +49,7 @@ class TowerClipping:
         self._factor_2 = (self._clip_2 / (norm_2 + _EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
-        """Scale the gradients of parameter groups in place by the factor of their tower."""
+        """Scale the gradients (`.grad`) of parameter groups in place by the factor of their tower."""
         for group in groups:
             factor = self._factor_2[int(group["is_generators"])]
             for parameter in group["params"]:
@@ -61,7 +58,7 @@ class TowerClipping:
 
 
 def _gradient_parts(optimizer: Any) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Yield parameter groups with this rank's parts of their reduced gradients; a group may come several times."""
+    """Yield parameter groups with this rank's parts of their gradients; a group may come several times."""
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             yield group, [parameter.grad for parameter in group["params"] if parameter.grad is not None]

@@ -1,22 +1,19 @@
 """Implements adversarial ELECTRA: by REINFORCE, the generator learns to fool the discriminator (paper, appendix F).
 
-The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss. Its reward for the token that it
-inserts at a masked slot is the discriminator's loss there, R = -log D(right label), under the assumption that other
-replacements do not matter. The generator's parameters follow
+The discriminator learns as in ELECTRA. The generator does not learn by its MLM loss, which is only reported. Its
+reward for the token that it inserts at a masked position is the discriminator's loss there, R = -log D(right label),
+under the assumption that other replacements do not matter. The generator's parameters follow
 
-    (R - b) * gradient of log p(inserted token),   b = -log sigmoid(w . h + c), a learned baseline of the slot
+    (R - b) * gradient of log p(inserted token),   b = -log sigmoid(w . h + c), a learned baseline of the position
 
-where h is the generator's state of the slot and p the distribution that was sampled from, temperature included. The
-inserted token is the sample of the slot, except where `masking: reference` has drawn a position more than once. The
-baseline learns by cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), and sends no gradient to h.
-Samples are keyed by (seed, step, row), as in the other objectives. The surrogate loss of a step has the right
-gradient; its value has no meaning.
-
-`mlm_weight` weighs the generator's losses. Its MLM loss is reported but not trained.
+where h is the generator's state and p the distribution that was sampled from, temperature included. The inserted
+token is the sample, except where `masking: reference` has drawn a position more than once. The baseline learns by
+cross-entropy between sigmoid(w . h + c) and D(right label) = exp(-R), and sends no gradient to h. The surrogate loss
+of a step has the right gradient; its value has no meaning. `mlm_weight` weighs the loss of generator and baseline.
 
 Source: Clark et al., appendix F, which leaves open whether the baseline trained the encoder.
 
-Shapes: B rows, S tokens, M masked slots, H width of the generator.
+Shapes: B rows, S tokens, N masked positions of every row, M = B * N, H width of the generator.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ state h_t weighs them:
 
     p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(x)
 
+Cost: a softmax over the vocabulary at every position, not only at the masked ones.
+
 Shapes: B rows, S tokens, T = B * S.
 """
 
@@ -22,7 +24,7 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 
 class AllTokensMlm(CorruptingObjective):
-    """Objective that predicts the original token at every position of corrupted text."""
+    """Objective that predicts the original token at every position of corrupted text, with a learned copy gate."""
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:

@@ -45,9 +45,10 @@ REVERSE = 2**32 - 3
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of a batch, losses in nats; add them over micro-batches and ranks first, then divide.
+    """Sums over the tokens of a batch, from which metrics are computed; losses are in nats.
 
-    The mean MLM loss, for example, is mlm_loss_sum / mlm_weight. Sums that an objective does not have are 0.
+    Add them over micro-batches and ranks before dividing: the mean MLM loss is mlm_loss_sum / mlm_weight. Sums that an
+    objective does not have are 0. A slot is a masked position; with `electric`, every token that may be masked is one.
     """
 
     loss: float  # the scaled loss that is minimised; its sum over all ranks and micro-batches is the loss of the step
@@ -70,7 +71,11 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch."""
+    """Input of one forward pass of an objective: some rows of one optimizer step, usually a micro-batch.
+
+    The two scales turn an objective's one or two sums over tokens into means. `first_scale` is 1 / (sum of column 0 of
+    `loss_counts`) over all rows that the mean covers, usually the global batch, and `second_scale` 1 / (column 1).
+    """
 
     # Not a NamedTuple, because DeepSpeed's hooks rebuild tuples. The hook of ZeRO-3 puts other tensor objects into
     # them. The hook of fp16 casts the two scales to 16 bits and calls the class with arguments that a NamedTuple does
@@ -99,7 +104,7 @@ class StepInput:
 
 
 class StepOutput(NamedTuple):
-    """Result of one forward pass of an objective: the loss, the sums for metrics, and outputs per token."""
+    """Result of one forward pass of an objective; only `loss` carries a gradient."""
 
     loss: torch.Tensor  # fp32 scalar, scaled: what the backward pass starts from
     sums: torch.Tensor  # float64 [len(Sums._fields)], in the order of `Sums`; read with `Sums(*sums.tolist())`
@@ -110,13 +115,13 @@ class StepOutput(NamedTuple):
 
 
 def step_key(seed: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return seed and step as int64 [2] on a device; the host does not wait for the copy to a GPU."""
+    """Copy seed (below 2**63) and step to `device` as int64 [2], where kernels read them; the host does not wait."""
     return key_on_device(torch.tensor([seed, step]), device)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """Input of an objective's `compute_loss`: a `StepInput` with the structure and the attention mask of its rows."""
+    """Input of `compute_loss`: a `StepInput` with the examples, positions, pads and attention mask of its rows."""
 
     values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
@@ -124,12 +129,12 @@ class Batch(StepInput):
 
     @property
     def step_on_device(self) -> torch.Tensor:
-        """Return the number of the optimizer step as int64 [1] on the device of the ids, for draws by operators."""
+        """Return the step's number as int64 [1] on the device of the ids, for operators that draw random numbers."""
         assert self.key_2 is not None, "`Objective.batch` makes the key"
         return self.key_2[1:]
 
     def slot_number_M(self, num_slots: int) -> torch.Tensor:
-        """Return the number of each slot of this batch within the step's global batch, int64 [B * num_slots]."""
+        """Return r * num_slots + n for slot n of row r of the global batch, int64 [B * num_slots], to key samples."""
         slot_in_row_N = torch.arange(num_slots, device=self.row_B.device)
         first_slot_of_row_B1 = self.row_B[:, None] * num_slots
         return (first_slot_of_row_B1 + slot_in_row_N).flatten()
@@ -140,8 +145,9 @@ def loss_counts(
 ) -> torch.Tensor:
     """Count, for each row, the tokens over which each of the objective's two losses is averaged; int64 [B, 2].
 
-    Args:
-        mask_prob: share of masked tokens at this step, if it is scheduled. None means its value at the first step.
+    Column 0 belongs to the generator's loss, or to the only loss; column 1 to the large tower's. The counts follow
+    from the ids alone, so a step can sum them over all ranks before its first forward pass. `mask_prob` is the present
+    value of a scheduled `objective.mask_prob`; None means that of the first step.
     """
     masked_B = num_masked(ids_BS, special, objective, mask_prob)
     first_B = masked_B
@@ -155,28 +161,31 @@ def loss_counts(
 
 
 class Objective(nn.Module, ABC):
-    """Base class of the objectives: a module that holds the networks and computes the loss that trains them."""
+    """Base class of the objectives: holds the networks, and returns a `StepOutput` when called with a `StepInput`."""
 
     def __init__(
         self, towers: ElectraTowers, objective: ObjectiveConfig, special: SpecialIds, backend: str = "auto"
     ) -> None:
-        """Store the networks and the settings."""
         super().__init__()
         self.towers = towers
         self.objective = objective
         self.special = special
         self.backend = backend
-        self.attention = SDPA
+        self.attention = SDPA  # until the caller chooses another backend
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Return the loss, the metric sums and the outputs per token for some rows of an optimizer step."""
+        """Return the result of `compute_loss`, or of `score_shown` if the input brings replaced tokens of its own."""
         batch = self.batch(step_input)
         if batch.shown_BS is not None:
             return self.score_shown(batch, batch.shown_BS)
         return self.compute_loss(batch)
 
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
-        """Return the discriminator's logits of "replaced" on given tokens; the loss is 0, and no generator runs."""
+        """Return the discriminator's logits of "replaced" on the ids `shown_BS`; the loss is 0, and no generator runs.
+
+        The objective must have a discriminator. With `electric` the logits are energies, without the noise model's
+        offset.
+        """
         label_BS = shown_BS != batch.ids_BS
         hidden_BSH = self.read(batch, shown_BS)
         rtd = self.towers.discriminator_head(hidden_BSH, label_BS, batch.layout.is_real_BS, backend=self.backend)
@@ -184,10 +193,15 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss, the metric sums and the outputs per token of a batch."""
+        """Return the loss, the metric sums and the outputs per token of a batch; `forward` calls it.
+
+        The loss is the sum of the objective's one or two losses. Each is a sum over tokens, times its weight and its
+        scale (`batch.first_scale` or `batch.second_scale`): use `scheduled_values.weighted`. Build the result with
+        `output`.
+        """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Return the input together with the examples, positions and attention mask of its rows."""
+        """Add the structure of the rows and the attention mask to an input; "flash" attention needs its `bounds`."""
         layout = derive(step_input.ids_BS, self.special)
         values = step_input.scheduled
         if values is None:
@@ -212,7 +226,6 @@ class Objective(nn.Module, ABC):
         )
 
     def _attention_mask(self, step_input: StepInput, layout: RowLayout) -> AttentionMask:
-        """Return the mask of the selected backend that lets tokens of one example attend to each other."""
         if self.attention.backend != "flash":
             parameter_dtype = self.towers.embeddings.word.weight.dtype
             return new_attention_mask(self.towers.model, layout, parameter_dtype, self.attention.backend)
@@ -224,7 +237,7 @@ class Objective(nn.Module, ABC):
         return step_input.bounds
 
     def mask(self, batch: Batch) -> Masking:
-        """Draw the masked positions of each row; return them with the masked rows that the generator reads."""
+        """Draw the masked positions of each row, and build the masked rows; a repeated call gives equal results."""
         return mask_rows(
             batch.ids_BS,
             self.special,
@@ -238,7 +251,7 @@ class Objective(nn.Module, ABC):
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the keys from which one network (tower) derives which elements it drops for this batch."""
+        """Return the keys that decide what a tower (GENERATOR, DISCRIMINATOR or REVERSE) drops for this batch."""
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower)
         return DropoutKeys(
             seed=tower_seed,
@@ -249,7 +262,10 @@ class Objective(nn.Module, ABC):
         )
 
     def read(self, batch: Batch, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Run the large tower on a masked or corrupted version of the batch; return its states, [B, S, H]."""
+        """Run the large tower, `towers.discriminator`, on masked or corrupted ids; return its states, [B, S, H].
+
+        The structure of the rows is taken from the original ids, since a replacement could be a [SEP] or a [PAD].
+        """
         dropout_keys = self.dropout_keys(batch, DISCRIMINATOR)
         embedded = self.towers.embed_discriminator(ids_BS, batch.layout, dropout_keys)
         return self.towers.discriminator(embedded, batch.attention_mask, dropout_keys)
@@ -265,10 +281,9 @@ class Objective(nn.Module, ABC):
     ) -> StepOutput:
         """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
 
-        Args:
-            rtd_logit_BS: B * S logits of any shape; None if the objective does not detect replaced tokens.
-            label_BS: bool, True for replaced tokens; None if the objective has no such labels.
-            shown_BS: int64 ids that the discriminator has read; None if they are the batch's own.
+        `sums` has scalars by the names of `Sums`, without `loss` and `tokens`. `rtd_logit_BS` has B * S logits in any
+        shape; None means that nothing is detected. `shown_BS` is None if the discriminator has read the batch's own
+        ids.
         """
         is_real_BS = batch.layout.is_real_BS
 
@@ -297,7 +312,7 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a head that predicts masked tokens, by the names of the fields of `Sums`."""
+    """Return a token head's sums by their names in `Sums`: the generator's or, with `mlm`, the large tower's head."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,
@@ -307,7 +322,7 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of the discriminator's head, by the names of the fields of `Sums`."""
+    """Return the sums of the discriminator's head by their names in `Sums`."""
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

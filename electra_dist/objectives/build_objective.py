@@ -1,4 +1,4 @@
-"""Builds the objective that a config names; every rank does so."""
+"""Builds the objective that a config names, with its generator; every rank does so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the objective that the config names, as an initialised module in fp32 on the host."""
+    """Return the objective that the config names, with its initial weights (keyed by `seed`), in fp32 on the host.
+
+    The caller moves it to the device, sets its `attention` and, with `objective.generator: frozen`, loads the weights
+    of its `frozen_generator`. `count_V` says how often each token occurs in the corpus; see `needs_token_counts`.
+    """
     towers = build_towers(model, seed, objective)
     if objective.name == "mlm":
         return MaskedLanguageModel(towers, objective, special, backend)
@@ -65,7 +69,6 @@ def needs_token_counts(objective: ObjectiveConfig) -> bool:
 def _random_replacements(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> RandomReplacements | None:
-    """Return the module that draws the share `objective.random_share` of the replacements; None if it is always 0."""
     if not objective.draws_at_random:
         return None
     if objective.random_from == "uniform":
@@ -83,7 +86,6 @@ def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
 ) -> FixedGenerator | None:
-    """Return the generator with fixed token probabilities, or None if `objective.generator` is a network."""
     if objective.generator in ("trained", "frozen"):
         return None
     if objective.generator == "uniform":

@@ -1,9 +1,8 @@
-"""Replace tokens of held-out rows by tokens from elsewhere in the rows, so that only context shows which are replaced.
+"""Replaces tokens of held-out rows by tokens from elsewhere in the rows, so that only context shows what is replaced.
 
 Guarantee: the tokens that are compared form two classes, replaced and original, and every token occurs in both classes
 equally often. A score that depends on the token alone, such as its frequency, therefore has a ROC-AUC of exactly 0.5
-(ties count one half), whatever the corpus is. Replacements are draws from the unigram distribution of the rows, and a
-function of the arguments only, without any state.
+(ties count one half), whatever the corpus is. The result is a function of the arguments only.
 
 How: a place is a position of a row whose token may be masked. The places of all rows are put into one random order,
 which is treated as a ring and divided into parts of the share `mask_prob`. In one copy of the rows one part is masked:
@@ -36,7 +35,7 @@ NOT_COMPARED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRows:
-    """Rows with replaced tokens for the discriminator to read, and labels of the places whose scores are compared."""
+    """Copies of the held-out rows with replaced tokens, and labels of the places whose scores are compared."""
 
     original_QS: np.ndarray  # int64 ids; examples and positions follow from these
     shown_QS: np.ndarray  # int64 ids with the replacements in place
@@ -57,7 +56,10 @@ def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
 def replace_by_other_tokens(
     ids_RS: np.ndarray, special: SpecialIds, mask_prob: float, num_wanted: int, seed: int
 ) -> ContextRows:
-    """Return copies of the rows in which some places show tokens of other places, with labels for the comparison."""
+    """Return as many copies of the rows as `num_wanted` replaced tokens need, with replacements and labels.
+
+    There are fewer replaced tokens if too few places may be masked. A `mask_prob` above 0.5 counts as 0.5.
+    """
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)
     places_per_copy = min(max(1, round(mask_prob * len(places_n))), len(places_n) // 2)

@@ -5,7 +5,8 @@ id differs from the original, so a sample that equals the original counts as ori
 probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss. A frozen one learns
 nothing either: its MLM loss is measured for the metrics, and is no part of the loss.
 
-Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N.
+Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N. Rows with fewer masked
+positions leave slots empty. An empty slot is at position 0 and has weight 0 in every loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from electra_dist.objectives.scheduled_values import weighted
 
 
 class Corruption(NamedTuple):
-    """Rows of a batch in which a generator replaced masked tokens, with their labels and the generator's loss."""
+    """Rows in which a generator replaced the masked tokens, with their labels and the generator's loss."""
 
     masking: Masking  # the masked positions, one per slot, and the slots' weights
     corrupted_BS: torch.Tensor  # int64 ids with the samples in the slots: what the discriminator reads
@@ -40,7 +41,11 @@ class Corruption(NamedTuple):
 
 
 class CorruptingObjective(Objective):
-    """Base class of objectives whose large tower reads text in which a generator replaced tokens."""
+    """Base class of objectives whose large tower reads text in which a generator replaced tokens.
+
+    A given `fixed_generator` or `frozen_generator` draws the replacements in place of a generator that is trained;
+    `random_replacements` draws the share `objective.random_share` of them.
+    """
 
     frozen_generator: FrozenGenerator | None
 
@@ -54,14 +59,6 @@ class CorruptingObjective(Objective):
         random_replacements: RandomReplacements | None = None,
         frozen_generator: FrozenGenerator | None = None,
     ) -> None:
-        """Store the networks and the settings.
-
-        Args:
-            fixed_generator: draws the replacements in place of a network; None if the generator is a network.
-            random_replacements: draws the replacements of the share `objective.random_share` of the masked positions;
-                None if that share is 0 in every step.
-            frozen_generator: network that draws the replacements and does not learn; None for any other generator.
-        """
         super().__init__(towers, objective, special, backend)
         self.fixed_generator = fixed_generator
         self.random_replacements = random_replacements
@@ -71,7 +68,10 @@ class CorruptingObjective(Objective):
         self.early_generator = False  # the caller sets it from `engine.early_generator`
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, sample a token for each masked position, and put the samples in these positions."""
+        """Mask the rows, and put a token of the generator at each masked position.
+
+        The generator's loss in the result is its sum over the slots, times `batch.first_scale` and `mlm_weight`.
+        """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             return self._corrupt_by_fixed_generator(batch, masking, self.fixed_generator)
@@ -87,9 +87,7 @@ class CorruptingObjective(Objective):
         return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
     def _with_random_tokens(self, batch: Batch, masking: Masking, sampled_M: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that are put in the masked positions: samples of the generator or random tokens. Each slot
-        gets a random token with the probability `random_share`, and the generator's sample otherwise.
-        """
+        """Return the samples, some replaced by random tokens; int64, [B, N], or [M] if none can be replaced."""
         share = batch.values.random_share
         is_never_random = not isinstance(share, torch.Tensor) and share == 0
         if self.random_replacements is None or is_never_random:
@@ -103,7 +101,6 @@ class CorruptingObjective(Objective):
     def _corrupt_by_fixed_generator(
         self, batch: Batch, masking: Masking, fixed_generator: FixedGenerator
     ) -> Corruption:
-        """Return the rows with tokens drawn from fixed probabilities at the masked positions; the loss is 0."""
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = fixed_generator(target_BN, batch.row_B, batch.step_on_device, batch.seed)
         sampled_correct = ((sampled_BN == target_BN) * masking.weight_BN).sum()
@@ -117,7 +114,6 @@ class CorruptingObjective(Objective):
         )
 
     def _corrupt_by_frozen_generator(self, batch: Batch, masking: Masking) -> Corruption:
-        """Return the rows with samples of the frozen generator at the masked positions; the loss is 0."""
         with torch.no_grad():
             states_MH = self.generator_states(batch, masking)
             mlm = self.fill(batch, masking, states_MH)
@@ -131,7 +127,7 @@ class CorruptingObjective(Objective):
         )
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
-        """Return the module whose `embed`, `generator`, `generator_head` and `embeddings` are the generator's."""
+        """Return the module that has the generator: the towers, or the frozen one, on the device of the batch."""
         if self.frozen_generator is None:
             return self.towers
         return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
@@ -152,9 +148,7 @@ class CorruptingObjective(Objective):
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Return the loss of the generator's head at N positions of each row, and a token sampled for each
-        position.
-        """
+        """Return the generator's loss at any N positions of each row, and a sample for each; weight 0 excludes one."""
         network = self.generator_network(batch)
         return network.generator_head(
             hidden_MH,
@@ -171,8 +165,9 @@ class CorruptingObjective(Objective):
         )
 
     def entropy_sums(self, batch: Batch, hidden_MH: torch.Tensor, weight_BN: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of the entropies of the generator's distributions, in nats, as {"entropy_sum":
-        sum}.
+        """Return the weighted entropies of the generator's distributions at temperature 1, in nats, under their name.
+
+        In training the dict is empty, because the logits would have to be computed once more at every step.
         """
         if self.training:
             return {}
@@ -184,9 +179,9 @@ class CorruptingObjective(Objective):
         return {"entropy_sum": (entropy_M * weight_BN.flatten()).sum()}
 
     def replace(self, batch: Batch, masking: Masking, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows with the samples at the masked positions, int64 [B, S], and which ids changed, bool [B, S].
+        """Put samples, [B, N] or [M], at the masked positions; return the rows and which ids changed, bool [B, S].
 
-        Args:
-            sampled: int64 sampled tokens, one per slot, [B, N] or [M] with M = B * N.
+        A position that `masking: reference` has drawn twice gets the mean of its two ids, rounded down, as in Google's
+        code.
         """
         return replace_and_label(batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend)

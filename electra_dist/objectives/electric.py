@@ -13,6 +13,8 @@ scores a whole text. q reads the original text, not the noised one, and gets no 
 Attention and neighbours stay inside an example. The first token of an example has no left neighbour and the last one
 no right neighbour; zeros take the place of their states.
 
+Cost: a softmax over the vocabulary at every position, twice (the second time for log q of the noised text).
+
 Shapes: B rows, S tokens, H width of one generator tower, T = B * S.
 """
 
@@ -59,9 +61,6 @@ class Electric(CorruptingObjective):
     def _detection_sums(
         logit_BS: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the discriminator's loss over the real tokens, and the counts for its metrics, as fields of
-        `Sums`.
-        """
         dtype = logit_BS.dtype
         weight_BS = is_real_BS.to(dtype)
         losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(dtype), reduction="none")
@@ -76,7 +75,7 @@ class Electric(CorruptingObjective):
         }
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
-        """Return the noise model's state of each token, from its context on both sides, [B, S, 2 H]."""
+        """Return the states left of each token and right of it, concatenated, [B, S, 2 H]."""
         towers = self.towers
         example_BS = batch.layout.example_BS
         S = example_BS.shape[1]
@@ -104,7 +103,6 @@ class Electric(CorruptingObjective):
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: Scalar) -> torch.Tensor:
-        """Return the offset of the discriminator's logits, log q(x_t) + log(p / (1 - p)), [B, S], without gradient."""
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),

@@ -4,17 +4,12 @@ Guarantee: token v is drawn with probability weight_v / (sum of all weights), ex
 step, row, slot) only, where a slot is a place for one masked position of a row. With `disallow_correct` the original
 token is never drawn, and the probabilities of the others keep their ratios.
 
-How: the range of a 32-bit random word is divided into one interval per token, whose length is in proportion to the
-token's weight. The drawn token is the one whose interval contains the word (inverse CDF, one binary search per slot).
-The ends of the intervals are an int64 buffer, so casting the module to bf16 does not change them. No checkpoint holds
-the buffer, because it follows from the config and the corpus.
+How: the range of a 32-bit random word is divided into one interval per token, as long as its share of the weights. The
+drawn token is the one whose interval contains the word (one binary search per slot). The ends of the intervals are an
+int64 buffer, which a cast of the module to bf16 leaves alone, and which no checkpoint has to hold.
 
 With `objective.generator: uniform` all tokens of the vocabulary are drawn, special tokens included, as in Google's
-code. With `unigram` (in the paper, but not in its code) the weights are `count ** (1 / temperature)`, and [PAD],
-[CLS], [SEP] and [MASK] are never drawn.
-
-`RandomReplacements` puts such draws in place of some samples of a generator network (`objective.random_share`). Its
-random numbers have a purpose of their own, and its uniform draws leave out the special tokens.
+code. With `unigram` (in the paper, but not in its code) [PAD], [CLS], [SEP] and [MASK] are never drawn.
 
 Shapes: B rows, N slots in every row, V tokens.
 """
@@ -40,7 +35,7 @@ class FixedGenerator(nn.Module):
     ends_V: torch.Tensor  # int64: token v owns the random words from ends_V[v - 1] (0 for v = 0) below ends_V[v]
 
     def __init__(self, weight_V: np.ndarray, disallow_correct: bool) -> None:
-        """Divide the range of a 32-bit random word into one interval per token, in proportion to the weights."""
+        """Divide the range of the random words by `weight_V`, which is not negative and need not sum to 1."""
         super().__init__()
         self.disallow_correct = disallow_correct
         cumulative_probability_V = np.cumsum(weight_V / weight_V.sum())
@@ -53,7 +48,7 @@ class FixedGenerator(nn.Module):
     def forward(
         self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int | torch.Tensor, seed: int
     ) -> torch.Tensor:
-        """Return a drawn token for each of the N slots (places for masked tokens) of every row, int64 [B, N]."""
+        """Draw a token for each slot, int64 [B, N]; the values of `target_BN` matter with `disallow_correct` only."""
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
@@ -61,7 +56,10 @@ class FixedGenerator(nn.Module):
         return torch.searchsorted(self.ends_V, word_BN.contiguous(), right=True)
 
     def _skip_original(self, word_BN: torch.Tensor, target_BN: torch.Tensor) -> torch.Tensor:
-        """Return random words that never select the original token, int64 [B, N], computed from `word_BN`."""
+        # The words are scaled down to a range that is shorter by the original token's interval [begin, end), and those
+        # from `begin` on are moved behind it. The other tokens keep the ratios of their probabilities. Example: 8
+        # words and the interval [2, 4) leave a range of 6. Word 2 is scaled to 2 * 6 / 8 = 1 (rounded down) and
+        # stays; word 4 is scaled to 3 and becomes 5.
         end_BN = self.ends_V[target_BN]
         begin_BN = torch.where(target_BN > 0, self.ends_V[(target_BN - 1).clamp(min=0)], 0)
         length_BN = end_BN - begin_BN
@@ -73,7 +71,7 @@ class FixedGenerator(nn.Module):
 
 
 class RandomReplacements(FixedGenerator):
-    """Generator with fixed probabilities whose tokens replace some of the samples of a generator network."""
+    """Generator with fixed probabilities whose tokens replace some samples of a generator network."""
 
     purpose = Purpose.RANDOM_TOKEN
 
@@ -86,12 +84,7 @@ class RandomReplacements(FixedGenerator):
         step: int | torch.Tensor,
         seed: int,
     ) -> torch.Tensor:
-        """Return the tokens that replace the masked ones, int64 [B, N]: samples of the generator, and random tokens.
-
-        Args:
-            share: probability of a random token, in [0, 1].
-            step: number of the optimizer step, or int64 [1] that holds it on the device of the ids.
-        """
+        """Replace each sample by a random token with probability `share`, by a draw for each slot; int64 [B, N]."""
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
         is_random_BN = word_BN.double() < share * float(_RANGE)
         return torch.where(is_random_BN, self(target_BN, row_B, step, seed), sampled_BN)
@@ -110,7 +103,7 @@ def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return weights of a `FixedGenerator` that follow the corpus: `count_V ** (1 / temperature)`, float64 [V]."""
+    """Return `count_V ** (1 / temperature)`, float64 [V]; the ids in `special` and tokens without a count get 0."""
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0
     weight_V[list(special)] = 0.0

@@ -1,12 +1,12 @@
 """Holds a generator that was trained before, draws replacements and learns no more (`objective.generator: frozen`).
 
-Guarantee: the generator's parameters are no parameters of the objective, so neither the optimizer, nor ZeRO, nor a
-checkpoint has them. It runs its forward pass only, without gradients and without dropout, in the dtype and on the
-device of the discriminator's parameters.
+Guarantee: its parameters are no parameters of the objective, so neither the optimizer, nor ZeRO, nor a checkpoint has
+them. It runs its forward pass only, without gradients and dropout, in the dtype and on the device of the towers.
 
 How: the objective keeps the module outside torch's registry of submodules, so what moves or casts the objective does
-not reach it. Instead, `placed_like` moves and casts the module where the token ids are on another device or the towers
-have another dtype, which happens in the first forward pass under an engine.
+not reach it. `placed_like` moves and casts it where needed, which is in the first forward pass under an engine.
+
+Cost: a forward pass in every step, and the weights once on every rank, whatever the ZeRO stage.
 
 Limits: `engine.compile` and `engine.activation_checkpointing` leave this network as it is.
 
@@ -25,7 +25,7 @@ from electra_dist.model.row_layout import RowLayout
 
 
 class FrozenGenerator(nn.Module):
-    """Generator with embeddings and a head of its own, which draws replacements and is never trained."""
+    """Generator with embeddings and a head of its own, whose submodules are named as in `ElectraTowers`."""
 
     def __init__(self, model: ModelConfig) -> None:
         """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
@@ -43,16 +43,14 @@ class FrozenGenerator(nn.Module):
         self.eval()
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys) -> torch.Tensor:
-        """Return the embeddings of masked rows by the generator's own tables, [B, S, E]."""
+        """Return the embeddings of masked rows by the generator's own tables, [B, S, E]; nothing is dropped."""
         embedded: torch.Tensor = self.embeddings(
             ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys=dropout_keys
         )
         return embedded
 
     def placed_like(self, ids_BS: torch.Tensor, dtype: torch.dtype) -> FrozenGenerator:
-        """Return this module, after it was moved to the device of `ids_BS` and cast to `dtype` where that is
-        needed.
-        """
+        """Move this module to the device of `ids_BS` and cast it to `dtype` where needed, and return it."""
         table = self.embeddings.word.weight
         if table.device != ids_BS.device or table.dtype != dtype:
             self.to(ids_BS.device, dtype)

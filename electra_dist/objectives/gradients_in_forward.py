@@ -19,15 +19,13 @@ import torch
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """Autograd function of a scalar loss whose gradients are already known."""
-
     @staticmethod
     def forward(
         ctx: Any,
         loss: torch.Tensor,
         gradients: list[torch.Tensor],
         gradient_scale: float | None,
-        *parameters: torch.Tensor,
+        *parameters: torch.Tensor,  # autograd passes gradients only to tensors that are arguments
     ) -> torch.Tensor:
         ctx.gradients = gradients
         ctx.gradient_scale = gradient_scale
@@ -35,7 +33,7 @@ class _PrecomputedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients times `upstream`, and None for the arguments that need no gradient."""
+        """Return the kept gradients times `upstream`. It works once: they are scaled in place and released."""
         gradients = ctx.gradients
         ctx.gradients = []
         if ctx.gradient_scale is not None:
@@ -47,7 +45,12 @@ class _PrecomputedGradients(torch.autograd.Function):
 def with_gradients_now(
     loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradient_scale: float | None = None
 ) -> torch.Tensor:
-    """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached."""
+    """Differentiate `loss` now, free its activations, and return the same scalar with the gradients attached.
+
+    A backward pass through the result may run once; it needs no activations. `loss` must be scaled already, so that
+    gradients in low precision have their final size. `gradient_scale` is the upstream gradient of that backward pass:
+    fp16 needs it, because small gradients of the unscaled loss would be rounded to zero.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     scaled_loss = loss if gradient_scale is None else loss * gradient_scale
     gradients = torch.autograd.grad(scaled_loss, trainable, allow_unused=True)

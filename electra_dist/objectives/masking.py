@@ -20,8 +20,7 @@ candidates. The config key `masking` decides how the n positions are drawn:
 The generator reads [MASK] in 85 % of the slots, and the original token in the rest. Unlike BERT, it never reads a
 random token.
 
-Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update). Cost: one launch on a GPU, where
-`reference` takes about 300; on a CPU one grid of random words and one sort of [B, S] integers.
+Source: google-research/electra, pretrain/pretrain_helpers.py (mask, scatter_update).
 
 Shapes: B rows, S tokens, N slots in every row.
 """
@@ -51,13 +50,16 @@ class Masking(NamedTuple):
     input_BS: torch.Tensor  # int64 ids, with [MASK] in `mask_token_prob` (85 %) of the used slots
 
     def slots_BS(self) -> torch.Tensor:
-        """Return how many slots have masked each position, float32 [B, S]."""
+        """Return how many slots have masked each position, float32 [B, S]; above 1 only with `masking: reference`."""
         zeros_BS = torch.zeros(self.input_BS.shape, device=self.input_BS.device)
         return zeros_BS.scatter_add(1, self.position_BN, self.weight_BN)
 
 
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
-    """Return the number N of slots per row, which is the largest number of masked positions of a row."""
+    """Return N, the number of slots per row: 130 for 25 % of 512 tokens, of which a row without pads uses 128.
+
+    It is the reference's max_predictions_per_seq. Of a schedule, the largest share counts.
+    """
     most_masked = int((largest_value(mask_prob) + 0.005) * seq_len)  # the reference's formula
     return min(max(1, most_masked), seq_len)
 
@@ -74,10 +76,9 @@ def _mask_ids(special: SpecialIds) -> MaskIds:
 def num_masked(
     ids_BS: torch.Tensor, special: SpecialIds, objective: ObjectiveConfig, mask_prob: Scalar | None = None
 ) -> torch.Tensor:
-    """Return the number of masked positions of each row, int64 [B]: `mask_prob` times the number of its real tokens.
+    """Return the number n of masked positions of each row, int64 [B]; 0 in a row of pads.
 
-    Args:
-        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
+    `mask_prob` is the present value of a scheduled `objective.mask_prob`; None stands for that of the first step.
     """
     if mask_prob is None:
         mask_prob = first_values(objective).mask_prob
@@ -94,7 +95,13 @@ def num_masked(
 def wanted_counts(
     mask_prob: Scalar, most_masked: int, seq_len: int, device: torch.device, *, in_float32: bool = False
 ) -> torch.Tensor:
-    """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1]."""
+    """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
+
+    Element r is clamp(round(mask_prob * r), 1, most_masked). `num_masked` and the kernel that draws the positions both
+    read the table, so that they cannot round differently. `in_float32` rounds as Google's code does: 15 % of 190
+    tokens are 29 positions in float32 and 28 in float64, since 0.15 is above 15 % in the first and below it in the
+    second.
+    """
     if isinstance(mask_prob, torch.Tensor):
         dtype = torch.float32 if in_float32 else torch.float64
         num_real_R = torch.arange(seq_len + 1, dtype=dtype, device=device)
@@ -126,10 +133,8 @@ def mask_rows(
 ) -> Masking:
     """Choose the masked positions of each row, and build the rows that the generator reads.
 
-    Args:
-        mask_prob: value of a scheduled `mask_prob` at the step; None stands for that of the first step.
-        key_2: int64 seed and step on the device of the ids; on a GPU they are read from it, so that a CUDA graph could
-            be repeated for another step. None: the two integers are used.
+    `mask_prob` is as for `num_masked`. If `key_2` is given, a GPU reads seed and step (int64) there instead of the
+    integers.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)
@@ -167,7 +172,8 @@ def mask_rows(
 
 
 def _with_replacement(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, N: int) -> torch.Tensor:
-    """Return N positions drawn from the candidates of each row with replacement, int64 [B, N]."""
+    """Draw N positions of each row from its candidates with replacement, int64 [B, N], by its first N random words."""
+    # A random word / 2**32 is uniform in [0, 1). Times the number of candidates, rounded down, it is a rank.
     num_candidates_so_far_BS = candidate_BS.cumsum(1)
     num_candidates_B1 = num_candidates_so_far_BS[:, -1:]
     rank_BN = (bits_BS[:, :N] * num_candidates_B1) >> 32  # integer arithmetic; the shift divides by 2**32

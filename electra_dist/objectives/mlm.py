@@ -31,7 +31,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the metric sums of a large tower that predicts tokens beside a generator, by the names of `Sums`."""
+    """Return the sums of a large tower that predicts tokens beside a generator, by their names in `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,
@@ -40,7 +40,7 @@ def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Return the large tower's loss for predicting the original tokens at the masked positions."""
+    """Return the large tower's loss for the original tokens at the masked positions; callers ignore its samples."""
     hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
     target_BN = batch.ids_BS.gather(1, masking.position_BN)
     return objective.towers.token_head(

@@ -29,7 +29,7 @@ from electra_dist.objectives.scheduled_values import weighted
 
 
 class ReplacedTokenDetection(CorruptingObjective):
-    """Replaced-token detection, the objective of the ELECTRA paper."""
+    """Replaced-token detection: the discriminator classifies every token as original or replaced."""
 
     @override
     def compute_loss(self, batch: Batch) -> StepOutput:
@@ -49,12 +49,10 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.classify(batch, corruption, self.read(batch, corruption.corrupted_BS))
 
     def classify(self, batch: Batch, corruption: Corruption, hidden_BSH: torch.Tensor) -> RtdOutput:
-        """Classify every token by the discriminator's states; return the loss sum, the logits and counts."""
+        """Run the detection head on the discriminator's states of the corrupted rows; return what `detect` returns."""
         weight_BS = self.detection_weights(batch, corruption)
         return self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
 
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return the factor of each token's loss in the sum that is the discriminator's loss, [B, S], bool or
-        float.
-        """
+        """Return each token's factor in the discriminator's loss sum, [B, S], bool or float; it is 0 for pads."""
         return batch.layout.is_real_BS

@@ -8,7 +8,6 @@ counts twice, in the sum and in the number that the sum is divided by, as in the
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from electra_dist.objectives.base import Batch
 from electra_dist.objectives.corruption import Corruption
@@ -18,6 +17,6 @@ from electra_dist.objectives.rtd import ReplacedTokenDetection
 class MaskedOnlyDetection(ReplacedTokenDetection):
     """Replaced-token detection in which only masked positions count in the discriminator's loss."""
 
-    @override
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
+        """Return how often masking drew each position, float32 [B, S], which is how often its loss counts."""
         return corruption.masking.slots_BS()

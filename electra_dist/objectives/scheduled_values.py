@@ -52,21 +52,24 @@ class HostValues(NamedTuple):
 
 
 class Schedules:
-    """The schedules of a run's objective: the values of each step, on the host and on the device."""
+    """The schedules of a run's objective on one rank, without state that a checkpoint would have to hold."""
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int, device: torch.device) -> None:
-        """Allocate the tensor of the scheduled values on the device."""
+        """Take the number of steps of the whole run; a schedule is a function of t / num_steps."""
         self._objective = objective
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
         self._values_K = torch.zeros(len(self._schedule_of_key), dtype=torch.float64, device=device)
 
     def numbers(self, step: int) -> HostValues:
-        """Return the values of a step."""
+        """Return the values of a step, which counts from 0."""
         return _numbers(self._objective, step / self._num_steps)
 
     def write(self, step: int) -> ScheduledValues:
-        """Write the values of a step to the device, and return what its forward passes read."""
+        """Write the values of a step to the device, and return what its forward passes read.
+
+        Results of earlier calls then hold this step's values too: their tensors are views of the same memory.
+        """
         numbers = self.numbers(step)._asdict()
         if not self._schedule_of_key:
             return ScheduledValues(**numbers)
@@ -83,7 +86,7 @@ class Schedules:
         return not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def jumps_at(self, step: int) -> bool:
-        """Return whether a value jumps at a step: whether a schedule of the shape "step" reaches its end there."""
+        """Return whether a schedule of the shape "step" jumps here: losses then do not compare with earlier ones."""
         if step == 0:
             return False
         before = (step - 1) / self._num_steps
@@ -98,7 +101,10 @@ def first_values(objective: ObjectiveConfig) -> ScheduledValues:
 
 
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values of the scheduled keys with which a model is evaluated, the same at every step."""
+    """Return the values for evaluation: those at the run's end, but temperature 1 and no random tokens.
+
+    So evaluations of all steps, and of runs with different schedules, can be compared.
+    """
     at_end = _numbers(objective, _LAST)._asdict()
     return ScheduledValues(**(at_end | {"temperature": 1.0, "random_share": 0.0}))
 
@@ -111,7 +117,6 @@ def weighted(weight: Scalar, scale: Scalar, loss_sum: torch.Tensor) -> torch.Ten
 
 
 def _numbers(objective: ObjectiveConfig, progress: float) -> HostValues:
-    """Return the values at a point of the run; `progress` is u = t / num_steps."""
     return HostValues(
         temperature=value_at(objective.temperature, progress),
         mask_prob=value_at(objective.mask_prob, progress),

@@ -11,7 +11,6 @@ Limits: the towers must be of one size and share nothing (`model.sharing: none`)
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -21,8 +20,8 @@ from electra_dist.objectives.scheduled_values import weighted
 class TwoStageDetection(ReplacedTokenDetection):
     """Replaced-token detection in two stages: the generator trains alone, then the discriminator."""
 
-    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
+        """Return the loss of the tower that trains at this step; in evaluation, the discriminator's loss."""
         in_first_stage = self.training and batch.step < self.objective.generator_only_steps
         # The generator is frozen after the first stage, so its forward pass then records no gradient.
         with torch.set_grad_enabled(torch.is_grad_enabled() and in_first_stage):

@@ -3,12 +3,15 @@
 Guarantee: rows, masks, the generator's samples and the replacements for the context AUC depend on the corpus and the
 seed only. Samples are drawn at temperature 1, without random replacements, and at the share of masked tokens of the
 end of the run, whatever the schedules of the objective are. So two evaluations of a run differ by the weights alone,
-and the number of ranks changes nothing except the order in which sums are added up. An evaluation is collective: every
-rank calls it after the same step.
+and the number of ranks changes nothing except the order in which sums are added up.
 
 How: an objective with a discriminator reads held-out rows twice. The first time the generator has replaced tokens,
 which gives the losses and `auc`. The second time they are replaced by tokens of other places
-(`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context.
+(`objectives/context_replacements.py`), which gives `context_auc`: how well the discriminator uses context. The second
+reading is over as many rows, or over more rows until 5,000 tokens are replaced.
+
+Suffixes of tensor names give the axes: R rows of an evaluation, B rows of a batch, Q rows for the context AUC, S
+tokens of a row, T tokens of all ranks, K fields of `Sums`.
 """
 
 from __future__ import annotations
@@ -41,8 +44,6 @@ _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, re
 
 @dataclass(frozen=True)
 class _LocalScores:
-    """Result of one rank's share of an evaluation: sums of losses, and score and label of each token."""
-
     sum_K: torch.Tensor  # float64
     score_BS: torch.Tensor  # fp32 discriminator logits
     label_BS: torch.Tensor  # fp32: `_REPLACED_TOKEN`, `_ORIGINAL_TOKEN`, or `_PAD` where there is no real token
@@ -59,8 +60,6 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _ContextResult:
-    """Context AUC of one evaluation, its standard error, and the number of replaced tokens."""
-
     auc: float  # NaN for an objective without a discriminator, or without replaced tokens
     standard_error: float  # NaN where it cannot be computed
     num_replaced: int
@@ -74,8 +73,7 @@ _NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced
 class Evaluator:
     """Measures the losses of a model on held-out rows of a corpus, and how well it detects replaced tokens.
 
-    Every rank creates one with equal values, and all ranks call `run` together, as often as the weights are to be
-    evaluated.
+    Every rank creates one with equal values, and all ranks call `run` after the same steps.
     """
 
     cache: ShardCache  # of the held-out corpus; the caller closes it
@@ -89,9 +87,10 @@ class Evaluator:
     num_shown_rows: int = 0  # rows that the result has as text samples; at most a micro-batch
 
     def run(self, engine: Engine, step: int) -> Evaluation:
-        """Evaluate the current weights of `engine` without dropout. Collective; the record is equal on all ranks.
+        """Evaluate the weights of `engine` without dropout, and leave it in training mode. Collective.
 
-        The same rows with the same masks are used at every call. The engine is in training mode afterwards.
+        AUC, accuracy, precision, recall and context AUC are NaN for an objective without detection, and for a model
+        whose outputs are not all finite, which `fault` then says. `step` is only copied to the record.
         """
         engine.train(False)
         ids_RS = self.call(lambda: self._rows(self.num_rows))
@@ -133,7 +132,6 @@ class Evaluator:
         return Evaluation(record=record, fault=fault, rows=local.rows if has_detection_loss else [])
 
     def _score(self, engine: Engine, ids_RS: np.ndarray) -> _LocalScores:
-        """Run this rank's share of the rows through the model without gradients; return sums, scores and labels."""
         sums: list[torch.Tensor] = []
         scores = []
         labels = []
@@ -153,7 +151,7 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, mask_prob: float) -> _ContextResult:
-        """Return how well the discriminator tells tokens of other places from the original ones."""
+        """Return how well the discriminator tells tokens of other places from the original ones. Collective."""
         seq_len = self.cache.manifest.seq_len
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, seq_len))
         ids_RS = self.call(lambda: self._rows(num_rows))
@@ -183,10 +181,11 @@ class Evaluator:
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
     def _batches(self, engine: Engine, ids_RS: np.ndarray) -> Iterator[StepInput]:
-        """Yield this rank's share of some rows as inputs of the engine; all ranks get the same number of batches."""
+        """Yield this rank's share of some rows as inputs of the engine, equally many batches on all ranks."""
         world_size = dist.get_world_size()
         padded_RS = self._padded(ids_RS)
         seed = derive_seed(self.seed, Purpose.EVAL)
+        # In a round, rank r evaluates the r-th of as many consecutive batches as there are ranks.
         for first_of_round in range(0, len(padded_RS), self.micro_batch * world_size):
             first = first_of_round + dist.get_rank() * self.micro_batch
             end = first + self.micro_batch
@@ -204,7 +203,7 @@ class Evaluator:
             )
 
     def _padded(self, ids_RS: np.ndarray) -> np.ndarray:
-        """Return the rows as int64 with rows of padding at the end, so that they fill a whole number of rounds."""
+        """Return the rows as int64 with rows of padding at the end, so that all ranks have equally many batches."""
         num_rows, seq_len = ids_RS.shape
         rows_per_round = self.micro_batch * dist.get_world_size()
         num_rounds = math.ceil(num_rows / rows_per_round)
@@ -213,7 +212,7 @@ class Evaluator:
         return padded_RS
 
     def _rows(self, num_rows: int) -> np.ndarray:
-        """Return the token ids of some held-out rows, [R, S]: evenly spaced over the held-out corpus."""
+        """Return the ids of `num_rows` rows that are evenly spaced over the held-out corpus, or of all rows."""
         rows_per_shard = [shard.rows for shard in self.cache.manifest.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -230,12 +229,13 @@ class Evaluator:
 
 
 def _outputs_fault(score_T: np.ndarray) -> str:
+    """Return how many outputs of the discriminator for real tokens are not finite; "" if all are."""
     num_bad = int(np.count_nonzero(~np.isfinite(score_T)))
     return f"{num_bad} of {len(score_T)} outputs of the discriminator are not finite" if num_bad else ""
 
 
 def _loss_fault(record: EvalRecord) -> str:
-    """Return which loss of an evaluation is not finite; an empty string if all are."""
+    """Return which loss of an evaluation is not finite; "" if all are."""
     for name in ("mlm_loss", "rtd_loss", "token_loss"):
         loss = getattr(record, name)
         if not math.isfinite(loss):
@@ -244,17 +244,19 @@ def _loss_fault(record: EvalRecord) -> str:
 
 
 def _mean(total: float, count: float) -> float:
-    """Return `total` / `count`, a mean over tokens; 0 if both are 0."""
+    """Return a mean over tokens; 0 for a loss that the objective does not have. Counts below 1 are taken as 1."""
     return total / max(count, 1.0)
 
 
 def _generator_mean(total: float, sums: Sums) -> float:
+    """Return a mean over the positions that the generator predicts; NaN if there is no network that predicts."""
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
 
 
 def _gather_batches(local: torch.Tensor) -> np.ndarray:
+    """Return the tensors of all ranks, of equal shapes, joined along the first axis on the host. Collective."""
     tensors = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, local.contiguous())
     return torch.cat(tensors).cpu().numpy()

@@ -44,9 +44,8 @@ class OpenCorpus:
     def open_cache(self, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
         """Return a new cache of the corpus's shards for this process, which the caller must close.
 
-        Args:
-            peers: other nodes of the run, which are asked for a shard before the store is; None if the nodes do not
-                pass shards to one another.
+        All ranks of the node share `folder`; it is not used for a corpus in a local folder. `peers` are other nodes of
+        the run, which are asked for a shard before the store is.
         """
         limit_bytes = None
         if data.cache_limit_gb is not None:
@@ -77,7 +76,8 @@ def check_inputs(
 ) -> RunInputs:
     """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
 
-    It writes nothing and needs no process group; every rank calls it by itself.
+    Nothing is written, and no process group is needed. `accept_new_numerics` lets a run go on that was begun by a
+    version which draws or rounds differently; `from_scratch` begins again at step 0, also if there are checkpoints.
     """
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
@@ -110,9 +110,9 @@ def check_inputs(
 
 
 def open_training_corpora(config: Config) -> RunCorpora:
-    """Open all training corpora of a run, and check that they fit the config and one another.
+    """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
-    They are `data.corpus` and the corpora of `data.phases`. Of the latter, the shards must all exist, too.
+    Of the latter, all shards must exist, too, since a run reads them only later.
     """
     corpora = open_run_corpora(config.data)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
@@ -122,9 +122,10 @@ def open_training_corpora(config: Config) -> RunCorpora:
 
 
 def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> list[str]:
-    """Return a line for each source of the training corpora of which many tokens are [UNK]; refuse too many.
+    """Return a line for each source of the training corpora of which many tokens are [UNK].
 
-    The reports of their builds (build.json) are read; nothing is known about a corpus without one.
+    Raises UserError if a source has more than `corpus.max_unk_rate` and the run `begins`; a run that goes on is not
+    refused. The reports of the builds (build.json) are read; nothing is known about a corpus without one.
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0
     lines = []
@@ -140,7 +141,6 @@ def remarks_on_corpora(config: Config, corpora: RunCorpora, begins: bool) -> lis
 
 
 def _open_heldout(config: Config, corpora: RunCorpora) -> OpenCorpus:
-    """Open the corpus `data.heldout`, on which a run is evaluated."""
     assert config.data.heldout
     heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size)
     tokenizer = describe_tokenizer(heldout.manifest)
@@ -165,13 +165,15 @@ def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) ->
 
 
 def _check_apex(config: Config) -> None:
+    """Raise UserError if the config demands NVIDIA's apex and it cannot be used on this machine."""
+    # The engine checks every implementation when it is built, after the run folder was written. This check needs no
+    # compilation, so it can come before.
     if config.optimizer.implementation == "apex":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
 
 
 def _check_kernels(backend: str) -> None:
-    """Refuse a kernel backend that cannot run on the device of the run: a GPU if there is one, otherwise the CPU."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolve(backend, device_type)
@@ -180,7 +182,7 @@ def _check_kernels(backend: str) -> None:
 
 
 def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCorpus:
-    """Open a corpus and check that its rows and its vocabulary fit the config."""
+    """Open the corpus that the config key `key` names, and check that its rows and its vocabulary fit the config."""
     store = open_store(url, data.endpoint_url)
     manifest = read_manifest(store, key)
     _check_fits(key, url, manifest, data, vocab_size)
@@ -188,7 +190,6 @@ def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int) -> OpenCo
 
 
 def _check_fits(key: str, url: str, manifest: CorpusManifest, data: DataConfig, vocab_size: int) -> None:
-    """Raise ManifestMismatch if the row length or the vocabulary size of a corpus differs from the config."""
     if manifest.seq_len != data.seq_len:
         raise ManifestMismatch(
             f"{key} {url} has rows of {manifest.seq_len} tokens, but data.seq_len is {data.seq_len}; set "

@@ -46,7 +46,7 @@ class Guard:
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
-        """Create a guard with no recent losses, or with those that a checkpoint records."""
+        """Begin with the losses that a checkpoint records, oldest first, if any."""
         self._config = config
         self._losses = deque(recent_losses, maxlen=config.window)
 
@@ -56,10 +56,7 @@ class Guard:
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
-        """Return why a step with this loss must not update the weights; an empty string if it may.
-
-        A loss that is not finite is always a fault.
-        """
+        """Return why a step with this loss over the global batch must not update the weights; "" if it may."""
         if not math.isfinite(loss):
             return f"loss is {loss}"
         is_window_full = len(self._losses) == self._config.window
@@ -76,16 +73,10 @@ class Guard:
         return ""
 
     def accept(self, loss: float) -> None:
-        """Add the loss of a step that has updated the weights to the recent losses.
-
-        If there are `guard.window` of them already, the oldest one is dropped.
-        """
+        """Add the loss of a step that has updated the weights to the recent losses."""
         self._losses.append(loss)
 
 
 def first_to_skip(first_stopped: int, skip_before: int) -> int:
-    """Return the first step to skip after a rollback, a return to a checkpoint after several stopped steps.
-
-    A stopped step is one whose update the guard has prevented.
-    """
+    """Return the first step to skip after a rollback, `skip_before` steps before the first stopped one."""
     return max(0, first_stopped - skip_before)

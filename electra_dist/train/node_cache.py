@@ -34,19 +34,20 @@ _FEWEST_SHARING_NODES = 8  # least number of nodes that pass shards to one anoth
 def node_cache_folder(config: Config) -> CacheFolder:
     """Return the folder in which this node caches shards and compiled code, and the setting that has decided on it.
 
-    It is `data.cache_dir` if that is set.
+    Without `data.cache_dir` it is cache/ in the run folder for a run on one node, and a folder in a temporary
+    directory of the node for a run on several nodes.
     """
     has_several_nodes = rank_place().has_several_nodes
     return choose_cache_folder(config.data.cache_dir, config.cache_folder, has_several_nodes=has_several_nodes)
 
 
 def shard_folder(config: Config, corpus: OpenCorpus) -> Path:
-    """Return the folder in which this node caches the shards of a corpus."""
+    """Return the folder in which this node caches the shards of a corpus; unused if they are in a local folder."""
     return node_cache_folder(config).path if _is_fetched(corpus) else config.cache_folder
 
 
 def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.ExitStack) -> ShardCache:
-    """Return a new cache of a corpus's shards for this process. Collective: all ranks must call it.
+    """Return a new cache of a corpus's shards for this process, which `stack` closes. Collective.
 
     If the nodes pass shards to one another, the first rank of each node also starts a server for its node's cache.
     """
@@ -62,7 +63,7 @@ def open_shared_cache(config: Config, corpus: OpenCorpus, stack: contextlib.Exit
 
 
 def _shares_shards(config: Config) -> bool:
-    """Return whether the nodes of this run pass shards to one another."""
+    """Return whether the nodes of this run pass shards to one another. Collective."""
     num_nodes = sum(gather(is_first_on_node()))
     if num_nodes == 1:
         return False
@@ -72,19 +73,16 @@ def _shares_shards(config: Config) -> bool:
 
 
 def is_first_on_node() -> bool:
-    """Return whether this rank is the first one of its node (LOCAL_RANK 0).
-
-    This rank serves the node's shard cache to other nodes, and deletes old files in the node's folders.
-    """
+    """Return whether this rank is the one that serves its node's shards and deletes old files in its folders."""
     return rank_place().local_rank == 0
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a server of the cache on each node, and exchange the addresses and a new token among all ranks."""
+    """Start a server on the first rank of each node; also return the client that asks the others. Collective."""
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
     if is_first_on_node():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # then this node takes no part
             server = ShardServer(_own_address(), token)
             stack.callback(server.close)
     own_address: list[Any] | None = list(server.address) if server is not None else None
@@ -99,14 +97,14 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
         if address is not None:
             serving_ranks.append(rank)
             addresses.append(Address(*address))
-    if first_rank_of_node not in serving_ranks:
+    if first_rank_of_node not in serving_ranks:  # its ranks fetch from the store, and other nodes do not ask it
         return None, None
     own_node = serving_ranks.index(first_rank_of_node)
     return server, PeerGroup(addresses, own_node, token)
 
 
 def _own_address() -> str:
-    """Return the IPv4 address of this node in the network through which it reaches the first node of the run."""
+    """Return this node's IPv4 address in the network to MASTER_ADDR; raise OSError if there is none."""
     host = os.environ["MASTER_ADDR"]
     family, kind, protocol, _, target = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -115,7 +113,11 @@ def _own_address() -> str:
 
 
 def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
-    """Return lines for the log that describe the caches of shards; [] if no corpus is on S3. Collective."""
+    """Return log lines that describe the caches of shards; [] if no corpus is on S3. Collective.
+
+    The first line is on the node with the least room: its folder, whether the corpora fit, and how much of them is
+    fetched again in each epoch otherwise.
+    """
     corpora = [corpus for corpus in (inputs.corpus, inputs.heldout) if corpus is not None and _is_fetched(corpus)]
     if not corpora:
         return []
@@ -134,12 +136,11 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
 
 
 def _is_fetched(corpus: OpenCorpus) -> bool:
-    """Return whether shards of a corpus, or of any phase of it, are fetched from S3 and cached."""
     return bool(_fetched_shards(corpus))
 
 
 def _fetched_shards(corpus: OpenCorpus) -> list[ShardEntry]:
-    """Return the shards of a corpus that are on S3; with `data.phases`, those of other phases may be in a folder."""
+    """Return the shards of a corpus that are on S3; with `data.phases`, others may be in a folder."""
     return [entry for entry in corpus.manifest.shards if corpus.store.local_path(entry.name) is None]
 
 

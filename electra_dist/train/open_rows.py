@@ -32,7 +32,10 @@ def open_loader(
     patience: Patience,
     stack: contextlib.ExitStack,
 ) -> RowLoader:
-    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective."""
+    """Return the loader of this rank's rows from the restored step on, without the skipped steps. Collective.
+
+    `stack` closes the cache of shards; the caller must close the loader itself, before the cache.
+    """
     corpus = inputs.corpus
     return RowLoader(
         cache=open_shared_cache(config, corpus, stack),

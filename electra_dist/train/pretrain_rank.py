@@ -66,11 +66,19 @@ def run(
 ) -> int:
     """Train from the newest checkpoint of the run until `config.train.num_steps`. Every rank calls it.
 
-    Ranks and addresses come from the environment variables that the launcher sets.
+    The process group of the launcher's environment variables is created and destroyed within the call. UserError and
+    StorageLost are raised only before it exists, when nothing has been written. If any rank meets such an error later,
+    it is printed once, and all ranks return its exit code.
 
     Args:
-        predict_rows: predicts the largest micro-batch, from which `train.micro_batch: auto` starts its measurement on
-            a GPU; None if there is no prediction.
+        accept_new_numerics: whether a run may continue that was begun by a version which draws or rounds differently.
+        predict_rows: predicts the largest micro-batch for `train.micro_batch: auto`; see `with_micro_batch`.
+        from_scratch: whether to begin again at step 0 in a folder that has checkpoints. They and the records of the
+            run are set aside, and nothing is deleted.
+
+    Returns:
+        An exit code of `electra_dist/errors.py`: 0 for done, 69 for an unhealthy node, 75 for stopped on request or
+        for lack of storage, or 78 for a user's error.
     """
     import_s = seconds_since_process_start()
     begin = time.perf_counter()
@@ -108,13 +116,12 @@ def run(
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
 
 
-def _print_nothing(text: str) -> None: ...
+def _print_nothing(text: str) -> None:
+    """Print nothing: one rank of each node is enough to report that storage is away."""
 
 
 def _set_earlier_run_aside(config: Config) -> list[str]:
-    """Rename what an earlier run in this run folder has written, so that the run begins again at step 0. The manifest
-    of each committed checkpoint gets another name, so that no load takes the checkpoint.
-    """
+    """Rename the manifests of all checkpoints, and move the records to earlier/NNNN; return log lines. Rank 0 only."""
     return [*set_all_aside(open_targets(config)), *move_records_aside(Path(config.run_dir))]
 
 
@@ -122,13 +129,13 @@ def _run(
     config: Config,
     inputs: RunInputs,
     import_s: float,
-    begin: float,
+    begin: float,  # of `run`, by `time.perf_counter`
     predict_rows: PredictRows | None,
     from_scratch: bool,
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Take the lease of the run folder, train until the run ends, and release it."""
+    """Take the lease of the run folder, train until the run ends, and release it. Collective."""
     run_dir = Path(config.run_dir)
     is_first_rank = dist.get_rank() == 0
     stop = StopRequest(run_dir, is_first_rank)  # first of all: a signal during the build must not be lost
@@ -145,7 +152,7 @@ def _run(
 
 
 def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> RunLease | None:
-    """Take the lease of the run folder on rank 0, and check once more that the folder holds no other run."""
+    """Take the lease on rank 0, and check once more that the folder holds no other run. Collective."""
     run_dir = Path(config.run_dir)
     identity = run_identity(config, inputs.corpus.manifest.fingerprint, inputs.corpora.phase_fingerprints)
     if len(set(gather(canonical_json({"identity": identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -155,6 +162,7 @@ def _hold_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> R
         )
     leases: list[RunLease] = []
 
+    # Another run may have begun in the folder since `check_inputs` has looked. With the lease, none can begin.
     def hold() -> None:
         lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
         try:
@@ -181,7 +189,7 @@ def _train(
     patience: Patience,
     notes: list[str],
 ) -> int:
-    """Build the model and the engine and train until the run ends."""
+    """Build the model and the engine and train until the run ends. Collective."""
     run_dir = Path(config.run_dir)
     wait = patience.call
     special = SpecialIds.from_tokens(inputs.corpus.manifest.tokenizer.special)
@@ -248,9 +256,7 @@ def _build_notes(config: Config, module: Objective) -> list[str]:
 
 
 def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str, str]) -> None:
-    """Write the files that every start of a run writes: config, identity, inputs, tokenizer, vocabulary. The identity
-    lists what must not change between the starts of a run, such as the corpus.
-    """
+    """Write what every start of a run writes: config, identity, inputs, tokenizer, vocabulary. Rank 0 only."""
     manifest = inputs.corpus.manifest
     tokenizer = manifest.tokenizer
     begin_run_folder(
@@ -265,9 +271,8 @@ def _begin_run_folder(config: Config, inputs: RunInputs, source_digest: dict[str
 def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray | None) -> Objective:
     """Build the objective on the host, with initial weights and the settings of the engine section. Collective.
 
-    Args:
-        token_counts: how often each token id occurs in the corpus, int64 [vocab_size]; needed only where replacements
-            are drawn by token frequency (`needs_token_counts`).
+    `token_counts`, int64 [vocab_size], is needed where replacements are drawn by token frequency
+    (`needs_token_counts`).
     """
     objective = build_objective(
         model=config.model,
@@ -298,7 +303,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
 
 
 def _count_tokens(config: Config, inputs: RunInputs, patience: Patience) -> np.ndarray:
-    """Return how often each token id occurs in the training corpus, int64 [vocab_size]."""
+    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
     corpus = inputs.corpus
     return unigram_counts(
         corpus,

@@ -30,9 +30,9 @@ _POLL_S = 1.0  # seconds between two checks for a request to stop
 
 
 def record_lost_storage(run_dir: Path, why: str) -> None:
-    """Append the event `storage` to the ledger of a run: the run ends because storage stayed full or unreachable.
+    """Append the event `storage` to the ledger of a run, unless it is the last event already.
 
-    Nothing is appended if the last event is `storage` already.
+    Errors are ignored, because the ledger may be on the disk that cannot be reached.
     """
     with contextlib.suppress(UserError, OSError):
         if not is_run_folder(run_dir):
@@ -48,11 +48,7 @@ def record_lost_storage(run_dir: Path, why: str) -> None:
 
 
 def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
-    """Return for how many seconds a start must wait before it begins; 0 unless the last start lost its storage. Pure.
-
-    Args:
-        now: Unix time in seconds.
-    """
+    """Return for how many seconds a start must wait at Unix time `now`; 0 unless the last one lost its storage."""
     if not ledger or ledger[-1]["event"] != "storage":
         return 0.0
     lost_at = datetime.fromisoformat(ledger[-1]["time"]).timestamp()
@@ -60,7 +56,7 @@ def remaining_pause_s(ledger: Sequence[Record], now: float) -> float:
 
 
 def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
-    """Wait until ten minutes have passed since the last start lost its storage, if it did. Collective."""
+    """Wait until ten minutes have passed since the last start lost its storage; return whether to stop. Collective."""
     pause_s = from_rank_0(lambda: _read_pause_s(run_dir))
     end = time.monotonic() + pause_s
     while time.monotonic() < end:
@@ -71,7 +67,7 @@ def pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how long this start must wait, in seconds, and print a line if that is not 0."""
+    """Return how long this start must wait, in seconds, and print a line if that is not 0. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

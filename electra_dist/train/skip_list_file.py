@@ -1,8 +1,8 @@
 """Keep the list of the steps that a run skips in the run folder, so that a restart skips the same ones.
 
 A skipped step uses none of its rows and updates nothing. Steps are skipped because the config lists them
-(`train.skip_steps`), because the guard (loss_guard.py) has prevented their update for a bad loss, or because a
-rollback, the return to an earlier checkpoint after several of these, discards them.
+(`train.skip_steps`), because the guard (loss_guard.py) has prevented their update for a bad loss ("stopped" steps), or
+because a rollback, the return to an earlier checkpoint after several of these, discards them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,9 @@ _STORED = TypeAdapter(_Stored)
 
 
 class SkipList:
-    """The steps that a run skips, because of the config (`train.skip_steps`) or because of a bad loss.
-
-    The guard stops a step before its update if its loss is a spike or not finite; a stopped step is skipped from
-    then on. After several in a row, a rollback (return to a checkpoint) also skips some steps before them.
-    """
+    """The steps that a run skips; every rank has its own list and changes it alike, and rank 0 writes it."""
 
     def __init__(self, run_dir: Path, configured: Iterable[int]) -> None:
-        """Read the list that earlier starts have written to skipped_steps.json, if any, and add the configured
-        steps.
-        """
         self._file = run_dir / SKIPPED_STEPS_FILE
         self.steps = set(configured)
         self.rollbacks = 0  # of the run so far
@@ -54,7 +47,6 @@ class SkipList:
             self.steps |= self.stopped
 
     def _read(self) -> None:
-        """Read from the file what earlier starts have recorded: skipped steps, streak and number of rollbacks."""
         next_step = "restore it from the events stopped_step and rollback in ledger.jsonl"
         stored = read_json_as(self._file, _STORED, next_step)
         first = stored.streak[0] if stored.streak else 0
@@ -66,9 +58,9 @@ class SkipList:
         self.streak = stored.streak
 
     def stop(self, step: int) -> None:
-        """Skip a step that the guard has stopped, and add it to `streak`, the list of steps stopped in a row.
+        """Skip a step that the guard has stopped; it begins a new `streak` unless it follows the last stopped step.
 
-        A step that does not directly follow the last stopped one begins a new streak.
+        Every rank calls it at the same step; rank 0 calls `write` afterwards.
         """
         is_in_a_row = bool(self.streak) and self.streak[-1] == step - 1
         if is_in_a_row:
@@ -85,9 +77,9 @@ class SkipList:
         return len(self.streak) >= max_in_a_row
 
     def roll_back(self, first: int) -> None:
-        """Count a return to a checkpoint, and skip all steps from `first` to the last step of `streak`.
+        """Count a return to a checkpoint, skip the steps from `first` to the last of `streak`, and empty `streak`.
 
-        `streak` holds the steps that the guard has stopped in a row; it must not be empty, and is empty afterwards.
+        Every rank calls it; rank 0 calls `write` afterwards.
         """
         last = self.streak[-1]
         self._skip(range(first, last + 1))
@@ -95,24 +87,19 @@ class SkipList:
         self.rollbacks += 1
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that are skipped because of a bad loss. They are kept apart from the steps of the config, because
-        only they are written to the run folder by `write`.
-        """
+        """Add steps that are skipped because of a bad loss; only these are written to the run folder."""
         self.stopped |= set(steps)
         self.steps |= self.stopped
 
     def write(self) -> None:
-        """Write the list to skipped_steps.json in the run folder, replacing the file atomically. Rank 0 only.
-
-        Steps of `train.skip_steps` are not written, because the config holds them.
-        """
+        """Write the list without `train.skip_steps` to skipped_steps.json, replacing it atomically. Rank 0 only."""
         tree = {"steps": sorted(self.stopped), "rollbacks": self.rollbacks, "streak": self.streak}
         with replacing(self._file) as file:
             file.write(json.dumps(tree).encode() + b"\n")
 
     def below(self, step: int) -> tuple[int, ...]:
-        """Return the skipped steps that are smaller than `step`, ascending.
+        """Return the skipped steps below `step`, ascending, which a checkpoint of `step` records.
 
-        A checkpoint of `step` records them. A later start uses it only if its own list below `step` is the same.
+        A later start uses that checkpoint only if its own list below `step` is the same.
         """
         return tuple(sorted(skipped for skipped in self.steps if skipped < step))

@@ -9,6 +9,10 @@ Losses are means over tokens of the global batch: the counts follow from the ids
 first forward. With `loss_mean: per_replica`, as in Google's code, each micro-batch takes its own mean, and the means
 are averaged.
 
+Cost: two all-reduces beside DeepSpeed's: one of integers before the forward (token counts, checksum of the rows,
+requests to stop or save, counters of retries), one of float64 sums after it. The host waits for the device once,
+before the update.
+
 Suffixes of tensor names give the axes: B rows, S tokens of a row, N micro-batches of this rank, K fields of `Sums`,
 and 2 for the two losses (the generator's, or that of the only tower, and the discriminator's).
 """
@@ -80,8 +84,8 @@ class StepResult:
 class TrainStep:
     """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    Call it with one batch per step, on all ranks. All state of the training is in the engine; this object keeps
-    only settings and the time of a forward pass.
+    All state of the training is in the engine. `micro_batch` must divide the rows of every batch. Without `schedules`
+    every step uses the values of the first one.
     """
 
     def __init__(
@@ -93,12 +97,6 @@ class TrainStep:
         micro_batch: int,
         schedules: Schedules | None = None,
     ) -> None:
-        """Store the engine and the settings of the run; nothing is computed.
-
-        Args:
-            schedules: schedules of keys of the objective, such as `temperature`; with None every step uses the values
-                of the first one.
-        """
         self._engine = engine
         self._objective = objective
         self._special = special
@@ -116,7 +114,11 @@ class TrainStep:
         flags: RankFlags = _NO_FLAGS,
         generator_learning_rate: float | None = None,
     ) -> StepResult:
-        """Run forward and backward over every micro-batch of a batch, then at most one update."""
+        """Run forward and backward over every micro-batch of this rank's rows, then at most one update. Collective.
+
+        `find_fault` is called with the judged loss before the update; it returns why there must be none, or "", the
+        same on all ranks. `generator_learning_rate` None is the same as `learning_rate`.
+        """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
@@ -126,9 +128,7 @@ class TrainStep:
         return self._update(sum_K, totals, learning_rates, find_fault)
 
     def _accumulate_gradients(self, batch: RowBatch, ids_BS: torch.Tensor, scale_N2: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward over every micro-batch; the gradients add up in the engine. Collective, because
-        DeepSpeed reduces the gradients in the last backward.
-        """
+        """Run forward and backward over every micro-batch; return this rank's sums, float64 [K]. Collective."""
         engine = self._engine
         num_micro_batches = len(ids_BS) // self._micro_batch
         key_2 = step_key(self._seed, batch.step, engine.device)
@@ -155,7 +155,10 @@ class TrainStep:
         return sum_K
 
     def forward_s(self) -> float:
-        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished."""
+        """Return the seconds of the last step's first forward pass on this rank; wait until it is finished.
+
+        Below ZeRO stage 3 a forward pass does not wait for other ranks, so a rank that takes longer is slow itself.
+        """
         return self._stopwatch.seconds()
 
     def _update(
@@ -165,7 +168,7 @@ class TrainStep:
         learning_rates: tuple[float, float | None],
         find_fault: Callable[[float], str],
     ) -> StepResult:
-        """Update the weights unless the step has a fault, and return the result of the step."""
+        """Update the weights unless the step has a fault, and return the result of the step. Collective."""
         fault = ""
 
         def accept() -> bool:
@@ -205,9 +208,10 @@ class TrainStep:
         )
 
     def judged_loss(self, sums: Sums) -> float:
-        """Return the loss of a step that the guard compares with the losses of earlier steps.
+        """Return the loss of a step that the guard compares with earlier ones: that which the optimizer minimises.
 
-        This is normally the loss that the optimizer minimises.
+        If the weight of one of its terms is scheduled, it is the unweighted sum of the terms (each a mean over
+        tokens), which does not change with the weight. A minimised loss that is not finite is returned as it is.
         """
         has_constant_weights = self._schedules is None or not self._schedules.change_weights
         if has_constant_weights or not math.isfinite(sums.loss):
@@ -220,7 +224,6 @@ class TrainStep:
     def _input(
         self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor, key_2: torch.Tensor
     ) -> StepInput:
-        """Return the input of one forward pass: token ids, and what its random numbers are computed from."""
         device = self._engine.device
         first_scale, second_scale = scale_2
         bounds = None
@@ -244,14 +247,13 @@ class TrainStep:
         return self._schedules.write(step)
 
     def _to_device(self, batch: RowBatch) -> torch.Tensor:
-        """Return the token ids of a batch on the device, int64 [B, S]."""
         ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
         if self._engine.device.type == "cuda":
             ids_BS = ids_BS.pin_memory()  # from pageable memory the copy would wait for the queued steps
         return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add up over all ranks what a step needs before its first forward."""
+        """Return the scales of the loss sums, fp32 [N, 2], and all ranks' receipt and flags, int64. Collective."""
         count_B2 = loss_counts(ids_BS, self._special, self._objective, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
         receipt_and_flags = torch.tensor([*receipt.words, *flags], dtype=torch.int64)
@@ -272,7 +274,9 @@ class TrainStep:
     def row_losses(self, batch: RowBatch) -> list[float]:
         """Return the loss of each row of a batch by itself, to find the row that made a step fail. Collective.
 
-        It runs one forward pass per row, without gradients, in the engine's present mode (training or evaluation).
+        It is the loss that the optimizer minimises, in nats, with means over the row's own tokens. Masks, samples and
+        dropout are those of the step, except dropout of attention on a GPU, which is drawn per micro-batch. Every rank
+        must have equally many rows.
         """
         self._values = self._values_of(batch.step)
         ids_BS = self._to_device(batch)
@@ -290,7 +294,7 @@ class TrainStep:
 
 
 class _Stopwatch:
-    """Context manager that times a block on the device that it runs on, without waiting for the device."""
+    """Context manager that times a block on the device that it runs on, by CUDA events on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_on_gpu = device.type == "cuda"
@@ -322,9 +326,10 @@ class _Stopwatch:
 
 
 def outlier(losses: list[float]) -> int | None:
-    """Return the index of the loss that stands out, or None if none does.
+    """Return the index of the loss that stands out, or None: the first that is not finite, or else a very high one.
 
-    The first loss that is not finite stands out.
+    It is very high if it is more than 6 standard deviations above the median. These are estimated from the median
+    absolute deviation, which the outlier itself hardly changes.
     """
     for index, loss in enumerate(losses):
         if not math.isfinite(loss):

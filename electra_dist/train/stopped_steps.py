@@ -1,8 +1,4 @@
-"""Handle steps that the guard has stopped: find the row at fault, and skip steps for a rollback to a checkpoint.
-
-A stopped step is one without an update, because its loss or gradient was not finite or its loss was a spike
-(`loss_guard.py`).
-"""
+"""Find the row at fault in a step that the guard has stopped, and skip steps for a rollback (`loss_guard.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +15,10 @@ from electra_dist.train.step import outlier
 
 
 def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float]) -> str:
-    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective."""
+    """Find the one row of a stopped step whose loss stands out, among the rows of all ranks. Collective.
+
+    Returns its name (shard and index), its loss and the median loss as text for the log; "" if no row stands out.
+    """
     all_losses: list[float] = []
     all_row_ids: list[int] = []
     for rank_losses, rank_row_ids in gather([losses, batch.row_ids.tolist()]):
@@ -34,9 +33,10 @@ def find_suspect(manifest: CorpusManifest, batch: RowBatch, losses: list[float])
 
 
 def skip_for_rollback(config: Config, skips: SkipList) -> tuple[int, list[int]]:
-    """Skip the steps that were stopped in a row and some before them, for a return to a checkpoint.
+    """Skip the steps that were stopped in a row and some before them; return the first skipped and the stopped ones.
 
-    Every rank calls this function.
+    Every rank calls it. The caller then returns to a checkpoint, and rank 0 reports the rollback before it writes the
+    list. Raises UserError if the run has already gone back `guard.max_rollbacks` times.
     """
     guard = config.guard
     stopped = skips.streak

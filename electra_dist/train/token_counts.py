@@ -1,10 +1,14 @@
 """Count how often each token occurs in the corpus, for the generator that draws tokens by their frequency (unigram).
 
-Guarantee: exact counts of every id in every row, the same on all ranks; they depend on the corpus alone.
+Guarantee: exact counts of every id in every row, [PAD] included, the same on all ranks; they depend on the corpus
+alone.
 
 How: the counts of the manifest (`totals.token_counts`) are used if the program that built the corpus wrote them there.
 Otherwise each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
 fingerprint names. Its last 32 bytes are the SHA-256 of those before, which a later start compares.
+
+Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
+cache that training uses; 3 ns per token on each rank.
 """
 
 from __future__ import annotations
@@ -40,10 +44,9 @@ def unigram_counts(
     open_cache: Callable[[], ShardCache],
     patience: Patience | None = None,
 ) -> np.ndarray:
-    """Return how often each token id occurs in the corpus, int64 [V]; [PAD] is counted, too. Collective.
+    """Return how often each token id occurs in the corpus, int64 [V]. Collective.
 
-    Args:
-        patience: how long storage that is full or away is waited for; None: not at all.
+    `open_cache` is called, and `run_dir` created, only if the tokens have to be counted.
     """
     patience = Patience(0.0) if patience is None else patience
     counts_of_builder = corpus.manifest.token_counts
@@ -95,9 +98,9 @@ def write_counts(file: Path, count_V: np.ndarray) -> None:
 
 
 def count_tokens(cache: ShardCache, shards: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return how often each token id occurs in all rows of some shards, int64 [V]; [PAD] is counted, too.
+    """Return how often each token id occurs in all rows of the shards with these numbers, int64 [V].
 
-    One shard is open at a time. It is closed after it was counted, so that the cache may delete its file.
+    Each shard is closed after it was counted, so that the cache may delete its file.
     """
     count_V = np.zeros(vocab_size, np.int64)
     for shard in shards:

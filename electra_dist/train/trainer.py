@@ -1,5 +1,8 @@
 """Run the step loop: one round of a run, from a restored checkpoint to the last step, a stop, or a rollback.
 
+A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`) has
+stopped.
+
 Guarantee: step t depends on (resolved config, corpus, seed, t) and on nothing else, so a run that was killed at any
 moment and started again repeats an uninterrupted one bit for bit at the same number of ranks. Which rows come next
 follows from the integer t, so a checkpoint holds no other state of the data loader. All ranks take every decision
@@ -60,10 +63,10 @@ _LONG_WAIT_S = 1.0  # a longer wait for the previous checkpoint is logged
 
 
 class Trainer:
-    """Trainer that restores a checkpoint and trains until the last step, a request to stop, or a rollback.
+    """One round of a run: create it, then call `run` once. All ranks do so together.
 
-    A rollback is a return to an earlier checkpoint after several steps in a row that the guard (`loss_guard.py`)
-    has stopped. An instance is used once: create it, then call `run`.
+    The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
+    Trainer with the same engine; `build_s`, the seconds of the parts "import" and "build" of the start, is None then.
     """
 
     def __init__(
@@ -79,13 +82,7 @@ class Trainer:
         notes: Sequence[str] = (),
         patience: Patience | None = None,
     ) -> None:
-        """Restore the newest good checkpoint into the engine and, on rank 0, open log and metrics. Collective.
-
-        Args:
-            build_s: seconds of the parts "import" and "build" of the start; None after a rollback, when nothing had to
-                be built.
-            patience: how long storage that is full or away is waited for; None: not at all.
-        """
+        """Restore the newest good checkpoint and, on rank 0, open log and metrics. Collective."""
         begin = time.perf_counter()
         self.config = config
         self.inputs = inputs
@@ -131,7 +128,7 @@ class Trainer:
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
 
     def _open_reporter(self, set_aside: list[str], notes: Sequence[str], hosts: Sequence[str]) -> Reporter:
-        """Open the log, the metrics and the ledger, and record the beginning of this round in them."""
+        """Open the log, the metrics and the ledger, and record the beginning of this round in them. Rank 0 only."""
         reporter = self.patience.call(
             lambda: Reporter(self.config, self.engine, self.inputs.corpora, self.restored, hosts, self.patience)
         )
@@ -144,9 +141,9 @@ class Trainer:
     def run(self) -> int | None:
         """Train until this round ends, and record in the ledger how it ended. Collective.
 
-        Returns:
-            An exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint: the caller then
-            creates the next round.
+        Returns an exit code of `electra_dist/errors.py`, or None if the run goes back to a checkpoint: the caller then
+        creates the next round. Raises UserError if the loss stays bad after `guard.max_rollbacks` rollbacks or an
+        input cannot be read any more, and StorageLost if storage stayed away too long.
         """
         ending: Ending = "crash"  # stays if an exception that is not handled below ends the round
         why = ""
@@ -176,7 +173,7 @@ class Trainer:
         return code
 
     def _train(self) -> int | None:
-        """Open the loader and the evaluator, run the remaining steps, and close everything."""
+        """Open the loader and the evaluator, run the remaining steps, and close everything. Collective."""
         with contextlib.ExitStack() as stack:
             loader = open_loader(self.config, self.inputs, self.state, self.monitor, self.patience, stack)
             stack.enter_context(contextlib.closing(loader))
@@ -203,7 +200,7 @@ class Trainer:
     def _run_steps(
         self, loader: RowLoader, evaluator: Evaluator | None, train_step: TrainStep, stages: Stages
     ) -> int | None:
-        """Run the steps from the restored one to the last, or until a stop or a return to a checkpoint."""
+        """Run the remaining steps; return an exit code, or None for a rollback. Collective."""
         guard = self.config.guard
         state = self.state
         num_steps = self.config.train.num_steps
@@ -224,7 +221,7 @@ class Trainer:
                 state.guard = Guard(guard)
             # A skipped step has no all-reduce, so requests of the ranks wait for the next step that is computed.
             flags = RankFlags()
-            if step not in state.skips.steps:
+            if step not in state.skips.steps:  # one that is on the list counts as done, like one without an update
                 result = self._run_step(step, loader, train_step)
                 flags = result.flags
                 if flags.stop:
@@ -248,7 +245,7 @@ class Trainer:
         return EXIT_DONE
 
     def _run_step(self, step: int, loader: RowLoader, train_step: TrainStep) -> StepResult:
-        """Train on the next batch, and log the step if due or if it overflowed fp16."""
+        """Train on the next batch, and log the step if due or if it overflowed fp16. Collective."""
         num_steps = self.config.train.num_steps
         lr = learning_rate(step, num_steps, self.config.optimizer)
         generator_lr = generator_learning_rate(step, num_steps, self.config.optimizer)
@@ -270,13 +267,14 @@ class Trainer:
         return result
 
     def _log(self, result: StepResult, lr: float, waited_s: float, forward_s: float) -> None:
+        """Read the GPUs, look for slow ranks, and report the step to console and metrics. Collective."""
         observation = self.monitor.look(forward_s)
         if self.reporter:
             self.reporter.step(self.state.step, result, lr, waited_s, self.state.receipt, observation)
             self._look_at_space(self.reporter)
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log a warning, once for each checkpoint, if there is too little space for the next one."""
+        """Log a warning, once for each checkpoint, if there is too little space for the next one. Rank 0 only."""
         now = time.monotonic()
         if now < self._next_look_at_space:
             return
@@ -294,12 +292,11 @@ class Trainer:
         )
 
     def _evaluate(self, evaluator: Evaluator) -> None:
-        """Evaluate on the held-out rows and report the result on rank 0. The scores by which `checkpoint.keep_best`
-        chooses checkpoints are kept in the state, so that a checkpoint of this step records them.
-        """
+        """Evaluate on the held-out rows; raise UserError if a result is not finite. Collective."""
         self.monitor.beat("eval", self.state.step)
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
+        # A checkpoint of this step records the scores, by which `checkpoint.keep_best` chooses.
         self.state.eval_scores = evaluation_scores(evaluation.record, self.config.objective)
         if self.reporter:
             self.reporter.evaluation(evaluation.record, evaluation.rows)
@@ -311,9 +308,6 @@ class Trainer:
             )
 
     def _flags(self, loader: RowLoader) -> RankFlags:
-        """Return this rank's requests to stop or save, the health of its node, and its counters of store requests. The
-        step adds up each field over the ranks, so that all ranks stop or save after the same step.
-        """
         store = self.inputs.corpus.store
         retry_wait_s = store.retry_wait_s + self.checkpointer.retry_wait_s
         return RankFlags(
@@ -326,7 +320,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the present state, and schedule the next one."""
+        """Start saving a checkpoint of the present state, and schedule the next one. Collective."""
         self.monitor.beat("checkpoint", self.state.step)
         if self.reporter:
             self._spent_at_save[self.state.step] = self.clock.spent_s()
@@ -347,14 +341,15 @@ class Trainer:
             )
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
-        """Record a committed checkpoint, and remember the longest save."""
+        """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it."""
+        # It decides how long before the end of a Slurm job the run stops by itself.
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
             spent_s = self._spent_at_save.pop(state.step)
             self.reporter.committed(state, timing, seconds, spent_s)
 
     def _stop(self) -> int:
-        """Wait until the save of this step is committed, then log that the run stops on request."""
+        """Wait until the save of this step is committed, then log that the run stops on request. Collective."""
         self.checkpointer.close()
         if self.reporter:
             self.stop.stopped()
@@ -362,14 +357,12 @@ class Trainer:
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """Put a step whose loss or gradient was bad on the skip list, and report it with the row that stands out. The
-        list is on the disk before the run goes on, so that a restart skips the step, too.
-        """
+        """Put a stopped step on the skip list, and report it with the row that stands out. Collective."""
         suspect = find_suspect(self.inputs.corpus.manifest, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
             self.reporter.stopped_step(batch.step, fault, suspect)
-            self.patience.call(self.state.skips.write)
+            self.patience.call(self.state.skips.write)  # before the run goes on, so that a restart skips the step, too
 
 
 def _is_due(done: int, every: int) -> bool:

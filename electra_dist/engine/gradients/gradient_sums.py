@@ -40,12 +40,12 @@ class _Bucket:
 
     def __init__(self, index: int, sums: torch.Tensor, num_parameters: int) -> None:
         self.index = index
-        self.sums = sums
+        self.sums = sums  # fp32 sums of all parameters in the bucket, 1-D; a view of DeepSpeed's flat tensor
         self.num_parameters = num_parameters
-        self.gradients: list[torch.Tensor] = []
-        self.targets: list[torch.Tensor] = []
-        self.num_added = 0
-        self.is_exchanging = False
+        self.gradients: list[torch.Tensor] = []  # of the current backward pass, not added to the sums yet
+        self.targets: list[torch.Tensor] = []  # for each of these, the view of `sums` in the shape of the parameter
+        self.num_added = 0  # gradients of the current backward pass that are added to the sums already
+        self.is_exchanging = False  # whether an all-reduce of the sums is started and its result not yet in use
 
     def add_gradients(self) -> None:
         """Add the collected gradients to the sums with one operation, and drop the references to them."""
@@ -60,12 +60,12 @@ class _Bucket:
 class GradientSums:
     """The fp32 sums of the gradients of a BF16_Optimizer, which are added up bucket by bucket.
 
-    The constructor replaces methods of the optimizer. From then on DeepSpeed calls this object for every gradient,
-    so the caller need not keep a reference to it.
+    The constructor replaces methods of the optimizer, so the caller need not keep a reference to this object. It must
+    be called before the first backward pass. With `overlaps` the optimizer must have been built with
+    `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients.
     """
 
     def __init__(self, optimizer: Any, is_last_micro_batch: Callable[[], bool], *, overlaps: bool) -> None:
-        """Divide the parameters into buckets, and replace the methods with which the optimizer adds up gradients."""
         self._optimizer = optimizer
         self._is_last_micro_batch = is_last_micro_batch
         self._overlaps = overlaps
@@ -90,9 +90,7 @@ class GradientSums:
             optimizer._update_hp_grad = self._add_gradient
 
     def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor, most_elements: int) -> None:
-        """Divide the parameters of one parameter group into buckets, and append these to the lists of this object. A
-        new bucket begins where the current one would exceed `most_elements`; a single parameter may be larger.
-        """
+        """Divide the parameters of a group into buckets; only a single parameter may exceed `most_elements`."""
         parameters_of_buckets: list[list[torch.Tensor]] = []
         bucket_numel = 0  # elements of the newest bucket
         for parameter in parameters:
@@ -120,7 +118,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        """Add the gradient of one parameter to its fp32 sum; takes the place of DeepSpeed's `_update_hp_grad`."""
+        """Add a gradient to its fp32 sum, in place of DeepSpeed's `_update_hp_grad`."""
         if parameter.grad is None:
             return
         self._targets[group][index].add_(parameter.grad)
@@ -130,7 +128,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
-        """Take over the gradient of one parameter during the backward pass, as soon as autograd has computed it."""
+        """Take over a gradient as soon as autograd has it, in place of `accumulate_hp_grads_and_remove_lp`."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
@@ -156,7 +154,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _end_backward(self, **options: Any) -> None:
-        """Add the gradients of incomplete buckets and, with overlap in the last micro-batch, finish the exchange."""
+        """Add gradients of incomplete buckets and finish the exchange, before DeepSpeed's `backward_epilogue`."""
         for bucket in self._buckets:
             bucket.add_gradients()
             bucket.num_added = 0
@@ -166,15 +164,13 @@ class GradientSums:
         self._deepspeed_epilogue(**options)
 
     def _start_completed(self) -> None:
-        """Start the all-reduces of the next buckets in the order of exchange, up to the first incomplete bucket."""
         assert self._exchange_order is not None
         for index in self._exchange_order[self._num_started :]:
             if index not in self._completed:
-                break
+                break  # later ones wait, because all ranks must start the collectives in the same order
             self._start_next()
 
     def _start_next(self) -> None:
-        """Start the all-reduce of the next bucket in the order of exchange, without waiting for it."""
         assert self._exchange_order is not None
         bucket = self._buckets[self._exchange_order[self._num_started]]
         bucket.is_exchanging = True
@@ -182,7 +178,7 @@ class GradientSums:
         self._all_reduces.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
 
     def _finish_exchange(self) -> None:
-        """Start the all-reduces that are not started yet, wait for all, and divide the sums by the number of ranks."""
+        """Start the other all-reduces, wait for all, and divide the sums by the number of ranks. Collective."""
         if self._exchange_order is None:
             incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
             self._exchange_order = from_rank_0(lambda: self._completed + incomplete)
@@ -190,7 +186,7 @@ class GradientSums:
             self._start_next()
         for bucket, all_reduce in self._all_reduces:
             all_reduce.wait()
-            bucket.sums.mul_(1.0 / dist.get_world_size())
+            bucket.sums.mul_(1.0 / dist.get_world_size())  # DeepSpeed expects means
             bucket.is_exchanging = False
         self._all_reduces.clear()
         self._num_started = 0
@@ -198,10 +194,15 @@ class GradientSums:
 
 @contextlib.contextmanager
 def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
-    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it."""
+    """Make DeepSpeed's optimizers of ZeRO stages 1 and 2 compute the norm and clip without the host waiting for it.
+
+    DeepSpeed's own functions copy the norm to the host twice: to skip a step whose gradients are not finite, and to
+    decide whether to clip. In this context, which replaces them, DeepSpeed skips no step; the engine reads the norm
+    when DeepSpeed calls the base optimizer, and decides then. Gradients within the limit are multiplied by 1. `fused`
+    computes all norms of a BF16_Optimizer with one operation, which on a GPU rounds differently.
+    """
 
     def global_norm(input_tensors: Sequence[torch.Tensor], **_: Any) -> torch.Tensor:
-        """Return the 2-norm over all tensors as a scalar on the device; it is the 2-norm of the tensors' 2-norms."""
         if fused:
             norms = list(torch._foreach_norm(list(input_tensors)))
         else:
@@ -210,15 +211,16 @@ def norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
 
     def clip(max_norm: float, global_norm: torch.Tensor, eps: float = 1e-6, **_: Any) -> torch.Tensor:
         factor = (max_norm / (global_norm + eps)).clamp(max=1.0)
+        # Other ranks' partitions need no clipping, because this rank does not read them afterwards.
         for partition in optimizer.fp32_groups_gradient_flat_partition:
             partition.mul_(factor)
         return global_norm
 
     def is_never_invalid(norm: Any) -> bool:
-        """Return False, so that DeepSpeed skips no step."""
         return False
 
-    def leave_norm(*_: Any, **__: Any) -> None: ...
+    def leave_norm(*_: Any, **__: Any) -> None:
+        """Leave a norm that is not finite as it is."""
 
     replacements: dict[Any, dict[str, Callable[..., Any]]] = {
         bf16_optimizer: {

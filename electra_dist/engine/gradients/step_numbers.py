@@ -16,14 +16,9 @@ import torch
 
 
 class StepNumbers:
-    """Tensors of numbers of one step on the device, which are copied to the host together.
-
-    The engine copies them with the norm of the gradients (`read_with`). Afterwards `values` returns them without
-    another copy. If the engine has not copied them, `values` does.
-    """
+    """1-D tensors of one step, float64 or int64, on one device; they must not change until they are read."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Store the tensors; nothing is copied to the host yet."""
         self._tensors = list(tensors)
         self._values: list[list[Any]] | None = None
 
@@ -33,16 +28,13 @@ class StepNumbers:
         return float(norm_on_host[0])
 
     def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers, in the order of the tensors."""
+        """Return the elements of each tensor as Python numbers; copy them only if that has not been done before."""
         if self._values is None:
             self._values = _read(self._tensors)
         return self._values
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Copy 1-D tensors of dtype float64 or int64 to the host with one copy; return their elements as Python
-    numbers.
-    """
     words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
     host_words = np.array(words.tolist(), np.int64)
     values = []

@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def moments_of(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the first and the second moments of `params`, creating moments of zero where there are none yet."""
+    """Return the optimizer's own first and second moments of `params`, creating zeros where there are none."""
     first_name, second_name = MOMENTS
     first_moments = []
     second_moments = []
@@ -37,19 +37,17 @@ def moments_of(
 class ForeachAdamW(torch.optim.Optimizer):
     """AdamW without bias correction, computed by torch._foreach operations over lists of tensors.
 
-    It compiles nothing and runs on any device. CPUs use it, and it is the reference for the fused optimizers of
-    apex and DeepSpeed.
+    CPUs use it, and it is the reference for the fused optimizers of apex and DeepSpeed.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update in place every parameter that has a gradient and at least one element."""
+        """Update every parameter that has a gradient and at least one element; neither clip nor clear gradients."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -58,7 +56,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update parameters of one group in place."""
+        """Update in place those `params` of one group that have a gradient and at least one element."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]

@@ -26,21 +26,16 @@ from electra_dist.engine.optimizers.adamw import moments_of
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """LAMB without bias correction, computed by torch._foreach operations over lists of tensors.
-
-    It runs on any device and needs whole parameters (ZeRO stage 0), because it scales each step by the norm of the
-    parameter. Groups whose `weight_decay` is 0 take plain Adam steps.
-    """
+    """LAMB without bias correction, computed by torch._foreach operations over lists of tensors, on any device."""
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: DeepSpeed never passes one
-        """Update in place every parameter that has a gradient and at least one element."""
+        """Update every parameter that has a gradient and at least one element; neither clip nor clear gradients."""
         for group in self.param_groups:
             # A parameter without elements has nothing to update.
             params = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]
@@ -67,9 +62,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return |p| / |r| for each parameter p and its update r, and 1 where either norm is 0. The ratios are scalar
-    tensors on the device of the parameters, so that the host does not wait for them.
-    """
+    """Return |p| / |r| for each parameter and its update, or 1 where a norm is 0, without the host waiting."""
     param_norms = torch._foreach_norm(params)
     update_norms = torch._foreach_norm(updates)
     ratios = []

@@ -6,7 +6,7 @@ hold. Each element of each matrix is in the partition of exactly one rank.
 How: at these stages DeepSpeed lays the parameters of a group one after another in a flat tensor, which it cuts into
 equal partitions, one for each rank. A rank therefore needs one contiguous span: from the first element of the matrix
 in which its partition begins, to the last element of the matrix in which its partition ends. The ranks exchange the
-parts of these spans in one all-to-all.
+parts of these spans in one all-to-all, in which a rank receives the missing elements of at most two matrices.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ class Span(NamedTuple):
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: Span) -> slice:
-        """Return the slice of this span in a tensor that holds the elements of `outer` and nothing more."""
+        """Return the slice of this span in a tensor that holds exactly the elements of `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 class WholeMatrix(NamedTuple):
     """A whole matrix, and the range of its elements that are in this rank's own partition."""
 
-    values: torch.Tensor
-    own: slice
-    in_partition: slice
+    values: torch.Tensor  # [rows, columns]
+    own: slice  # of the flattened matrix: the elements that are in this rank's partition
+    in_partition: slice  # of this rank's partition: the same elements
 
 
 class MatrixPartition:
-    """Division of the matrices of one parameter group into one flat partition for each rank."""
+    """Division of the matrices of one parameter group into one flat partition for each rank.
+
+    `shapes` are in the order of the flat tensor. Elements behind the last matrix are padding. Matrices are gathered on
+    `device`, on which the process group must be able to communicate.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,6 @@ class MatrixPartition:
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        """Compute for each rank the range of elements in its partition, and the range that it must receive."""
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
@@ -84,7 +87,7 @@ class MatrixPartition:
         return Span(matrices[0].start, matrices[-1].stop)
 
     def outgoing(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the elements that each rank needs from this one, in the order of the ranks."""
+        """Return the elements of this rank's partition that each rank needs, as views in the order of the ranks."""
         own = self.partitions[self.rank]
         return [values[needed.overlap(own).within(own)] for needed in self._needed_spans]
 
@@ -94,7 +97,7 @@ class MatrixPartition:
         return [partition.overlap(needed).numel for partition in self.partitions]
 
     def whole_matrices(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Cut the elements that this rank has received into whole matrices."""
+        """Cut the elements that all ranks have sent to this one, 1-D and in their order, into matrices (views)."""
         own = self.partitions[self.rank]
         needed = self._needed_spans[self.rank]
         matrices = []
@@ -107,7 +110,7 @@ class MatrixPartition:
         return matrices
 
     def gather(self, values: torch.Tensor) -> list[WholeMatrix]:
-        """Return the whole matrices of which at least one element is in this rank's partition. Collective."""
+        """Return the matrices of which at least one element is in this rank's partition `values`, 1-D. Collective."""
         parts = self.outgoing(values.to(self.device))
         if self.num_ranks == 1:
             return self.whole_matrices(parts[0])

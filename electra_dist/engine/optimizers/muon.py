@@ -14,9 +14,11 @@ caller refuses changes no momentum.
 
 How: at stage 0 parameters are whole, and every rank computes the same updates. At stages 1 and 2 a rank has a flat
 partition of many parameters. It computes the momentum and u of its elements, gets the rest of the matrices that it
-shares with other ranks (`matrix_partition.py`), and applies its own part of O(u). `check_update` is called when an
-engine is built and raises unless the optimizer's update of a test matrix is orthogonal. DeepSpeed's own Muon is not
-used: it takes the gradient norm over orthogonal updates, and changes the momentum before a step can be refused.
+shares with other ranks (`matrix_partition.py`), and applies its own part of O(u). DeepSpeed's own Muon is not used: it
+takes the gradient norm over orthogonal updates, and changes the momentum before a step can be refused. The state is
+that of AdamW, whose second moment stays zero for these matrices, so that checkpoints have one layout.
+
+Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on a CPU; nothing was measured on a GPU.
 
 Limits: not at ZeRO stage 3 (`config.check_optimizer`). Tested with DeepSpeed 0.19.8, whose partitions this file
 reads.
@@ -46,7 +48,7 @@ _TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine i
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of `matrix` and singular values between about 0.7 and 1.2."""
+    """Bring the singular values of an fp32 matrix to 0.7 to 1.2; those below 1 % of its norm come out smaller."""
     a, b, c = _COEFFICIENTS
     x = matrix / (matrix.norm() + 1e-7)
     if matrix.device.type == "cuda":
@@ -65,14 +67,13 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 class ForeachMuon(ForeachAdamW):
     """Muon for parameter groups with a key `num_matrices`, AdamW without bias correction for all other groups.
 
-    `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and
-    value, otherwise 1. Under ZeRO stages 1 and 2 call `adopt_partitions` before the first step.
+    `num_matrices` is the number of equal matrices that a parameter stacks along its rows: 3 for query, key and value,
+    2 for inner values and gates, otherwise 1. Under ZeRO stages 1 and 2 call `adopt_partitions` before the first step.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
-        """Register parameters or parameter groups; a group may override every setting."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         # ZeRO replaces the parameters of a group by one flat partition of them.
         self.whole_parameters = [list(group["params"]) for group in self.param_groups]
@@ -99,7 +100,7 @@ class ForeachMuon(ForeachAdamW):
 
 
 def _update_partition(group: dict[str, Any], partition: torch.Tensor, blend: torch.Tensor) -> None:
-    """Update this rank's partition of the parameters of a group in place, by Muon."""
+    """Update this rank's partition by Muon; `blend` has the same elements of u. Collective."""
     matrices: MatrixPartition = group["partition"]
     partition.mul_(1.0 - group["lr"] * group["weight_decay"])
     for matrix in matrices.gather(blend):
@@ -109,7 +110,7 @@ def _update_partition(group: dict[str, Any], partition: torch.Tensor, blend: tor
 
 
 def adopt_partitions(optimizer: Any, device: torch.device) -> None:
-    """Let Muon update the flat partitions that ZeRO stage 1 or 2 has put into its groups; do nothing at stage 0."""
+    """Let Muon update the partitions of ZeRO stage 1 or 2; call it after deepspeed.initialize, before a step."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     if base is optimizer or not isinstance(base, ForeachMuon):
         return
@@ -142,7 +143,7 @@ def _check_layout(parameters: list[Any], partition: MatrixPartition) -> None:
 
 
 def check_update(optimizer: Any) -> None:
-    """Raise unless an optimizer has groups for Muon, and its update of a test matrix in such a group is orthogonal."""
+    """Raise RuntimeError unless the optimizer's update of a test matrix is orthogonal; change nothing. Collective."""
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     muon_groups = [group for group in base.param_groups if "num_matrices" in group]
     if not muon_groups or not isinstance(base, ForeachMuon):
@@ -161,7 +162,7 @@ def check_update(optimizer: Any) -> None:
 
 
 def _update_of_test_matrix(optimizer: ForeachMuon, group: dict[str, Any]) -> torch.Tensor | None:
-    """Return an optimizer's update of a matrix of zeros by a random gradient."""
+    """Return the update of a zero matrix by a random gradient, [24, 16]; None if this rank has no element of it."""
     gradient = torch.randn(_TEST_SHAPE, generator=torch.Generator().manual_seed(0))
     test_group = {**group, "lr": 1.0, "num_matrices": 1}
     partition: MatrixPartition | None = group.get("partition")

@@ -27,7 +27,11 @@ _EXIT_CODE = "reported_exit_code"
 
 
 def report_once(error: UserError | StorageLost, exit_code: int) -> None:
-    """Print an error that ends the run, unless another rank has printed one, and inform the other ranks."""
+    """Print an error that ends the run to stderr, unless another rank has printed one, and inform the other ranks.
+
+    Any rank may call it while the process group exists. If the store in rank 0's process cannot be reached any more,
+    the error is printed all the same: printing it twice is better than not at all.
+    """
     is_first = True  # also if the store cannot be reached
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
@@ -41,7 +45,10 @@ def report_once(error: UserError | StorageLost, exit_code: int) -> None:
 
 
 def reported_exit_code() -> int | None:
-    """Return the exit code of the first error that a rank has reported with `report_once`; None if none has."""
+    """Return the exit code of the first error that a rank has reported; None if none has, or rank 0 has ended.
+
+    If there is one, a collective fails on this rank because that rank has ended, and needs no message of its own.
+    """
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         if store.check([_EXIT_CODE]):

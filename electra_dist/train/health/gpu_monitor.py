@@ -3,6 +3,8 @@
 Guarantees: readings are None where NVML is absent. The numbers are those of the worst local GPU, so that a single
 faulty GPU among eight is visible. `gone_bad` is a pure function of two readings.
 
+Cost: one probe, a few milliseconds for eight GPUs, at logged steps only; no thread, no torch, no CUDA context.
+
 Limits: only the GPUs of this process's node are read; the GPUs of other nodes are read by the ranks there.
 """
 
@@ -16,7 +18,10 @@ from electra_dist.nvml import GpuProbe, GpuSample
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """Readings of all GPUs of a node, combined into one value per quantity: the worst one or, where noted, the sum."""
+    """Readings of all GPUs of a node, combined into one value per quantity: the worst one or, where noted, the sum.
+
+    A quantity is None if no GPU reports it.
+    """
 
     gpu_temperature_c: int | None  # highest
     gpu_power_w: float | None  # sum
@@ -46,7 +51,7 @@ class GpuSampler:
 
 
 def worst(samples: Iterable[GpuSample]) -> GpuReading:
-    """Combine the readings of several GPUs into one: the worst value of each quantity or, for some, the sum."""
+    """Combine the readings of several GPUs; a GPU that does not report a quantity is left out for it."""
     gpus = list(samples)
     temperatures = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     powers = [gpu.power_w for gpu in gpus if gpu.power_w is not None]
@@ -65,11 +70,10 @@ def worst(samples: Iterable[GpuSample]) -> GpuReading:
 
 
 def gone_bad(first: GpuReading | None, now: GpuReading | None) -> str:
-    """Return why the node's GPUs can no longer be trusted, as one line, or an empty string if they can.
+    """Return why the node's GPUs can no longer be trusted since the reading at the start, as one line; "" if they can.
 
-    Args:
-        first: reading at the start of the run; None without GPUs.
-        now: present reading; None without GPUs.
+    Only new uncorrected memory errors count, because they damage results. Heat and throttling make a run slow, not
+    wrong.
     """
     if first is None or now is None or now.gpu_ecc_uncorrected is None:
         return ""

@@ -54,7 +54,11 @@ class RankObservation:
 
 
 class RankMonitor:
-    """Heartbeat and health checks of one rank, for the life of its process."""
+    """Heartbeat and health checks of one rank, for the life of its process; the process group must exist.
+
+    Call `began` when the number of this start of the run is known, `beat` at every step and change of phase, `look` at
+    every logged step, and `close` when the run ends without an exception.
+    """
 
     def __init__(
         self,
@@ -63,14 +67,7 @@ class RankMonitor:
         patience: Patience | None = None,
         lease: RunLease | None = None,
     ) -> None:
-        """Write the first heartbeat and, on the first rank of a node, take the first reading of the GPUs.
-
-        Args:
-            cluster: gives the hang limits (seconds without a heartbeat after which a supervisor ends the rank), from
-                which the timeouts of collectives follow.
-            patience: waits of this rank for storage, which the heartbeats then report; None if it never waits.
-            lease: the lease of the run folder, on rank 0; None on the other ranks.
-        """
+        """Write the first heartbeat, and take the first reading of the GPUs; `lease` is None except on rank 0."""
         self._run_dir = run_dir
         self._lease = lease
         self._limits = hang_limits(cluster)
@@ -96,7 +93,7 @@ class RankMonitor:
         self._heartbeat.attempt = attempt
 
     def beat(self, phase: Phase, step: int) -> None:
-        """Write a heartbeat, and adapt the timeout of collectives to what this rank is about to do."""
+        """Write a heartbeat of what this rank is about to do, and adapt the timeout of collectives to it."""
         self._phase = phase
         self._step = step
         self._waits_for_storage = False
@@ -109,7 +106,10 @@ class RankMonitor:
             self._set_collective_timeout(limit_s)
 
     def waits_for_storage(self, reason: str) -> None:
-        """Write a heartbeat of phase "storage": the training thread waits, as long as `cluster.storage_patience_s`."""
+        """Write a heartbeat of phase "storage", or of the phase before it when the wait is over and `reason` is empty.
+
+        Call it about every second while the training thread waits.
+        """
         if reason:
             self._waits_for_storage = True
             self._heartbeat.beat("storage", self._step, reason)
@@ -120,9 +120,9 @@ class RankMonitor:
     def waits_in_silence(self, waited_s: float, subject: str, longest_s: float) -> None:
         """Report that the training thread waits for the thread of this rank that reads rows or writes checkpoints.
 
-        Args:
-            waited_s: seconds waited so far.
-            longest_s: seconds that the wait may take without being reported.
+        If that thread waits for storage, its reason is reported at once. Otherwise it may be blocked in a call to
+        storage that does not respond, so a wait of more than `longest_s` for `subject` is reported as a wait for
+        storage.
         """
         if self._patience.reason:
             self.waits_for_storage(self._patience.reason)
@@ -145,15 +145,15 @@ class RankMonitor:
         return self._lease is not None and self._lease.is_lost
 
     def check_folder(self) -> None:
-        """Raise if `has_lost_folder`. Rank 0 only."""
+        """Raise LeaseLost if another start has taken the run folder, or it was deleted or moved. Rank 0 only."""
         if self._lease is not None:
             self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.
 
-        Args:
-            forward_s: seconds of this rank's first forward of the step.
+        If the GPUs have gone bad, the node is recorded as faulty, once, and `sick` becomes True. The slow ranks are
+        equal on all ranks.
         """
         self._forward_times.append(self._gather(forward_s))
         reading = self._sampler.read() if self._sampler else None
@@ -167,9 +167,7 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Gather a duration in seconds from every rank, and return all of them in the order of the ranks. The
-        durations are gathered into one tensor, so that the host waits for a single copy from the device.
-        """
+        """Return the durations of all ranks in their order, with a single copy from the device. Collective."""
         device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
         own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)
         time_W = own_time.new_empty(dist.get_world_size())
@@ -178,7 +176,10 @@ class RankMonitor:
         return times
 
     def close(self) -> None:
-        """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver."""
+        """Write the last heartbeat, "done", so that a supervisor stops watching this rank; close the GPU driver.
+
+        A rank that ends by an exception does not call it.
+        """
         self._heartbeat.close()
         if self._sampler:
             self._sampler.close()

@@ -12,6 +12,8 @@ checkpoint, and exit code 75.
 
 Rows are read and checkpoints are written by threads of this process, so there are no worker processes that a signal
 could end before the checkpoint is saved.
+
+Cost: two `stat` calls per step, on rank 0.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """The end of the Slurm job, which a jump of the wall clock does not move."""
+    """The end of the Slurm job, which a jump of the wall clock does not move.
+
+    Slurm gives it as a Unix time, which is converted once to the monotonic clock. A supervisor passes it on to each
+    start of its ranks, converted back to Unix time by the wall clock of that moment.
+    """
 
     def __init__(self) -> None:
         unix_time = os.environ.get(_JOB_END, "")
@@ -48,12 +54,14 @@ class JobEndTime:
 
 
 class StopRequest:
-    """The requests to stop or save that this rank has received."""
+    """The requests to stop or save that this rank has received.
+
+    Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop calls
+    `wants_stop` and `wants_save` before every step that is not skipped; the step adds up the answers of all ranks.
+    Only rank 0 watches the files and the end of the job.
+    """
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
-        """Install handlers for the signals above, in place of those that were there; an ignored SIGHUP stays
-        ignored.
-        """
         self._reason = ""  # why to stop; empty as long as there is no request
         self._stop_file = run_dir / STOP_FILE
         self._save_file = run_dir / SAVE_FILE
@@ -67,12 +75,16 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal as a request to stop; end the process at once by a second Ctrl-C."""
         if number == signal.SIGINT and self._reason:
             raise KeyboardInterrupt
         self._reason = signal.Signals(number).name
 
     def wants_stop(self) -> bool:
-        """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end."""
+        """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.
+
+        Once True it stays True.
+        """
         if self._watches and not self._reason:
             reason = self._find_reason()
             if reason:  # an empty text must not overwrite the reason of a signal that arrives meanwhile
@@ -80,7 +92,6 @@ class StopRequest:
         return bool(self._reason)
 
     def _find_reason(self) -> str:
-        """Return why to stop, apart from signals: the file `stop` exists, or the job ends soon; "" if neither."""
         if self._stop_file.exists():
             # launcher/slurm/job.py recognises this reason by its first word.
             return f"file {self._stop_file}"
@@ -92,7 +103,7 @@ class StopRequest:
         return ""
 
     def wants_save(self) -> bool:
-        """Return whether the user has requested a checkpoint without a stop, by the file `save` in the run folder."""
+        """Return whether the user has requested a checkpoint by the file `save`; False on ranks other than 0."""
         if not self._watches:
             return False
         is_requested = self._save_file.exists()
@@ -110,13 +121,13 @@ class StopRequest:
         return self._reason or "another rank received a request to stop"
 
     def saved(self) -> None:
-        """Remove the file `save`, if it exists, because a save has begun. Rank 0 only."""
+        """Remove the file `save`, because a save has begun; pass it over if its disk refuses that. Rank 0 only."""
         try:
             self._save_file.unlink(missing_ok=True)
         except OSError:
-            self._was_saved = True
+            self._was_saved = True  # until somebody has removed the file
 
     def stopped(self) -> None:
-        """Remove the file `stop`, if it exists, so that the next start does not stop at once. Rank 0 only."""
+        """Remove the file `stop`, so that the next start does not stop at once; it may stay. Rank 0 only."""
         with contextlib.suppress(OSError):
             self._stop_file.unlink(missing_ok=True)

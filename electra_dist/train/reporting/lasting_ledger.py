@@ -13,7 +13,7 @@ from electra_dist.store.patience import Patience
 
 
 class LastingLedger:
-    """Writer of a run's ledger.jsonl that waits for its disk. Rank 0's step loop and checkpoint thread both use it."""
+    """Writer of a run's ledger.jsonl, by two threads of rank 0: the step loop and the one that saves checkpoints."""
 
     def __init__(self, run_dir: Path, patience: Patience) -> None:
         self._run_dir = run_dir
@@ -22,14 +22,15 @@ class LastingLedger:
         self._lock = threading.Lock()
 
     def record(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event and return when it is on the disk."""
+        """Append an event, and return when it is on the disk; raise StorageLost if the disk is away for too long."""
         self.record_soon(event, step, **details)
         self._patience.call(self.sync)
 
     def record_soon(self, event: Event, step: int, **details: Any) -> None:
         """Append an event without waiting for a disk that is full or away.
 
-        An event that the disk refuses stays in memory.
+        An event that the disk refuses stays in memory. It is written before the next event, and before the next
+        checkpoint is committed.
         """
         with self._lock, contextlib.suppress(StoreAway):
             self._ledger.append(event, step, **details)

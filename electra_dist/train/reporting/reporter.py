@@ -53,9 +53,8 @@ Ending = Literal["done", "stop", "storage", "unhealthy", "crash", "rollback", "r
 class Reporter:
     """Writer of the log lines, metrics and ledger events of one start of a run. Rank 0 only.
 
-    The ledger is the file ledger.jsonl, a list of events such as starts, checkpoints and stops.
-
-    Call `began` once, then the method of each event, and `close` at the end.
+    Call `began` once, then the method of each event, and `close` at the end. All methods are for the thread of the
+    step loop, except `before_commit` and `committed`, which the checkpoint thread calls.
     """
 
     def __init__(
@@ -67,15 +66,7 @@ class Reporter:
         hosts: Sequence[str] = (),
         patience: Patience | None = None,
     ) -> None:
-        """Open log, metrics and ledger, and delete the metrics of steps after the restored checkpoint.
-
-        The run repeats these steps and writes their metrics again.
-
-        Args:
-            restored: state of the restored checkpoint; None at the beginning of a run.
-            patience: how long to wait for a full or silent disk to accept records that a restart needs; None: not at
-                all.
-        """
+        """Open the files, and delete the metrics of steps after the restored checkpoint, which the run repeats."""
         self._patience = Patience(0.0) if patience is None else patience
         run_dir = Path(config.run_dir)
         self._config = config
@@ -109,12 +100,11 @@ class Reporter:
     ) -> None:
         """Record that this start of the run begins to train, and which checkpoints were found damaged.
 
-        The ledger gets the event "resume" if a checkpoint was restored, otherwise "start".
-
         Args:
-            restored: state of the restored checkpoint; None at the beginning of a run.
-            setup_s: seconds of each part of the setup: "restore" and, unless this start follows a rollback, "import"
-                and "build".
+            attempt: number of this start of the run, from 1.
+            set_aside: one line for each damaged checkpoint, which no later start will try to load.
+            setup_s: seconds of each part of the setup, as of `Clock`.
+            changed: settings that may change the last bits, from `bit_settings.changes`.
         """
         step = restored.step if restored else 0
         for line in set_aside:
@@ -144,9 +134,7 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Record in log and ledger if the run continues a checkpoint of a version with older numerics. From the
-        checkpoint's step on, the run draws other masks, samples or dropout than the older version would have drawn.
-        """
+        """Record if the run continues a checkpoint of a version with older numerics (random draws and rounding)."""
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:
@@ -171,10 +159,10 @@ class Reporter:
     def step(
         self, done: int, result: StepResult, lr: float, waited_s: float, receipt: Receipt, look: RankObservation
     ) -> None:
-        """Report a logged step: print its line, write its record to the metrics, and log slow ranks or an overflow.
+        """Report a logged step: its line, its record in the metrics, slow ranks, and an overflow of fp16.
 
-        Args:
-            waited_s: total seconds that rank 0 has waited for rows since this start.
+        `done` steps are done, this one included. `waited_s` is rank 0's total wait for rows since this start.
+        `receipt` covers all rows trained on so far.
         """
         record = self._step_recorder.record_of(done, result, lr, waited_s, receipt, look)
         if look.slow_ranks:
@@ -191,7 +179,6 @@ class Reporter:
         self._refresh.update_if_due()
 
     def _note_overflow(self, step: int, result: StepResult) -> None:
-        """Log a step of a run in fp16 that made no update, because its gradients overflowed."""
         scaler = self._engine.loss_scale
         assert scaler is not None
         self.note(
@@ -200,7 +187,11 @@ class Reporter:
         )
 
     def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
-        """Report an evaluation on held-out rows, with warnings about its context AUC."""
+        """Report an evaluation, some of its rows as text, and warnings about its context AUC.
+
+        It also restarts the clock of the log lines, so that the time of the evaluation does not count as time of
+        steps.
+        """
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
         if rows:
@@ -212,11 +203,13 @@ class Reporter:
         self._step_recorder.begin_interval(record.step)
 
     def _track(self, record: StepRecord | EvalRecord) -> None:
+        """Send a record to the tracking services, and log which of them have failed."""
         for tracker in self._trackers:
             log_record(tracker, record)
         self._note_dropped_trackers()
 
     def _note_refused_records(self) -> None:
+        """Log one line for each file whose disk has begun to refuse records since the last call."""
         for problem in self._metrics.problems():
             self.note(problem)
 
@@ -226,7 +219,7 @@ class Reporter:
                 self.note(problem)
 
     def _warn_of_low_context_auc(self, record: EvalRecord) -> None:
-        """Log a warning that the discriminator does not use context, if this evaluation is the first to show it."""
+        """Warn that the discriminator does not use context, if this evaluation, not yet recorded, first shows it."""
         fields = dataclasses.asdict(record)
         if self._has_warned or not is_stuck(fields, self._config):
             return
@@ -252,7 +245,7 @@ class Reporter:
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
-        """Sync metrics and ledger to the disk before a checkpoint is committed.
+        """Sync metrics and ledger to the disk before a checkpoint is committed; raise StoreAway if it refuses.
 
         A restart from that checkpoint does not repeat the steps before it, so their records must be on the disk.
         """
@@ -262,10 +255,8 @@ class Reporter:
     def committed(self, state: RunState, timing: SaveTiming, write_s: float, spent_s: dict[str, float]) -> None:
         """Record in the ledger that a checkpoint is committed, that is, completely written on all targets.
 
-        Args:
-            timing: seconds for which the save has held up the step loop: waiting for the previous save, and the copy.
-            write_s: seconds that writing and committing took in the thread.
-            spent_s: seconds by activity up to the save, as of `Clock.spent_s`.
+        The step loop waits for the checkpoint thread before it closes the reporter. `write_s` is that thread's time
+        for writing and committing; `spent_s` is `Clock.spent_s` at the beginning of the save.
         """
         self._ledger.record(
             "checkpoint",
@@ -278,7 +269,7 @@ class Reporter:
         )
 
     def stopped_step(self, step: int, fault: str, suspect: str) -> None:
-        """Record in log and ledger a step whose update was prevented because of its loss or gradient.
+        """Record a step whose update was prevented by `fault`; `suspect` is the row that stands out, or "".
 
         Call it before the list of skipped steps is written: a start that is killed in between stops the step again.
         """
@@ -289,7 +280,7 @@ class Reporter:
         self.note(f"step {step:,} was stopped before its update and is skipped from now on: {fault}; {advice}")
 
     def rolled_back(self, first: int, stopped: list[int]) -> None:
-        """Record in log and ledger that the run goes back to a checkpoint and skips steps.
+        """Record in log and ledger that the run goes back and skips the steps from `first` to the last stopped one.
 
         Call it before the list of skipped steps is written: a start that is killed in between goes back again.
         """
@@ -309,10 +300,10 @@ class Reporter:
         self._console.note(text)
 
     def close(self, ending: Ending, step: int, why: str, spent_s: dict[str, float]) -> None:
-        """Record how this start of the run has ended, and close all outputs.
+        """Record how this start of the run has ended after `step` steps, and close all outputs.
 
-        Args:
-            spent_s: seconds by activity, as of `Clock.spent_s`.
+        "rollback" is no event here, because `rolled_back` has recorded it, and neither is "replaced", because another
+        start writes the ledger now. Raises StorageLost if the records of a run that ended well could not be written.
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
         if ending != "rollback" and ending != "replaced":
@@ -337,7 +328,6 @@ class Reporter:
             self._console.close()
 
     def _note_setup(self, corpora: RunCorpora) -> None:
-        """Log lines that describe the run and its corpora: devices, precision, kernels, rows, steps per epoch."""
         config = self._config
         engine = self._engine
         backend = resolve(config.kernels.backend, engine.device.type)

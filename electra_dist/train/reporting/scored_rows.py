@@ -25,7 +25,10 @@ class ScoredRow:
 
 
 def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
-    """Return the first tokens, at most 64, of each of the first rows of a micro-batch, without padding."""
+    """Return the first 64 tokens of each of the first `num_rows` rows of a micro-batch, without padding.
+
+    Rows of padding only are left out.
+    """
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
     scored_rows = []
     for row in range(min(num_rows, len(original_BS))):
@@ -43,7 +46,7 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Convert the ids of a row to tokens, and round its probabilities to four decimals."""
+    """Convert the ids of a row to `tokens`, which are in the order of ids; round its probabilities to 4 decimals."""
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],
         shown=[_token(tokens, token_id) for token_id in row.shown_S],
@@ -52,9 +55,10 @@ def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
 
 
 def read_tokens(run_dir: Path) -> list[str]:
-    """Return the tokens of the vocabulary in a run folder in readable form, in the order of their ids."""
+    """Return the tokens of a run's vocabulary by id; one that continues a word begins with ##, for any tokenizer."""
     return read_run_vocabulary(run_dir).shown_tokens
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:
+    """Return the token of an id; the id in brackets if the vocabulary is smaller than `model.vocab_size`."""
     return tokens[token_id] if token_id < len(tokens) else f"[{token_id}]"

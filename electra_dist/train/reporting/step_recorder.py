@@ -42,13 +42,9 @@ class _LogPoint(NamedTuple):
 
 
 class StepRecorder:
-    """Maker of the metrics records of logged steps, for one start of a run.
-
-    It keeps the time of the last record, from which it computes rates such as tokens per second.
-    """
+    """Maker of the metrics records of logged steps, for one start of a run, with rates since the last record."""
 
     def __init__(self, config: Config, device: torch.device, corpus_sizes: Mapping[str, Any], start_step: int) -> None:
-        """Prepare to make records; the rates of the first record are computed from now on."""
         self._config = config
         self._device = device
         self._corpus_sizes = corpus_sizes
@@ -70,12 +66,11 @@ class StepRecorder:
         receipt: Receipt,
         look: RankObservation,
     ) -> StepRecord:
-        """Return the record of a logged step for metrics.jsonl and the console; the next interval begins with it.
+        """Return the record of a logged step for metrics.jsonl and the console; arguments are as of `Reporter.step`.
 
-        Times and rates are means since the last log line or evaluation.
-
-        Args:
-            waited_s: total seconds that rank 0 has waited for rows since this start.
+        Times and rates are means since the last log line or evaluation. Losses are means over tokens and accuracies
+        fractions, both over the global batch of this one step. A loss that the objective does not have is 0; an
+        accuracy over no tokens is NaN.
         """
         now = time.perf_counter()
         elapsed_s = now - self._last.time
@@ -126,12 +121,14 @@ class StepRecorder:
         )
 
     def _scheduled_values(self, done: int) -> dict[str, float]:
+        """Return the values of the scheduled keys of the objective in the last of `done` steps."""
         last_step = done - 1  # steps are numbered from 0
         progress = last_step / self._config.train.num_steps
         schedules = schedules_of(self._config.objective)
         return {key: value_at(schedule, progress) for key, schedule in schedules.items()}
 
     def _flops_per_token(self, done: int) -> float:
+        """Return the training FLOPs per token in the last of `done` steps; a stage trains one tower only."""
         config = self._config
         last_step = done - 1  # steps are numbered from 0
         return token_flops(config.model, config.data.seq_len, config.objective, last_step).total
@@ -144,5 +141,4 @@ class StepRecorder:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """Return `part` / `whole`; NaN if `whole` is 0, as for the accuracy on tokens that a batch does not have."""
     return part / whole if whole else math.nan

@@ -22,29 +22,21 @@ from pathlib import Path
 class Clock:
     """Stopwatch of one round of a run: seconds of its setup, and seconds since then by activity.
 
-    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of
-    the step loop may use the clock.
+    A round lasts from the restore of a checkpoint to the end of the process or to a rollback. Only the thread of the
+    step loop may use the clock.
     """
 
     def __init__(self, setup_s: dict[str, float]) -> None:
-        """Store the seconds that the setup took, and start the counters of the steps at 0.
-
-        Args:
-            setup_s: seconds of each part of the setup: "import", "build" and "restore"; after a rollback "restore"
-                only.
-        """
         self.setup_s = setup_s
         self._spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
         self._is_first_step_done = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a `with` block as one step, its wait for data included.
-
-        The first step is counted apart from the others, because compilation and warm-up make it longer.
-        """
+        """Measure a `with` block as one step, its wait for data included. A block that raises is not counted."""
         begin = time.perf_counter()
         yield
+        # The first step is counted apart from the others, because compilation and warm-up make it longer.
         activity = "step" if self._is_first_step_done else "first"
         self._spent[activity] += time.perf_counter() - begin
         self._is_first_step_done = True
@@ -57,29 +49,23 @@ class Clock:
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add the seconds for which saving a checkpoint has held up the step loop, counted as "stall".
-
-        They are the wait for the previous save and the copy to host memory.
-        """
+        """Add seconds for which a save has held up the step loop: the wait for the last save, and the copy."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:
-        """Record how long the step loop has waited for rows, in seconds since the round began, counted as "data".
-
-        `total_s` is a total, not an increment: it replaces the value of the earlier call.
-        """
-        self._spent["data"] = total_s
+        """Record the total seconds for which the step loop has waited for rows since the round began."""
+        self._spent["data"] = total_s  # a total, not an increment
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds spent so far on each activity, rounded to milliseconds."""
+        """Return the seconds spent so far on each activity, rounded to milliseconds.
+
+        "data" is part of "first" and "step"; the others do not overlap.
+        """
         return {name: round(seconds, 3) for name, seconds in self._spent.items()}
 
 
 def seconds_since_process_start() -> float:
-    """Return the seconds since the operating system started this process, by a clock that does not jump.
-
-    Called at the beginning of a run, this is the time that the interpreter and the imports have taken.
-    """
+    """Return the seconds since the operating system started this process, by a clock that does not jump."""
     # The text before the last ")" is the name of the program. The 22nd field is the start in ticks since the boot.
     fields_after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     started_s = int(fields_after_name[19]) / os.sysconf("SC_CLK_TCK")

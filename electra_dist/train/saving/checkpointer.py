@@ -59,20 +59,16 @@ class TrainState:
     eval_scores: dict[str, float] = field(default_factory=dict)  # of an evaluation of this step, if any
 
     def updated(self, result: StepResult) -> None:
-        """Account for a step that has updated the weights: count its rows, and pass its loss to the guard.
+        """Count the rows of a step that has updated the weights, and pass its loss to the guard.
 
-        The guard stops steps with a bad loss; it compares later losses with this one.
+        `step` does not change: the step loop sets it for all steps, also for those without an update.
         """
         self.receipt += result.receipt
         self.guard.accept(result.judged_loss)
 
     @classmethod
     def after(cls, restored: RunState | None, config: GuardConfig, skips: SkipList) -> TrainState:
-        """Return the state that a start begins with: a restored checkpoint's or, if there is none, the initial one.
-
-        Args:
-            restored: state of the restored checkpoint; None if there is none.
-        """
+        """Return the state that a start begins with: a restored checkpoint's or, if there is none, the initial one."""
         if restored is None:
             return cls(step=0, receipt=Receipt(), guard=Guard(config), skips=skips, overflowed=[])
         return cls(
@@ -84,10 +80,7 @@ class TrainState:
         )
 
     def state_fields(self) -> dict[str, Any]:
-        """Return the values for a checkpoint's `RunState` that change from step to step, by field name.
-
-        The other fields of `RunState`, such as the digest of the run's identity, are constant during a start.
-        """
+        """Return the values for a checkpoint's `RunState` that change from step to step, by field name."""
         return {
             "step": self.step,
             "rows_seen": self.receipt.rows,
@@ -100,7 +93,7 @@ class TrainState:
 
 
 def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
-    """Return the scores of an evaluation that a checkpoint of its step records, by the field names of `RunState`."""
+    """Return the scores of an evaluation by which `checkpoint.keep_best` chooses, by the field names of `RunState`."""
     if detects_replacements(objective):
         return {"eval_context_auc": evaluation.context_auc, "eval_rtd_loss": evaluation.rtd_loss}
     if objective.name == "mlm":
@@ -111,8 +104,8 @@ def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dic
 class Checkpointer:
     """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
 
-    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any
-    step, and at the end `close`, which waits for a save that is still being written.
+    A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, then `save` after any step,
+    and at the end `close`, which waits for a save that is still being written.
     """
 
     def __init__(
@@ -124,11 +117,7 @@ class Checkpointer:
         accept_new_numerics: bool = False,
         patience: Patience | None = None,
     ) -> None:
-        """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective.
-
-        Args:
-            patience: how long stores that are full or away are waited for; None: not at all.
-        """
+        """Open the checkpoint stores and reserve the number of this start of the run ("attempt"). Collective."""
         self._config = config
         self._module = engine.deepspeed.module
         self._optimizer = engine.optimizer
@@ -179,10 +168,9 @@ class Checkpointer:
     def restore(self, *, pristine: bool) -> tuple[RunState | None, list[str]]:
         """Load the newest good checkpoint into the engine, or set the initial weights if there is none. Collective.
 
-        Returns:
-            restored: state of the loaded checkpoint; None if there is none, or a rollback has discarded all.
-            set_aside: one line of text for each checkpoint that was found damaged or discarded; its manifest is
-            renamed, so that no later start tries to load it.
+        Returns the state of the loaded checkpoint, None if there is none, and a line for each one that was found
+        damaged or discarded and whose manifest was renamed. `pristine` says that the engine still holds the weights
+        with which it was built. Raises UserError if there are checkpoints, and none of them can be used.
         """
         fragments = held_fragments(self._module, self._optimizer)
         self.writer.reserve(owned_fragments(self._module, self._optimizer))
@@ -200,7 +188,7 @@ class Checkpointer:
         return restored, set_aside
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Overwrite the master weights with the initial weights and the moments with zeros, as when a run begins."""
+        """Overwrite masters by the initial weights and moments by zeros, as needed after a rollback to step 0."""
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
@@ -220,10 +208,8 @@ class Checkpointer:
     def save(self, train_state: TrainState) -> SaveTiming:
         """Start saving the state after `train_state.step` steps; return when it is copied to host memory. Collective.
 
-        A thread then writes the copy to the stores.
-
-        Returns:
-            How long this call held up the step loop: seconds waited for the previous save, and seconds for the copy.
+        A thread then writes the copy. The call first waits for the previous save; if that has failed, its error is
+        raised.
         """
         state = self._state.model_copy(update=train_state.state_fields())
         if self._loss_scale is not None:
@@ -242,6 +228,7 @@ class Checkpointer:
         """
 
         def complete() -> None:
+            # Copy it to the targets that lack it, and delete those that are no longer kept.
             copy_to_all(self._targets, folder_name(last.step, last.attempt))
             for target in self._targets:
                 retain(target, self._config.checkpoint, self._config.guard.most_skipped, self.attempt, {})
@@ -264,12 +251,11 @@ class Checkpointer:
         return self._state.bit_settings
 
     def close(self) -> None:
-        """Wait until every started save is committed, and free the host buffer for saves. Calling it twice is fine."""
+        """Wait until every save is committed, and free the host buffer; raise the last save's error, if any."""
         self.writer.close()
 
 
 def _recorded_versions() -> dict[str, str]:
-    """Return the versions that a checkpoint's manifest records: this package, Python, torch and DeepSpeed."""
     installed = versions()
     recorded = {"electra_dist": installed["electra-dist"]}
     for name in ("python", "torch", "deepspeed"):

@@ -14,21 +14,20 @@ class SaveSchedule:
     """The steps after which a run saves a checkpoint.
 
     If `checkpoint.every_steps` is a number, they are its multiples. If it is "auto", each save comes one interval
-    after the last one.
+    after the last one. Rank 0 computes the interval again after each save, from the cost of a save and the number of
+    interruptions that the run's ledger records. The steps of `checkpoint.keep_every_steps` and `checkpoint.keep_steps`
+    are always saved.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: str | Path, step: int) -> None:
-        """Begin the schedule at a start of the run. Collective for `every_steps: auto`."""
+        """Begin the schedule after `step` steps. Collective for `every_steps: auto`."""
         self._config = config
         self._run_dir = Path(run_dir)
         self.every_steps = 0  # steps between checkpoints at present; set by `saved`
         self.saved(step)  # the checkpoint that the run starts from
 
     def saved(self, step: int) -> bool:
-        """Record that a checkpoint of `step` is saved; with `every_steps: auto`, compute the interval again.
-
-        Collective for `auto`: rank 0 computes the interval, and all ranks use it.
-        """
+        """Record that `step` is saved; return whether the interval has changed. Collective for `auto`."""
         previous = self.every_steps
         if self._config.every_steps == "auto":
             self.every_steps = from_rank_0(lambda: automatic_steps(read_ledger(self._run_dir)))

@@ -40,9 +40,10 @@ _OWNER = TypeAdapter(ProcessIdentity)
 
 
 def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience) -> Path:
-    """Return the staging folder, where checkpoint files are written before their upload to S3, and take it over.
+    """Return the folder where checkpoint files are written before their upload to S3, and take it over.
 
-    On a single node it is a folder in the run folder, and nothing is done.
+    Every rank calls it once, at the start of the run. It is in the node's cache folder for a run on several nodes
+    whose targets are all on S3, otherwise in the run folder.
     """
     run_dir = Path(config.run_dir)
     all_targets_on_s3 = all(target.local_path(STAGING_DIR) is None for target in targets)
@@ -57,7 +58,8 @@ def prepare_staging(config: Config, targets: Sequence[Store], patience: Patience
 def staging_folder(run_dir: Path, node_folder: Path) -> Path:
     """Return the path of the staging folder that a run on several nodes uses on this node; nothing is created.
 
-    Its name consists of the node's name and a digest of the run folder's path, so runs and nodes do not share one.
+    Its name consists of the node's name and a digest of the run folder's path, because several nodes may share the
+    folder `data.cache_dir`.
     """
     digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:_NAME_CHARACTERS]
     return node_folder / STAGING_DIR / f"{node_name()}-{digest}"
@@ -66,7 +68,8 @@ def staging_folder(run_dir: Path, node_folder: Path) -> Path:
 def take_over(folder: Path) -> None:
     """Record this process as the user of a staging folder, and delete this node's abandoned staging folders.
 
-    One rank of each node calls this function at the start of the run.
+    One rank of each node calls it. Files that an earlier start has left in `folder` are deleted by the checkpoint
+    writer.
     """
     for other_folder in list(folder.parent.glob("*")):
         node_of_folder, _, _ = other_folder.name.rpartition("-")  # NODE-DIGEST; NODE may contain hyphens
@@ -78,11 +81,9 @@ def take_over(folder: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that uses a staging folder has certainly ended. False if the folder has no readable
-    record of a process, or if the process is in another container of this machine, so that it cannot be seen.
-    """
+    """Return whether the process that uses a staging folder has certainly ended."""
     with contextlib.suppress(OSError, DamagedJson):
         owner = validate_json(_OWNER, parse_json_object(read_regular(folder / _OWNER_FILE)))
         # The folder belongs to this node. A process that was started before the node's last boot cannot run any more.
         return is_running(owner) is False or not is_of_this_machine(owner)
-    return False
+    return False  # no readable record of a process
