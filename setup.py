@@ -112,6 +112,7 @@ setup(
         "nvidia-ml-py>=12",
         "pyyaml>=6",
         "pydantic>=2.8,<3",
+        "typing_extensions>=4.6",
         "numpy>=1.26",
         "safetensors>=0.5",
         "tokenizers>=0.20",

@@ -1,0 +1,89 @@
+"""The records of the golden set: how they are written, read and compared.
+
+A record is the JSON file of one kind. It maps the name of each entry to what a run, a command or a file gave, and says
+on which CPU and with which torch it was made if the bits depend on these.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+RECORDS = Path(__file__).parent / "records"
+Entries = dict[str, Any]
+
+# Instructions by which torch chooses other kernels, whose sums round differently.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+class Kind(NamedTuple):
+    """One kind of entries."""
+
+    name: str
+    about: str
+    names: Callable[[], list[str]]  # of all entries
+    make: Callable[[str, Path], Any]  # entry from its name, in an empty folder
+    is_of_a_cpu: bool = False  # whether the bits hold only on one kind of CPU
+
+
+def machine() -> str:
+    """Return what the bits of a training depend on: the instructions of the CPU, and the version of torch."""
+    flags: set[str] = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split(":")[1].split())
+            vendor = _vendor()
+            break
+    else:
+        vendor = platform.processor()
+    found = [name for name in _INSTRUCTIONS if name in flags]
+    return f"{vendor} {' '.join(found)}, torch {torch.__version__.split('+')[0]}"
+
+
+def _vendor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "unknown")
+
+
+def read_record(kind: Kind, folder: Path = RECORDS) -> tuple[str, Entries]:
+    """Return the machine that made the record of a kind ("" if the entries hold on every one), and its entries."""
+    tree = json.loads((folder / f"{kind.name}.json").read_text(encoding="utf-8"))
+    return tree["machine"], tree["entries"]
+
+
+def write_record(kind: Kind, entries: Entries, folder: Path = RECORDS) -> None:
+    """Write the record of a kind, one line for each value."""
+    tree = {"about": kind.about, "machine": machine() if kind.is_of_a_cpu else "", "entries": entries}
+    text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=True)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{kind.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def differences(expected: Any, found: Any, place: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs, with its place in the entry."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted({*expected, *found}):
+            where = f"{place}.{key}" if place else key
+            if key not in found:
+                yield f"{where}: missing, was {_short(expected[key])}"
+            elif key not in expected:
+                yield f"{where}: new, {_short(found[key])}"
+            else:
+                yield from differences(expected[key], found[key], where)
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            yield f"{place}: {len(found)} values instead of {len(expected)}"
+        for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+            yield from differences(one, other, f"{place}[{number}]")
+    elif expected != found:
+        yield f"{place}: {_short(found)} instead of {_short(expected)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 160 else f"{text[:160]}..."

@@ -1,0 +1,93 @@
+"""Compare what the product computes, writes and prints with the golden set in tests/golden/records.
+
+    python tests/support/golden.py --check                 # all entries; exit code 1 if one differs
+    python tests/support/golden.py --check --kind corpora  # one kind; --entry TEXT: entries whose name contains TEXT
+    python tests/support/golden.py --write --kind scripts  # make the record of a kind again
+
+An entry changes on purpose only, and the commit and the changelog name it. Entries that hold on one kind of CPU only
+are compared there; elsewhere they are counted as not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # tests/, in place of tests/support/
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+from golden import doors  # noqa: E402
+from golden.comparison import Entries, Kind, differences, machine, read_record, write_record  # noqa: E402
+from golden.kinds import KINDS  # noqa: E402
+from rich.progress import track  # noqa: E402
+from support.fork_server import import_everything  # noqa: E402
+
+
+def made(kind: Kind, names: Sequence[str]) -> Entries:
+    """Make entries of a kind, each in an empty folder, and show the progress on a terminal."""
+    entries: Entries = {}
+    for name in track(names, kind.name, disable=not sys.stderr.isatty()):
+        with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+            entries[name] = kind.make(name, Path(folder).resolve())
+    return entries
+
+
+def check(kind: Kind, part: str = "") -> list[str] | None:
+    """Return a line for each difference from the record; None if the record is of another kind of CPU."""
+    made_on, expected = read_record(kind)
+    if kind.is_of_a_cpu and made_on != machine():
+        return None
+    names = [name for name in dict.fromkeys([*expected, *kind.names()]) if part in name]
+    found = made(kind, [name for name in names if name in kind.names()])
+    wanted = {name: expected[name] for name in names if name in expected}
+    return list(differences(wanted, found))
+
+
+def main() -> int:
+    """Check or write what the command line asks for, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="compare, and end with 1 if an entry differs")
+    action.add_argument("--write", action="store_true", help="make the records again")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; may be repeated")
+    parser.add_argument("--entry", default="", metavar="TEXT", help="only entries whose name contains TEXT")
+    parser.add_argument(
+        "--plant", metavar="OLD=>NEW", help="replace a text in configs, commands and results, which must be found"
+    )
+    options = parser.parse_args()
+    if options.plant:
+        doors.plant(*options.plant.split("=>"))
+    import_everything()  # the forks that make the entries share it
+    all_equal = True
+    for name in options.kind or KINDS:
+        kind, begin = KINDS[name], time.monotonic()
+        if options.write:
+            entries = made(kind, [entry for entry in kind.names() if options.entry in entry])
+            if options.entry:
+                entries = {**read_record(kind)[1], **entries}
+            write_record(kind, entries)
+            print(f"{name}: {len(entries)} entries written, {time.monotonic() - begin:.0f} s", flush=True)
+            continue
+        found = check(kind, options.entry)
+        if found is None:
+            print(f"{name}: not compared: the record is of {read_record(kind)[0]}, this is {machine()}", flush=True)
+            continue
+        for line in found:
+            print(f"{name}: {line}")
+        state = f"{len(found)} differences" if found else "all equal"
+        print(f"{name}: {state}, {time.monotonic() - begin:.0f} s", flush=True)
+        all_equal = all_equal and not found
+    return 0 if all_equal else 1
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # Triton would report what it has not freed
