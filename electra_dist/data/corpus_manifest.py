@@ -44,6 +44,7 @@ class ShardEntry(Section):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> ShardEntry:
+        """Raise StoreError if the name of the shard leaves the folder of the corpus, such as ../x.tar."""
         check_key(self.name)
         return self
 
@@ -73,7 +74,6 @@ class TokenizerEntry(Section):
         return self
 
     def _is_id(self, token_id: int) -> bool:
-        """Return whether a token id is in the vocabulary: in [0, vocab_size)."""
         return 0 <= token_id < self.vocab_size
 
 
@@ -120,6 +120,8 @@ class CorpusManifest(Section):
         """Refuse a row length or a casing that is not the one among the parameters of the build."""
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
+        # A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
+        # shows which kind it has (`train/input_checks.py`).
         if self.tokenizer.lowercase and not self.builder.get("lowercase", True):
             raise ValueError("tokenizer.lowercase is true, but builder.lowercase is false")
         return self
@@ -154,14 +156,14 @@ class CorpusManifest(Section):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens in all shards; [PAD], which fills up short rows, is not counted."""
+        """Return the number of tokens in all shards, [PAD] not counted."""
         return sum(shard.tokens for shard in self.shards)
 
     def row_name(self, row_id: int) -> str:
-        """Return the name of a row for messages: its shard and its index in that shard, "shard-000001.tar row 17".
+        """Return a row's shard and index in it for messages, such as "shard-000001.tar row 17".
 
-        Args:
-            row_id: Number of the row in the corpus, in [0, num_rows).
+        `row_id` is in [0, num_rows): ids number the rows of the first shard from 0, then those of the second shard,
+        and so on.
         """
         end_ids = np.cumsum([shard.rows for shard in self.shards])  # For each shard, the id after its last row.
         shard_index = int(np.searchsorted(end_ids, row_id, side="right"))
@@ -171,7 +173,7 @@ class CorpusManifest(Section):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy type of the token ids in the shards: uint16 or uint32, as the field `dtype` names it."""
+        """Return the NumPy type of the token ids in the shards, uint16 or uint32."""
         return np.dtype(self.dtype)
 
     @functools.cached_property
@@ -181,7 +183,10 @@ class CorpusManifest(Section):
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
-    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times."""
+    """Read and validate the manifest of the corpus in `store`; on S3, a damaged one is read again a few times.
+
+    `key` is the config key that names the corpus, for messages. StoreMissing: there is no corpus, or no finished one.
+    """
     url = f"{store.url}/{MANIFEST_KEY}"
     try:
         manifest = read_verified(store, MANIFEST_KEY, lambda text: _parse_manifest(text, url))
@@ -196,7 +201,6 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
 
 
 def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
-    """Parse and validate the content of corpus.json."""
     try:
         return CorpusManifest.model_validate(parse_json(text))
     except DamagedJson as error:
@@ -206,6 +210,6 @@ def _parse_manifest(text: bytes, url: str) -> CorpusManifest:
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:
-    """Write corpus.json; from then on readers treat the corpus as complete."""
+    """Write corpus.json, as the last file of a corpus: readers trust a corpus that has it, and refuse one without."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
     store.write(MANIFEST_KEY, text.encode())

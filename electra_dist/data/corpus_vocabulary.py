@@ -10,7 +10,10 @@ from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
 
 def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabulary:
-    """Return the vocabulary in a corpus's vocab.txt, which must be the one that corpus.json describes."""
+    """Return the vocabulary in a corpus's vocab.txt; ManifestMismatch if it is not the one that corpus.json describes.
+
+    Its SHA-256, its size and the ids of its special tokens are compared.
+    """
     vocabulary = read_named_vocabulary(
         store,
         tokenizer.vocab_file,
@@ -25,7 +28,6 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
 
 def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) -> None:
-    """Raise ManifestMismatch if a number of the tokenizer's entry in corpus.json is not that of the vocabulary."""
     fault = ""
     if tokenizer.vocab_size != vocabulary.size:
         fault = f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens"
@@ -38,7 +40,10 @@ def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) ->
 
 
 def write_corpus_vocabulary(store: Store, text: str) -> bool:
-    """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written."""
+    """Write the vocab.txt of a new corpus unless the store has it already; return whether it was written.
+
+    Raises UserError if the store has a vocab.txt with another vocabulary, or none.
+    """
     if not store.exists(VOCAB_FILE):
         store.write(VOCAB_FILE, text.encode())
         return True
@@ -54,7 +59,6 @@ def write_corpus_vocabulary(store: Store, text: str) -> bool:
 def read_named_vocabulary(store: Store, key: str, expected: NamedDigest | None) -> Vocabulary:
     """Return the vocabulary in an object of a store, after a check of its digest if one is recorded.
 
-    Args:
-        expected: the SHA-256 that the vocabulary must have, and the file that records it; None if no file does.
+    `expected` is None if no file records the digest. A wrong body from S3 is read again a few times.
     """
     return read_verified(store, key, lambda data: Vocabulary.parse(data, f"{store.url}/{key}", expected))

@@ -1,10 +1,10 @@
 """Load the batches of one rank in the order of steps, ahead of training.
 
 Guarantee: the rows of a step do not depend on restarts or on earlier steps. The row order (`row_order.py`) is an
-infinite sequence of rows. With G rows in a global batch, step t uses its positions [t * G, (t + 1) * G). These are
-cut into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete batch, in
-which the checksum of every row was verified, or raises an error. A step in `skip_steps` uses no rows, and the rows of
-all other steps do not shift.
+infinite sequence of rows. With G rows in a global batch, step t uses its positions [t * G, (t + 1) * G). These are cut
+into W equal slices for the W ranks: rank 0 gets the first slice. `RowLoader.next` returns a complete batch, in which
+the checksum of every row was verified, or raises an error. A step in `skip_steps` uses no rows, and the rows of all
+other steps do not shift.
 
 How: one background thread reads batches ahead of training, into a queue of `_DEPTH` batches. While it reads rows of
 one window (a group of shards whose rows are shuffled together), the threads of the `ShardCache` fetch and verify the
@@ -49,7 +49,7 @@ class RowBatch:
 
 
 class RowLoader:
-    """Loader of one rank's batches, in the order of steps from a given first step on."""
+    """Loader of one rank's batches from a given step on; only one thread may call `next`, and must call `close`."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class RowLoader:
         call: Callable[[Callable[[], RowBatch]], RowBatch] = lambda read: read(),
         on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
-        """Start the thread that reads ahead.
+        """Start the thread that reads ahead; nobody else may use `cache`, which the caller closes after the loader.
 
-        Args:
-            rank: This rank, in [0, world_size).
-            on_wait: Called about every second while `next` waits, with the seconds waited so far.
+        The thread passes to `call` a function that reads one batch and may be called again after an error: a run
+        passes `Patience.call`, which waits for storage. `on_wait` is called about every second while `next` waits,
+        with the seconds so far. Raises UserError if the number of ranks does not divide `global_batch`.
         """
         if global_batch % world_size:
             raise UserError(
@@ -96,7 +96,10 @@ class RowLoader:
         self._thread.start()
 
     def next(self) -> RowBatch:
-        """Return the batch of the next step that is not skipped; wait until the background thread has read it."""
+        """Return the batch of the next step that is not skipped; wait until the background thread has read it.
+
+        The time waited is added to `wait_s`. Once a call has raised an error, every further call raises the same one.
+        """
         if self._failure is None:
             start = time.monotonic()
             item = self._take(start)
@@ -107,7 +110,6 @@ class RowLoader:
         raise self._failure
 
     def _take(self, start: float) -> RowBatch | BaseException:
-        """Take a batch or an error out of the queue, and call `on_wait` about every second until there is one."""
         while True:
             try:
                 return self._queue.get(timeout=_WAIT_SLICE_S)
@@ -116,7 +118,10 @@ class RowLoader:
 
     @property
     def refetches(self) -> int:
-        """Return how often this rank has fetched a shard again because its bytes were wrong, on arrival or on disk."""
+        """Return how often this rank has fetched a shard again because its bytes were wrong.
+
+        A number above 0 points to a faulty network, disk or storage service. Training used only verified rows.
+        """
         return self._cache.refetches
 
     def close(self) -> None:
@@ -131,7 +136,7 @@ class RowLoader:
                 self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read the batches from `step` on into the queue until `close` is called or an error occurs."""
+        """Read batches into the queue until `close` is called, or an error takes the place of a batch in the queue."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -153,9 +158,7 @@ class RowLoader:
         return RowBatch(step=step, row0=self._row0, ids=ids, row_ids=row_ids, receipt=Receipt.of(row_ids))
 
     def _check_token_ids(self, ids: NDArray[Any], row_ids: NDArray[np.int64]) -> None:
-        """Refuse a batch in which a token id is outside the vocabulary. Without this check the id would cause an index
-        error in the embedding, which on a GPU names neither row nor id.
-        """
+        """Refuse token ids outside the vocabulary: an index error on a GPU would name neither row nor id."""
         manifest = self._cache.manifest
         vocab_size = manifest.tokenizer.vocab_size
         if ids.max() < vocab_size:
@@ -170,7 +173,8 @@ class RowLoader:
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the rows of this rank in a step are stored: two int64 arrays [G / W]."""
+        """Return shard and number within it of this rank's rows in a step, two int64 [G / W]."""
+        # All steps of a block are located at its first step, which costs little more than one step.
         block, step_in_block = divmod(step, _LOCATED)
         if self._located is None or self._located_block != block:
             steps = block * _LOCATED + np.arange(_LOCATED)
@@ -183,7 +187,10 @@ class RowLoader:
         return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the shards of the positions [first, end), and close shards that are no longer needed."""
+        """Begin to fetch the shards of the windows that overlap [first, end), and close those no longer needed.
+
+        The shards of the window after them are only stored in `_next_window`; the caller fetches them later.
+        """
         if end <= self._horizon:
             return
         # Walk through the windows that hold [first, end); the walk ends at the first window after them.

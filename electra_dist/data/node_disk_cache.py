@@ -10,14 +10,13 @@ that was built again never reads an old shard.
 How: there is one lock file per shard. The process that holds its flock downloads the shard under another name
 (`store.fetch` resumes and retries), verifies the digest and renames the file. Wrong bytes are fetched again a few
 times; after that the run ends with an error that names the object. Before a download, shards are deleted (evicted) if
-the folder would exceed `limit_bytes` or the disk would fill up. The order of deletion keeps a fixed part of the corpus
-in the folder (`shard_cache/eviction_order.py`). A process that has a shard open holds a shared flock on it, which
-protects the shard from eviction. The shards that a process will open next are protected by the attribute `wanted`. A
-download first creates a sparse file of the shard's size, so that all processes count its bytes from the beginning.
+the folder would exceed `limit_bytes` or the disk would fill up, in the order of `shard_cache/eviction_order.py`. A
+process that has a shard open holds a shared flock on it, which protects the shard from eviction; the shards that a
+process will open next are protected by the attribute `wanted`. A download first creates a sparse file of the shard's
+size, so that all processes count its bytes from the beginning.
 
 Limits: the file system must support flock, as every local disk does. If all shards in the folder are in use or wanted,
-the folder exceeds `limit_bytes`, because a node always holds the shards of two windows (groups of shards whose rows
-are shuffled together).
+the folder exceeds `limit_bytes`, because a node always holds the shards of two windows.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _UNVERIFIED_SUFFIX = ".unverified"
 
 
 class NodeCache:
-    """Cache folder on a node's disk for shards, the tar files of a corpus that is on S3."""
+    """Cache folder on a node's disk for shards of corpora on S3; threads, processes, jobs and corpora can share it."""
 
     def __init__(
         self,
@@ -55,13 +54,10 @@ class NodeCache:
         corpus: Collection[str] = (),
         peers: PeerGroup | None = None,
     ) -> None:
-        """Remember the folder; nothing is read or created until the first fetch.
+        """Remember the folder, which the first fetch creates; without `limit_bytes`, only a nearly full disk evicts.
 
-        Args:
-            limit_bytes: Size of the folder above which shards are deleted. With None they are deleted only when the
-                disk is nearly full.
-            peers: Other nodes of the run, which are asked for a shard before the store is. Of the corpus, the shards
-                that this node fetches for its peers are then deleted last. None if no shards are shared.
+        `corpus` has the SHA-256 of every shard of the caller's corpus: shards of other corpora are evicted first, and
+        those that this node fetches for its `peers` last.
         """
         self.refetches = 0  # how many times a shard was fetched again because its bytes were wrong
         # SHA-256 of the shards that the caller has open or will open soon. To change it, assign a new set: threads
@@ -74,7 +70,7 @@ class NodeCache:
         self._limit_bytes = limit_bytes
 
     def path(self, entry: ShardEntry) -> Path:
-        """Return the path that a shard has in the folder, `<sha256>.tar`; the file exists only after `ensure`."""
+        """Return the path that a shard has in the folder; the file exists only after `ensure`."""
         return self._directory / f"{entry.sha256}{_SHARD_SUFFIX}"
 
     def _unverified_path(self, entry: ShardEntry) -> Path:
@@ -85,12 +81,16 @@ class NodeCache:
         return _is_good(self.path(entry), entry, verify=False)
 
     def bytes_on_disk(self) -> int:
-        """Return the size of all shards in the folder and of the received parts of unfinished downloads, in bytes."""
+        """Return the bytes of all shards in the folder and of the received parts of unfinished downloads."""
         paths = [path for path in _files(self._directory) if path.suffix != _UNVERIFIED_SUFFIX]
         return sum(stat.st_size for stat in map(_stat, paths) if stat is not None and S_ISREG(stat.st_mode))
 
     def ensure(self, store: Store, entry: ShardEntry, *, verify: bool, ask_peers: bool = True) -> None:
-        """Fetch a shard into the folder unless it is already there; wait if another process is fetching it."""
+        """Fetch a shard into the folder unless it is there; wait if another process is fetching it.
+
+        `verify` compares the digest of a shard that is there, too. `ask_peers` asks other nodes before the store.
+        Raises ManifestMismatch if the bytes are wrong several times in a row.
+        """
         path = self.path(entry)
         # The first check needs no lock, so that all ranks of a node can verify a shard at the same time.
         if _is_good(path, entry, verify=verify):
@@ -109,9 +109,7 @@ class NodeCache:
             self._fetch(store, entry, ask_peers=ask_peers)
 
     def _fetch(self, store: Store, entry: ShardEntry, *, ask_peers: bool) -> None:
-        """Download a shard, verify its SHA-256, then rename it to its final name; download it again if it is wrong.
-        The caller must hold the shard's lock, so that no other process writes the same files.
-        """
+        """Download a shard, verify it and give it its final name; the caller must hold the shard's lock."""
         unverified = self._unverified_path(entry)
         peers = self._peers if ask_peers else None
         for _ in range(_FETCHES):
@@ -138,15 +136,14 @@ class NodeCache:
         )
 
     def _reserve(self, unverified: Path, needed_bytes: int) -> None:
+        """Evict shards until a new one fits, and reserve its space by a sparse file of its full size."""
         with self._locked("eviction"):  # Only one process at a time, so that no more is deleted than necessary.
             self._make_room(needed_bytes)
             with writable(unverified), unverified.open("wb") as reservation:
                 reservation.truncate(needed_bytes)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Delete shards in the order of `eviction_order` until `needed_bytes` more fit into the folder and its disk. A
-        shard that a process has open is never deleted.
-        """
+        """Evict shards until `needed_bytes` more fit into the folder and its disk; needs the lock "eviction"."""
         if self._excess_bytes(needed_bytes) <= 0:
             return
         for path in self._eviction_order(wanted=self.wanted):
@@ -155,6 +152,8 @@ class NodeCache:
                 return
         if self._free_bytes() >= needed_bytes:
             return
+        # A wanted shard, which this process will open soon, is deleted only if the disk would be full otherwise. The
+        # folder may become larger than its limit instead.
         for path in self._eviction_order(wanted=()):
             _delete_unless_in_use(path)
             if self._free_bytes() >= needed_bytes:
@@ -186,15 +185,14 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold the exclusive lock `name` of this folder during the `with` block; wait until it is free. The operating
-        system releases it when the process ends, so a killed process never blocks the others.
-        """
+        """Hold the exclusive flock `name` (a shard's SHA-256, or "eviction") of this folder in the `with` block."""
         path = self._directory / "locks" / name
         with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
+                # The system releases it when the process ends, so a killed process never blocks the others.
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError as error:
                 raise StoreError(
@@ -214,7 +212,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the file's size and times; None if it no longer exists, because another process deleted or renamed it."""
+    """Return the file's status; None if another process has deleted or renamed it."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -222,7 +220,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
-    """Return whether a cached file is the shard of a manifest entry; False if there is no such file."""
+    """Return whether a file exists and has the size (with `verify`, also the SHA-256) of a manifest entry."""
     try:
         with readable(path):
             if path.stat().st_size != entry.bytes:
@@ -233,12 +231,13 @@ def _is_good(path: Path, entry: ShardEntry, *, verify: bool) -> bool:
 
 
 def _last_used(path: Path) -> float:
-    """Return the Unix time at which a shard was last opened; 0 if the file no longer exists."""
+    """Return the modification time (0 without a file), which every process that opens the shard sets to now."""
     stat = _stat(path)
     return stat.st_mtime if stat else 0.0
 
 
 def _delete_unless_in_use(path: Path) -> None:
+    """Delete a shard unless a process has it open: each of these holds a shared flock on it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -10,7 +10,8 @@ a window together, so that the node needs only the shards of one window at a tim
 rows, are pseudo-random and computed per element: a Feistel network over Z_a x Z_b, where a * b is the number of
 elements or slightly more (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Its round function
 is Philox4x32-10 keyed by (seed, purpose, epoch, window, round). A result that is not below the number of elements goes
-through the network again (cycle walking).
+through the network again (cycle walking). No array as long as a window or an epoch ever exists: O(shards) time once
+per epoch, then O(log shards) per position.
 
 Limits: rows are shuffled within a window only; a window of 64 shards of 16,384 rows has over a million rows.
 """
@@ -47,11 +48,9 @@ def permute(
 ) -> Words:
     """Return the place to which a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
-    Args:
-        index: [k] numbers; element i is in [0, size[i]).
-        size: [k] length of the permutation of each index, in [1, 2**52).
-        epoch: [k] epoch of each index, in [0, 2**32).
-        block: [k] number of the permutation within its epoch, in [0, 2**32): the window for rows, 0 for shards.
+    Element i uses the permutation that (seed, purpose, epoch[i], block[i]) select for 0 <= index[i] < size[i] < 2**52.
+    Epochs and blocks (the window for rows, 0 for shards) are below 2**32. The C function of `cpu_library` and NumPy
+    give equal results.
     """
     if cpu_library.permute:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
@@ -76,9 +75,11 @@ def permute(
 
 
 def _feistel(place: Words, size: Words, *, seed: int, purpose: int, epoch: Words, block: Words) -> Words:
-    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right). So
-    the range is never shorter than `size`, and longer by less than num_left.
-    """
+    """Return each place after one pass through a keyed Feistel network, a permutation of [0, num_left * num_right)."""
+    # num_left is the square root of `size`, rounded up, and num_right is size / num_left, rounded up. So the range is
+    # never shorter than `size`, and longer by less than num_left. A place is split into two halves by the equation
+    # place = left * num_right + right. Each round adds to one half a random number that depends only on the other
+    # half. Subtracting that number would undo the round, so different places stay different.
     num_left, num_right = halves(size)
     left = place // num_right
     right = place % num_right
@@ -103,14 +104,14 @@ def halves(size: Words) -> tuple[Words, Words]:
 
 def scaled(word: Words, limit: Words) -> Words:
     """Scale uniform random integers from [0, 2**32) to [0, limit): return floor(word / 2**32 * limit)."""
+    # This is cheaper than the remainder word % limit. Both favour some results slightly, which is negligible while
+    # `limit` is far below 2**32.
     return (word * limit) >> np.uint64(32)
 
 
 @dataclass(frozen=True)
 class ShardWindow:
-    """Range of positions of a run's sequence whose rows are shuffled together, with the shards that hold these
-    rows.
-    """
+    """Positions of a run's sequence whose rows are shuffled together, with the shards that may hold any of them."""
 
     first_position: int
     end_position: int  # exclusive
@@ -119,7 +120,7 @@ class ShardWindow:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Layout of an epoch: the order of its shards, and where each shard and each window begins."""
+    """Layout of an epoch: the order of its shards, and the offset in rows of each shard, each window and the end."""
 
     shards: Integers  # [num_shards] index in the manifest of the shard at each place
     shard_start: Integers  # [num_shards + 1]
@@ -137,25 +138,19 @@ class OrderPhase(NamedTuple):
 
 
 class RowSequence(Protocol):
-    """Interface of the infinite sequence of the rows of a run, which maps positions to rows."""
+    """Interface of the infinite sequence of a run's rows; position p is the p-th row that the run reads, from 0."""
 
     @property
     def phases(self) -> tuple[OrderPhase, ...]:
         """Return the parts of the sequence, one for each corpus, in the order of their positions."""
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
-
-        Args:
-            positions: [P] int64 positions in the sequence, each >= 0, in any order.
-        """
+        """Return epoch (of its corpus), shard (of all corpora) and row in it of each position, three int64 [P]."""
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64, unique among the rows of all corpora of the run.
+        """Return the id of each row, [P] int64: its number, counted over the manifests of all corpora.
 
-        Args:
-            shards: [P] number of each row's shard, counted over the shards of all corpora.
-            rows: [P] number of each row within its shard.
+        Ids do not depend on seed or epoch, so that the rows of different runs on a corpus can be compared.
         """
 
     def window_at(self, position: int) -> ShardWindow:
@@ -163,10 +158,10 @@ class RowSequence(Protocol):
 
 
 class RowOrder:
-    """Infinite sequence of the rows of a run, which maps each position to a shard and a row in it. Thread-safe."""
+    """Infinite sequence of the rows of one corpus, epoch after epoch; see `RowSequence`. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Store the parameters of the sequence; the order of an epoch is computed when it is first needed."""
+        """Fix the sequence by the positive row counts in the order of the manifest, the seed and the window length."""
         self._rows = np.asarray(rows_per_shard, dtype=np.int64)
         assert self._rows.size > 0
         assert self._rows.min() > 0
@@ -189,12 +184,7 @@ class RowOrder:
         return (OrderPhase(self, first_position=0, end_position=None, first_shard=0, first_row_id=0),)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
-
-        Args:
-            positions: [P] int64 positions in the sequence, each >= 0, in any order. Step t of a run with global batch
-                G has the positions [t * G, (t + 1) * G).
-        """
+        """Return epoch, shard and row within the shard of each position (in any order), three int64 [P]."""
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
         layouts = [(epochs == epoch, self.layout(int(epoch))) for epoch in np.unique(epochs)]
@@ -230,16 +220,11 @@ class RowOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64 in [0, rows_per_epoch).
-
-        Args:
-            shards: [P] index of each row's shard.
-            rows: [P] number of each row within its shard.
-        """
+        """Return the id of each row, [P] int64 in [0, rows_per_epoch); see `RowSequence.row_ids`."""
         return self._corpus_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it."""
+        """Return the window that contains a position; the last window of an epoch may have fewer shards."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self.layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
@@ -252,7 +237,7 @@ class RowOrder:
         )
 
     def layout(self, epoch: int) -> Epoch:
-        """Return the order of an epoch's shards, and where each shard and each window begins."""
+        """Return the order of an epoch's shards, and where each shard and each window begins; cache newest epochs."""
         layout = self._epochs.get(epoch)
         if layout is not None:
             return layout
@@ -266,7 +251,6 @@ class RowOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> Epoch:
-        """Compute the layout of an epoch: permute the shards, then cut their sequence into windows."""
         num_shards = self._rows.size
         order = permute(
             index=np.arange(num_shards),

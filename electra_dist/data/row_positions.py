@@ -25,11 +25,9 @@ class RowPosition(NamedTuple):
 
 
 def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_positions: int) -> list[list[RowPosition]]:
-    """Return for each of k rows the positions at which a run uses the row, in ascending order.
+    """Return for each of k rows the positions below `num_positions` at which a run uses it, in ascending order.
 
-    Args:
-        shards: [k] number of each row's shard, counted over the shards of all corpora.
-        rows: [k] number of each row within its shard.
+    `shards` [k] are counted over the shards of all corpora, `rows` [k] within the shard.
     """
     uses: list[list[RowPosition]] = [[] for _ in rows]
     for phase in order.phases:
@@ -51,11 +49,9 @@ def uses_of_rows(order: RowSequence, shards: Integers, rows: Integers, num_posit
 
 
 def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integers) -> Integers:
-    """Return the position of each row in one epoch of the sequence `order`, int64 [k].
+    """Return the position of each row in one epoch of the sequence `order` of one corpus, int64 [k].
 
-    Args:
-        shards: [k] index of each row's shard in the manifest.
-        rows: [k] number of each row within its shard.
+    Positions count from the beginning of `order`: for a later phase of a run, add the phase's first position.
     """
     layout = order.layout(epoch)
     place_of_shard = np.argsort(layout.shards)
@@ -76,13 +72,7 @@ def positions_of_rows(order: RowOrder, epoch: int, shards: Integers, rows: Integ
 def permute_back(
     place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: int, block: Integers
 ) -> Words:
-    """Return the index that `row_order.permute` moves to each place, uint64 [k].
-
-    Args:
-        place: [k] numbers; element i is in [0, size[i]).
-        size: [k] length of the permutation of each place.
-        block: [k] number of the permutation within its epoch.
-    """
+    """Return the index that `row_order.permute` moves to each place, uint64 [k]; all places are of one epoch."""
     index = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     blocks = block.astype(np.uint64)

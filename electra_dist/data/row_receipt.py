@@ -31,7 +31,10 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Receipt:
-    """Checksum of the rows that a run has trained on: how many there were, and the sum of the hashes of their ids."""
+    """Number and summed hashes of rows that a run has trained on; a row that was used twice counts twice.
+
+    `a + b` is the receipt of the rows of both, and `a - b` that of the rows of a without those of b.
+    """
 
     rows: int = 0
     digest: int = 0  # sum of the rows' hashes modulo 2**64, in [0, 2**64)
@@ -48,7 +51,10 @@ class Receipt:
 
     @property
     def words(self) -> tuple[int, int]:
-        """Return (rows, digest) as two signed 64-bit integers, which an all-reduce can sum over ranks."""
+        """Return (rows, digest) as two signed 64-bit integers, whose sums over ranks are the words of all ranks.
+
+        A sum of int64 wraps around modulo 2**64, as the digest does.
+        """
         signed_digest = self.digest
         if signed_digest >= 1 << 63:
             signed_digest -= 1 << 64
@@ -66,12 +72,12 @@ class Receipt:
 
     @classmethod
     def of(cls, row_ids: NDArray[np.int64]) -> Receipt:
-        """Return the receipt (number and digest) of the rows with these ids, int64 [k]."""
+        """Return the receipt of the rows with these ids, int64 [k]."""
         return cls(len(row_ids), int(row_hash(row_ids).sum(dtype=np.uint64)))
 
 
 def row_hash(row_ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each row id, in an array of the same shape."""
+    """Return a 64-bit hash of each row id (integers >= 0), in an array of the same shape."""
     # Products wrap at 2**64. Every step can be undone: the factors are odd, and word ^ (word >> n) is invertible.
     word = (row_ids.astype(np.uint64) + np.uint64(1)) * _STATE_INCREMENT
     word = (word ^ (word >> np.uint64(30))) * _FIRST_FACTOR

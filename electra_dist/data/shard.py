@@ -10,9 +10,7 @@ pickle is ever read.
 How: an uncompressed tar holds each member in one piece at a known offset, and an .npy file is a short header followed
 by the array, so a row is a slice of the memory-mapped file. The greatest common divisor of the distances between rows
 is the stride of a NumPy view of the file. Every row is then one element of that view, and one indexing operation
-copies any set of rows.
-
-A shard that was opened with the checksums of its rows verifies each copy of a row before it returns it.
+copies any set of rows. A shard that was opened with the checksums of its rows verifies each copy of a row.
 
 Limits: a compressed tar cannot be mapped and is refused.
 """
@@ -46,8 +44,6 @@ _BYTES_AT_A_TIME = 1 << 18  # a whole shard is read in pieces of this size, whic
 
 
 class _Block(NamedTuple):
-    """Place of a block in the tar file of a shard; a block is one .npy member, an array of rows."""
-
     offset: int  # byte offset of the block's first row in the file
     num_rows: int
 
@@ -56,14 +52,14 @@ class ChangedRow(Exception):
     """Error for a row whose bytes have another checksum than when its shard was verified."""
 
     def __init__(self, shard_index: int, row: int) -> None:
-        """Remember which row has changed."""
+        """Name the row; `shard_index` is its shard's place in the list that `rows_of` got, and 0 from `Shard.rows`."""
         super().__init__(f"row {row} of shard {shard_index} has changed")
         self.shard_index = shard_index
         self.row = row
 
 
 class Shard:
-    """Open shard: a tar of .npy arrays of rows, which are read from a memory map of the file."""
+    """Open shard, a memory map of a tar of .npy arrays of rows; the caller must call `close` at the end."""
 
     def __init__(
         self,
@@ -74,11 +70,10 @@ class Shard:
         lock: bool = False,
         checksums: Checksums | None = None,
     ) -> None:
-        """Map the file and read the headers of its blocks.
+        """Map the file; raise ManifestMismatch if its blocks are not rows of `seq_len` ids of `dtype`.
 
-        Args:
-            checksums: Checksum of each row, from `digest_and_checksums`; copies of rows are then verified. With None
-                they are not.
+        `lock` holds a shared flock on the file until `close`, so that `NodeCache` does not delete it. With
+        `checksums`, from `digest_and_checksums`, each copy of a row is verified.
         """
         self.path = path
         self.kind = (seq_len, dtype.newbyteorder("<"))  # tokens per row, and type of the token ids in the file
@@ -106,11 +101,7 @@ class Shard:
         )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Return copies of rows, [k, seq_len], in the order of `indices`.
-
-        Args:
-            indices: [k] numbers of rows in the shard, each in [0, num_rows), in any order and with repetitions.
-        """
+        """Return copies of rows, [k, seq_len]; raise ChangedRow if a copy has another checksum than its row had."""
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
         # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.
@@ -127,8 +118,10 @@ class Shard:
         return int(np.searchsorted(self._block_starts, row, side="right")) - 1
 
     def digest_and_checksums(self) -> tuple[str, Checksums]:
-        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64
-        [num_rows].
+        """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
+
+        Both are computed from the same bytes: if the SHA-256 is right, the checksums are those of the right rows. A
+        file that has become shorter since it was mapped lacks the checksums of the missing rows.
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
@@ -153,7 +146,7 @@ class Shard:
         self._map.close()
 
     def _map_file(self, lock: bool) -> list[_Block]:
-        """Map the file and return the place of each block (.npy member) in it; set `_map` and `is_linked`."""
+        """Map the file and return its blocks; set `is_linked`, False if the cache deleted the file before the lock."""
         with readable(self.path), open_regular(self.path) as stream:
             if lock:
                 fcntl.flock(stream, fcntl.LOCK_SH)
@@ -171,9 +164,12 @@ class Shard:
         return blocks
 
     def _view_all_rows(self, rows_per_block: NDArray[np.int64]) -> None:
-        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation. The other
-        elements begin in the middle of a row or in a header and are never read.
-        """
+        """Create a NumPy view of the mapped file from which any set of rows can be copied in one operation."""
+        # The tar and .npy headers between the blocks make the distances between rows unequal. Element i of the view is
+        # the seq_len ids that begin i * stride bytes after the first row. The stride is the greatest common divisor of
+        # the row size and the distances between blocks, so every row is an element. For example, with rows of 8 bytes
+        # and blocks of two rows that begin at bytes 100 and 120, the stride is 4 and the rows are the elements 0, 2, 5
+        # and 7. The other elements begin in the middle of a row or in a header and are never read.
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize
         first_offset = int(self._offsets.min())
@@ -193,7 +189,6 @@ class Shard:
         )
 
     def _find_blocks(self, stream: IO[bytes]) -> list[_Block]:
-        """Read the headers in the tar and return the place of each block, in the order of the tar."""
         blocks = []
         with tarfile.open(fileobj=stream, mode="r:", tarinfo=CheckedTarInfo) as tar:
             for member in tar:
@@ -203,9 +198,6 @@ class Shard:
         return blocks
 
     def _read_block_header(self, member: tarfile.TarInfo) -> _Block:
-        """Read and check the .npy header of a block; return the byte offset of its first row and its number of
-        rows.
-        """
         end = member.offset_data + member.size
         if end > len(self._map) or member.issparse():
             raise ValueError(f"member {member.name} is cut short; it should have {member.size} bytes")
@@ -245,11 +237,10 @@ def _hash_bytes(digest: hashlib._Hash, stream: IO[bytes], num_bytes: int) -> Non
 
 
 def rows_of(shards: Sequence[Shard], which: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Copy rows from several shards: element i of the result is row rows[i] of shards[which[i]]; [k, seq_len].
+    """Copy rows from several shards: element i of the result, [k, seq_len], is row rows[i] of shards[which[i]].
 
-    Args:
-        which: [k] index into `shards` of each row's shard.
-        rows: [k] number of each row within its shard.
+    The shards (at least one) have the same row length and type, and all or none have checksums. Raises ChangedRow if
+    the checksum of a copy is wrong. The C function of `cpu_library` and NumPy give equal results.
     """
     seq_len, dtype = shards[0].kind
     out = np.empty((len(rows), seq_len), dtype)

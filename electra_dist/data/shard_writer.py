@@ -16,8 +16,8 @@ MEMBER_SUFFIX = ".rows.npy"
 def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -> None:
     """Write rows of token ids as a shard: an uncompressed tar of .npy files with `block_rows` rows each.
 
-    Args:
-        rows: [n, seq_len] uint16 or uint32, n > 0.
+    Equal `rows` ([n, seq_len] uint16 or uint32, n > 0) and `block_rows` give equal bytes, on any machine, at any time.
+    The write is not atomic: write to a temporary name, and rename the file afterwards.
     """
     assert rows.ndim == 2
     assert len(rows) > 0
@@ -33,7 +33,6 @@ def write_shard(target: Path | IO[bytes], rows: NDArray[Any], block_rows: int) -
 
 
 def _add_block(tar: tarfile.TarFile, block_number: int, rows: NDArray[Any]) -> None:
-    """Append a block of rows to a tar as the member `NNNNNN.rows.npy`."""
     little_endian_rows = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
     content = io.BytesIO()
     np.lib.format.write_array(content, little_endian_rows, version=(1, 0), allow_pickle=False)

@@ -38,7 +38,6 @@ class CheckedTarInfo(tarfile.TarInfo):
     """Header of a member of a tar, which is small and has no negative size. Pass it as `tarinfo` to `tarfile.open`."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
-        """Return the member that a header, or a row of extended headers before it, describes."""
         if self.type in _EXTENDED_HEADERS and self.size > _MOST_EXTENDED_BYTES:
             raise tarfile.ReadError(f"an extended header of {self.size} bytes")
         try:
@@ -55,10 +54,10 @@ class CheckedTarInfo(tarfile.TarInfo):
 
 
 def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of the array in an .npy file, whether it is in Fortran order, and its NumPy type.
+    """Return shape, whether the order is Fortran's, and type of the array in an .npy file of version 1 or 2.
 
-    Args:
-        header: the file, at least its first `MAX_HEADER_BYTES` bytes.
+    `header` has at least the file's first `MAX_HEADER_BYTES` bytes, and is left at the first byte of the array. Raises
+    ValueError for damage.
     """
     version = np.lib.format.read_magic(header)
     if version not in _LENGTH_BYTES:
@@ -81,7 +80,10 @@ def read_array_header(header: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dty
 
 
 def parse_array(data: bytes) -> NDArray[Any]:
-    """Return the array in the content of an .npy file; a view of `data`, which cannot be written to."""
+    """Return the array in the content of an .npy file, a read-only view of `data`.
+
+    Raises ValueError if it is no .npy file of plain numbers in C order, or its size contradicts its header.
+    """
     stream = io.BytesIO(data)
     shape, is_fortran_order, dtype = read_array_header(stream)
     if dtype.hasobject or is_fortran_order:

@@ -3,9 +3,6 @@
 Guarantee: what `read_verified` returns has passed the caller's check. A body that a service or a proxy sends in place
 of the object, for example an error document with status 200, is not taken for the object.
 
-How: an object of a local folder is read once. One that is fetched is read up to `READINGS` times, with pauses in
-between, and the error of the last reading is raised.
-
 Limits: the check is the caller's. If no digest of a file is recorded anywhere, the caller can check its format only.
 """
 
@@ -24,7 +21,10 @@ _Content = TypeVar("_Content")
 
 
 def read_verified(store: Store, key: str, parse: Callable[[bytes], _Content]) -> _Content:
-    """Return what `parse` makes of an object, which is read again if `parse` refuses its content."""
+    """Return what `parse` makes of an object; it raises UserError for a wrong content.
+
+    An object of a local folder is read once, one that is fetched up to `READINGS` times, with pauses in between.
+    """
     is_fetched = store.local_path(key) is None
     if is_fetched:
         for reading in range(READINGS - 1):

@@ -8,9 +8,9 @@ local one ends the run with an error that names the shard and the block. No shar
 How: `prefetch` queues shards for `fetch_threads` threads, which fetch them (`node_disk_cache.py`) and read them once:
 the SHA-256 and the checksums of the rows (`row_checksums.py`) are made of the same bytes. `open` waits for its shard
 and maps it into memory. The checksums stay in memory, for local and for cached shards alike, so they need no file of
-their own that could be damaged, and older corpora have them, too. Those of closed shards are kept up to `_KEPT_BYTES`;
-a shard without them is read and verified again when it is opened again. The threads are daemons: a process that ends
-does not wait for a download. The file of an interrupted download is deleted by the next process that needs the shard.
+their own that could be damaged, and older corpora have them, too. Those of closed shards are kept up to `_KEPT_BYTES`
+(8 bytes a row); a shard without them is read and verified again when it is opened again. The threads are daemons: a
+process that ends does not wait for a download. The next process that needs the shard deletes the unfinished file.
 
 Limits: all methods must be called by the same thread, in a run the loader's. A file that becomes shorter while it is
 mapped ends the process with SIGBUS; the next start refuses it by its size.
@@ -47,7 +47,7 @@ _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the mi
 
 
 class ShardCache:
-    """Shards of a corpus that a process has open, with threads that fetch and verify the shards that it needs next."""
+    """Shards of a corpus that a process has open or needs next, and the threads that fetch and verify them."""
 
     def __init__(
         self,
@@ -58,13 +58,7 @@ class ShardCache:
         limit_bytes: int | None = None,
         peers: PeerGroup | None = None,
     ) -> None:
-        """Start the background threads; no file is read until the first `open` or `prefetch`.
-
-        Args:
-            limit_bytes: Size of `directory` above which shards in it are deleted, while a fixed part of the corpus
-                stays. With None, shards are deleted only when the disk is nearly full.
-            peers: Other nodes of the run, which are asked for a shard before the store is; None if there are none.
-        """
+        """Start the background threads; a local corpus uses neither `directory` nor `limit_bytes` of `NodeCache`."""
         self.store = store
         self.manifest = manifest
         self._peers = peers
@@ -87,11 +81,14 @@ class ShardCache:
 
     @property
     def refetches(self) -> int:
-        """Return how many times a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
+        """Return how often a shard was fetched again because its bytes were wrong, on arrival or on the disk."""
         return self._node_cache.refetches
 
     def open(self, shard_index: int) -> Shard:
-        """Return a shard, verified and mapped into memory; wait for its download if necessary."""
+        """Return the shard with this index in the manifest, verified and mapped; wait for its download if necessary.
+
+        It stays open until `keep_only` or `close` closes it; until then, a second call returns it at once.
+        """
         is_second_try = False
         while shard_index not in self._shards:
             self.prefetch([shard_index])  # Does nothing if the shard is queued already.
@@ -119,9 +116,9 @@ class ShardCache:
     def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
         """Return copies of rows of any shards, [k, seq_len], whose checksums were verified; open shards as needed.
 
-        Args:
-            shard_of_row: [k] index in the manifest of each row's shard.
-            row_in_shard: [k] number of each row within its shard.
+        `shard_of_row` [k] are indices in the manifest. If a row has changed since its shard was verified, the shard is
+        verified again, and a wrong one in the cache is fetched again. StoreExhausted is raised if rows change again
+        and again although their shards are right, ManifestMismatch if a local shard is wrong.
         """
         # `rows_of` needs each shard once, and for each row the index of its shard in that list.
         distinct_shards, index_of_row = np.unique(shard_of_row, return_inverse=True)
@@ -138,7 +135,7 @@ class ShardCache:
         )
 
     def _verify_again(self, index: int, row: int, block: int) -> None:
-        """Close a shard in which a row has changed, and open it again, which verifies it and, if wrong, fetches it."""
+        """Verify a shard in which a row has changed again, fetch it again if it is wrong, and report it on stderr."""
         path = self._shards[index].path
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
         refetches_before = self.refetches
@@ -165,7 +162,11 @@ class ShardCache:
             self._shards.pop(index).close()
 
     def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background; returns at once."""
+        """Begin to fetch and verify shards in the background, in this order; skip those that are open or queued.
+
+        Shards that other nodes expect from this node come first. `open` of a shard raises the error of its fetch. The
+        node's cache deletes none of these shards until `keep_only` drops them.
+        """
         new_indices = [index for index in map(int, shard_indices) if index not in self._prepared]
         if self._peers is not None:
             # Other nodes wait for the shards that this node fetches for them, so these come first.
@@ -180,7 +181,10 @@ class ShardCache:
             self._queue.put(item)
 
     def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all shards that are not in `shard_indices` and cancel their queued downloads."""
+        """Close all other shards and cancel their queued downloads; a download that has begun is completed.
+
+        The node's cache may delete a shard once no process has it open.
+        """
         indices_to_keep = set(map(int, shard_indices))
         for index in self._prepared.keys() - indices_to_keep:
             download = self._prepared.pop(index)
@@ -191,11 +195,12 @@ class ShardCache:
         self._protect_wanted()
 
     def _protect_wanted(self) -> None:
+        """Keep the node's cache from deleting shards that are open or queued."""
         shards = self.manifest.shards
         self._node_cache.wanted = frozenset(shards[index].sha256 for index in self._prepared)
 
     def close(self) -> None:
-        """Close all shards, stop the threads, and wait up to two seconds for them to end."""
+        """Close all shards and wait up to two seconds for the threads to end; the owner must call it."""
         self.keep_only([])
         for _ in self._threads:
             self._queue.put(None)  # Each thread ends at the first None that it takes.
@@ -204,7 +209,7 @@ class ShardCache:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        """Fetch and verify queued shards, one after another, until the queue yields None."""
+        """Fetch and verify queued shards until the queue yields None; the body of each background thread."""
         while True:
             item = self._queue.get()
             if item is None:
@@ -221,12 +226,11 @@ class ShardCache:
                 future.set_result(checksums)
 
     def _prepare(self, index: int) -> Checksums:
-        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows. A
-        shard whose checksums this process has kept is not verified again, because each copy of a row will be.
-        """
+        """Fetch a shard to this node unless it is there, verify its SHA-256, and return the checksums of its rows."""
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         kept = self._checksums.get(index)
+        # A shard whose checksums are kept is not verified again, because each copy of a row will be.
         if kept is not None:
             if local_path is None:
                 self._node_cache.ensure(self.store, entry, verify=False)
@@ -256,7 +260,7 @@ class ShardCache:
         )
 
     def _verified_checksums(self, path: Path, entry: ShardEntry) -> Checksums | None:
-        """Return the checksums of the rows in a file that is the shard of a manifest entry; None if it is not."""
+        """Return the checksums of the rows in a file, or None if the file is not the shard of the entry."""
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None
@@ -273,7 +277,7 @@ class ShardCache:
         return checksums if digest == entry.sha256 else None
 
     def _map(self, index: int, checksums: Checksums) -> Shard | None:
-        """Open a shard that has been fetched and verified, and check its number of rows."""
+        """Open a verified shard; None if another process has evicted it from the node's cache meanwhile."""
         entry = self.manifest.shards[index]
         local_path = self.store.local_path(entry.name)
         if local_path is not None:
@@ -291,7 +295,7 @@ class ShardCache:
         return shard
 
     def _map_cached(self, path: Path, checksums: Checksums) -> Shard | None:
-        """Open a shard in the node's cache, with a lock that keeps the cache from deleting it while it is open."""
+        """Open a cached shard with a lock against eviction, and mark it as just used; None if it is evicted."""
         try:
             manifest = self.manifest
             shard = Shard(path, manifest.seq_len, manifest.numpy_dtype, lock=True, checksums=checksums)

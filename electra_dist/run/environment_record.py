@@ -40,7 +40,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "numpy
 
 
 def check_deepspeed() -> None:
-    """Refuse any version of DeepSpeed but the tested one; it is not imported."""
+    """Raise NodeError unless the tested version of DeepSpeed is installed, without importing it."""
     try:
         found = f"deepspeed {metadata.version('deepspeed')} is installed"
     except metadata.PackageNotFoundError:
@@ -52,9 +52,10 @@ def check_deepspeed() -> None:
 
 
 def check_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> None:
-    """Refuse to compute on the CPU of a node whose GPUs torch does not see. Imports torch.
+    """Raise NodeError if this node has GPUs and torch sees none, so that the run would compute on the CPU.
 
-    A user can ask for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or "-1".
+    A user can ask for the CPU by DS_ACCELERATOR=cpu, or by a CUDA_VISIBLE_DEVICES that is empty or "-1". `root`
+    contains proc/ and dev/. Imports torch.
     """
     if environment.get("DS_ACCELERATOR", "cuda") != "cuda" or hides_all_gpus(environment):
         return
@@ -80,7 +81,6 @@ def check_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/
 
 
 def _why_torch_sees_no_gpu() -> str:
-    """Return the first line of the error with which torch refuses to use a GPU."""
     import torch
 
     try:
@@ -91,7 +91,6 @@ def _why_torch_sees_no_gpu() -> str:
 
 
 def _driver(root: Path) -> str:
-    """Return the version of the driver that the kernel has loaded, or "unknown"."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -101,10 +100,7 @@ def _driver(root: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, of `PACKAGES`, and, where there is a GPU, of CUDA and NCCL.
-
-    Packages that are not installed are left out. Imports torch, which takes seconds the first time.
-    """
+    """Return the versions of Python, of this package, of installed `PACKAGES` and, with a GPU, of CUDA and NCCL."""
     version_by_name = {"electra-dist": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -115,7 +111,6 @@ def versions() -> dict[str, str]:
 
 
 def _cuda_versions() -> dict[str, str]:
-    """Return the versions of CUDA and NCCL that torch uses; empty without a GPU."""
     import torch  # takes seconds, unless training has imported it already
 
     if not torch.cuda.is_available():
@@ -140,7 +135,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of the processor from /proc/cpuinfo."""
+    """Return the processor's name from /proc/cpuinfo, or what Python knows where that is missing or names none."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -164,12 +159,14 @@ def gpus() -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value rounded to one decimal."""
     return None if value is None else round(value, 1)
 
 
 def commit(folder: Path = Path(__file__).parent) -> dict[str, Any] | None:
-    """Return the git commit of the source code that runs: "sha", and "has_changes" if tracked files differ from it."""
+    """Return the commit ("sha") of the running source code, and whether tracked files differ ("has_changes").
+
+    None for an installed package, or where git is missing or does not answer within seconds.
+    """
     # A package that is installed in a virtual environment inside some work tree is not a part of that tree.
     if not _git(folder, "ls-files", "--error-unmatch", Path(__file__).name):
         return None
@@ -197,8 +194,10 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of environment.json, as JSON types: versions, commit, command, hosts, CPU, GPUs and
-    corpus.
+    """Return the content of environment.json, as JSON types.
+
+    `hosts` has the host of each rank. `corpus` is the result of `RunCorpora.sizes`, with "sources", those of the first
+    corpus's text.
     """
     content = {
         "versions": versions(),
@@ -218,7 +217,7 @@ def environment(world_size: int, hosts: Sequence[str] = (), corpus: dict[str, An
 def write_environment(
     run_dir: Path, world_size: int, hosts: Sequence[str] = (), corpus: dict[str, Any] | None = None
 ) -> Path:
-    """Write environment.json to the run folder, replacing the one of the last start; return its path."""
+    """Write the result of `environment` to the run folder, replacing that of the last start; return its path."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     with replacing(path, permissions=PRIVATE) as file:
         file.write(json.dumps(environment(world_size, hosts, corpus), indent=1).encode() + b"\n")

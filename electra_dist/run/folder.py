@@ -3,8 +3,7 @@
 Guarantee: a folder that holds a run is bound to that run's identity (the corpus fingerprint and all config keys that
 define the course of the training). Another config or corpus is refused before anything is written. A folder that was
 moved or copied can be opened at its new place. `docs/run-folder.md` lists every file with its writer and its readers.
-
-Cost: opening reads one YAML file. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ SAVE_FILE = "save"
 
 
 def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
-    """Return the path of the file in the run folder that holds how often each token occurs in a corpus.
+    """Return the path of the file that holds how often each token occurs in a corpus.
 
     The unigram generator, which replaces masked tokens by random ones, draws by these counts.
     """
@@ -82,10 +81,7 @@ def token_counts_files(run_dir: Path) -> list[Path]:
 
 
 def supervise_log(run_dir: Path, node: int) -> Path:
-    """Return the path of the log that the supervisor of a node writes to the run folder.
-
-    A supervisor is the process that starts, watches and restarts the ranks of one node.
-    """
+    """Return the path of the log that the supervisor of a node (numbered from 0) writes to the run folder."""
     return run_dir / f"supervise-{node}.log"
 
 
@@ -95,7 +91,10 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved."""
+    """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
+
+    `overrides` have the form KEY=VALUE, such as "train.micro_batch=32".
+    """
     folder = Path(folder)
     if not is_run_folder(folder):
         raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
@@ -105,7 +104,10 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 def run_identity(config: Config, corpus_fingerprint: str, phase_fingerprints: Sequence[str] = ()) -> dict[str, Any]:
     """Return the identity of a run: the corpus, numerics, and all config keys that define the course of the training.
 
-    A run folder is bound to the identity of its first start; a start with another one is refused.
+    A run folder is bound to the identity of its first start; a start with another one is refused. Keys that may change
+    at a restart (number of ranks, micro-batch, ZeRO stage, logging) are not part of it. With `data.phases`,
+    `corpus_fingerprint` is that of the joined manifest, and `phase_fingerprints` has that of each corpus; otherwise it
+    is empty.
     """
     identity = {**config.identity(), "corpus_fingerprint": corpus_fingerprint}
     if phase_fingerprints:
@@ -128,7 +130,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
-    """Return the fingerprints of a run's training corpora, as its identity.json records them; None without a run.
+    """Return the fingerprints of a run's corpora (`num_phases`) as identity.json records them; None without a run.
 
     They are in the order in which the run reads the corpora: that of `data.corpus`, then those of `data.phases`.
     """
@@ -147,10 +149,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 
 
 def recorded_numerics(run_dir: Path) -> int | None:
-    """Return the numerics with which the run in a folder was last started; None if there is no run.
-
-    Numerics is a number that rises when a version of this package changes a random draw or a rounding.
-    """
+    """Return the numerics version with which the run was last started; None if there is no run in the folder."""
     if not (run_dir / IDENTITY_FILE).exists():
         return None
     numerics: int = read_identity(run_dir).get("numerics", FIRST_NUMERICS)
@@ -158,14 +157,18 @@ def recorded_numerics(run_dir: Path) -> int | None:
 
 
 def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> None:
-    """Refuse a folder whose run was computed with other random draws or rounding than this version's."""
+    """Raise OtherNumerics if the run has other random draws or rounding than `current`, unless that is accepted."""
     numerics = recorded_numerics(run_dir)
     if numerics is not None and numerics != current and not accept_new_numerics:
         raise OtherNumerics(f"run_dir {run_dir}", numerics, current)
 
 
 def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_numerics: bool = False) -> None:
-    """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed."""
+    """Raise an error if a run folder cannot be written or holds another run. Nothing is created or changed.
+
+    The error names the first key that differs; OtherNumerics is raised if only numerics differ, without
+    `accept_new_numerics`.
+    """
     # The run folder is created later, in its nearest parent that exists: that one must be writable.
     nearest = run_dir
     while not nearest.exists() and nearest != nearest.parent:
@@ -197,7 +200,11 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
-    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it."""
+    """Return the digests of the inputs that inputs.json in a run folder records; empty if no start has written it.
+
+    Recorded are the inputs that lie outside the run folder, may be read again at a later start, and are not part of
+    the run's identity. An input is named by its config key and its place, such as "data.heldout s3://bucket/heldout".
+    """
     file = run_dir / INPUTS_FILE
     if not file.exists():
         return {}
@@ -206,7 +213,7 @@ def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
 
 
 def check_recorded_inputs(run_dir: Path, digests: Mapping[str, str]) -> None:
-    """Raise if an input has another content than at the first start of the run that has read it at this place."""
+    """Raise ManifestMismatch if an input has another content than when the run first read it at this place."""
     recorded = read_recorded_inputs(run_dir)
     for name, digest in digests.items():
         if recorded.get(name, digest) != digest:
@@ -223,9 +230,12 @@ def begin_run_folder(
     vocabulary: bytes,
     input_digests: Mapping[str, str],
 ) -> None:
-    """Write the files that describe the run: config.yaml, identity.json, inputs.json, tokenizer.json, vocab.txt.
+    """Write the files that describe the run, at every start, each atomically; only rank 0 calls it.
 
-    Rank 0 only.
+    SHA256SUMS, written last, has the digests of tokenizer.json and vocab.txt, which are the same at every start. Only
+    the owner may read config.yaml, because `cluster.notify` in it may hold a secret. Call `check_run_folder` first,
+    because this function does not check whether the folder holds another run. `tokenizer_json` is the entry of the
+    corpus manifest. `input_digests` is what this start has read; earlier starts may have read more.
     """
     recorded_inputs = {**read_recorded_inputs(Path(config.run_dir)), **input_digests}
     contents = {
@@ -245,9 +255,10 @@ def begin_run_folder(
 
 
 def delete_unfinished_files(run_dir: Path) -> None:
-    """Delete the temporary files that killed processes left in a run folder, `.NAME.<hex>.tmp` and `preflight-<hex>`.
+    """Delete what killed processes left in a run folder: `.NAME.<hex>.tmp` and `preflight-<hex>`.
 
-    If only the training process writes the final file, the temporary file is deleted at once.
+    Rank 0 calls it, with the folder's lease. A file that another process may be writing at this moment, such as one in
+    `meeting/`, is deleted only when it is an hour old. Checkpoints, caches and leases each have their own sweep.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
         hidden = [path for path in folder.glob(".*") if is_temporary(path.name)]
@@ -260,7 +271,7 @@ def delete_unfinished_files(run_dir: Path) -> None:
 
 
 def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
-    """Return the digest that SHA256SUMS in a run folder names for a file; None in the folder of an older run."""
+    """Return the digest that SHA256SUMS names for TOKENIZER_FILE or RUN_VOCAB_FILE; None for an older run."""
     digests_file = run_dir / DIGESTS_FILE
     if not digests_file.exists():
         return None
@@ -275,7 +286,11 @@ def named_digest(run_dir: Path, name: str) -> NamedDigest | None:
 
 
 def move_records_aside(run_dir: Path) -> list[str]:
-    """Move the records of a run into a new folder inside the run folder, so that the run can begin again at step 0."""
+    """Move the records of a run to earlier/NNNN in its folder, so that it can begin again at step 0; rank 0 only.
+
+    Config, identity, tokenizer, cache, checkpoints and the folders of Slurm and of supervisors stay. Nothing is
+    deleted. Returns a line for each file or folder that was moved.
+    """
     names = [INPUTS_FILE, METRICS_FILE, METRICS_SUMMARY_FILE, LEDGER_FILE, LOG_FILE, ENVIRONMENT_FILE, TENSORBOARD_DIR]
     names += [REPORT_FILE, EXPORT_DIR, MICRO_BATCH_FILE, SKIPPED_STEPS_FILE]
     names += [SAMPLES_FILE, TRACKING_FILE, MLFLOW_FILE, WANDB_DIR]
@@ -294,7 +309,11 @@ def move_records_aside(run_dir: Path) -> list[str]:
 
 
 def _first_difference(old: object, new: object, key: str = "") -> str:
-    """Return "KEY was OLD, is NEW" for the first key whose value differs between two JSON trees; "" if none does."""
+    """Return "KEY was OLD, is NEW" for the first (dotted) key that differs between two JSON trees; "" if none does.
+
+    Keys come in the order of `old`, then those that only `new` has; a key that one tree lacks has the value None
+    there.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         names_only_in_new = [name for name in new if name not in old]
         for name in [*old, *names_only_in_new]:

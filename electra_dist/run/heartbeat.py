@@ -2,7 +2,7 @@
 
 Guarantee: each rank has one file, such as RUN/heartbeats/rank-00000.json, with one JSON object of fixed length. A beat
 overwrites it in place by one write and carries a checksum, so a reader gets a whole record or none.
-`analysis/hung_ranks.py` decides from these files which ranks hang.
+`analysis/hung_ranks.py` decides from these files which ranks hang. Imports no torch.
 
 Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
 its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes
@@ -47,7 +47,7 @@ Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # sto
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The newest heartbeat of a rank: the record of the phase and step that it is in. Times are Unix seconds."""
+    """Newest heartbeat of a rank: the record of the phase and step that it is in. Times are Unix seconds."""
 
     pid: int
     host: str  # name of the node, as in strikes.jsonl
@@ -71,7 +71,7 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path, rank: int, attempt: int = 0) -> None:
-        """Open the heartbeat file of a rank and write a first heartbeat, with phase "setup" and step 0."""
+        """Write a first heartbeat, with phase "setup"; if `attempt` is not known yet (0), set the attribute later."""
         host = json.dumps(node_name()[:64])  # cut off, so that a record has room in RECORD_BYTES
         self._first_fields = f'{{"pid": {os.getpid()}, "host": {host}, "rank": {rank}, '  # equal in every record
         self.attempt = attempt
@@ -86,7 +86,12 @@ class Heartbeat:
         self.beat("setup", 0)
 
     def beat(self, phase: Phase, step: int, reason: str = "") -> None:
-        """Record that the rank is in `phase` with `step` steps done. Call it at every step and change of phase."""
+        """Record that the rank is in `phase` with `step` optimizer steps done, in some 10 us and without fsync.
+
+        A disk that is full, read-only or away refuses the record, and nothing else happens: no run ends for a
+        heartbeat. `reason` says what a thread of the rank waits for, such as "RUN/checkpoints/...: disk full". Two
+        beats in a row with phase "step" teach the time per step, by which a reader judges whether the rank hangs.
+        """
         now = time.time()
         monotonic_now = time.monotonic()
         if phase == self._phase == "step" and step > self._step:
@@ -114,10 +119,7 @@ class Heartbeat:
 
     @property
     def last(self) -> Beat:
-        """Return the newest heartbeat that this rank wrote, exactly as readers get it.
-
-        Its times are rounded to microseconds, because the file holds them with six decimals.
-        """
+        """Return the newest heartbeat that this rank wrote, as readers get it (times are rounded to microseconds)."""
         beat = _decode(self._line)
         assert beat is not None  # The record was encoded by `_encode`, so its checksum fits.
         return beat
@@ -132,6 +134,7 @@ class Heartbeat:
             os.close(self._file)
 
     def _median_step_s(self) -> str:
+        """Return the median time of the newest steps as JSON text: seconds, or null if no step time is known yet."""
         if not self._step_times:
             return "null"
         newest = sorted(self._step_times)
@@ -139,11 +142,7 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest heartbeat of each rank, sorted by rank; it may be that of an earlier start of the run.
-
-    Args:
-        ranks: ranks to read; None: all that have a file. A rank without a readable file is left out.
-    """
+    """Return the newest readable heartbeat of each rank, sorted by rank; it may be that of an earlier start."""
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths: Iterable[Path] = folder.glob("rank-*.json")
     if ranks is not None:
@@ -153,9 +152,9 @@ def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[B
 
 
 def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
-    """Delete a heartbeat that preflight wrote while it waited for storage, so that it is no sign of life of the run.
+    """Delete a rank's heartbeat if it has attempt 0: preflight wrote it, so it is no sign of life of the run.
 
-    Such a heartbeat has attempt 0.
+    The rank's process must not run. A heartbeat that cannot be deleted stays.
     """
     if any(beat.attempt == 0 for beat in read_heartbeats(run_dir, [rank])):
         with contextlib.suppress(OSError):
@@ -163,16 +162,17 @@ def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
 
 
 def _file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's heartbeat file, for example rank-00003.json in the folder of heartbeats."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def _plain(reason: str) -> str:
+    """Return a reason as at most `REASON_CHARACTERS` characters of printable ASCII that need no escape in JSON."""
     shortened = reason[:REASON_CHARACTERS]
     return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
 
 def _encode(body: str) -> bytes:
+    """Return a record of `RECORD_BYTES` bytes, such as `{"pid": 7, "crc": 123}`: `body`, its CRC-32, and spaces."""
     data = body.encode("ascii")
     line = (data + b', "crc": %d}' % zlib.crc32(data)).ljust(RECORD_BYTES - 1) + b"\n"
     assert len(line) == RECORD_BYTES, line
@@ -193,7 +193,7 @@ def _decode(line: bytes) -> Beat | None:
 
 
 def _read(path: Path) -> Beat | None:
-    """Return the heartbeat in a file, which is read up to five times if a write is in progress."""
+    """Return the heartbeat in a file, read again if a write is in progress; None if it stays unreadable."""
     with contextlib.suppress(OSError, StoreError):
         for _ in range(_TRIES):
             beat = _decode(read_regular(path))

@@ -35,16 +35,10 @@ _BLOCK_BYTES = 1 << 16  # read together where the last newline is looked for
 
 
 class JsonlFile:
-    """A JSON-lines file (one JSON object per line) that is open for appending.
-
-    Only one process may have it open at a time; this is not checked.
-    """
+    """JSON-lines file (one JSON object per line) that is open for appending, by one process only (not checked)."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file for appending; create it and its folder if they are missing.
-
-        A last line without a newline, which a killed process left unfinished, is removed.
-        """
+        """Open or create the file, and remove a torn last line; raise StoreAway, or UserError if no wait helps."""
         self.path = path
         self._unwritten: list[bytes] = []  # lines that the disk has refused so far
         self._unsynced: list[bytes] = []  # lines written since the last sync, which a failed sync may lose
@@ -62,9 +56,10 @@ class JsonlFile:
             ) from None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record as a line.
+        """Append one record as a line, which survives a kill of this process, and after `sync` a crash of the machine.
 
-        From then on it survives a kill of this process; it survives a crash of the machine only after `sync`.
+        Raises StoreAway if the disk is full or away. The record is kept then: do not append it again, because the next
+        `append`, `flush` or `sync` that succeeds has written it.
         """
         self._unwritten.append(encode(record))
         self.flush()
@@ -92,10 +87,7 @@ class JsonlFile:
         self._unsynced = []
 
     def replace(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the whole content of the file atomically: a reader sees the old records or the new ones.
-
-        Later records are appended to the new file.
-        """
+        """Replace the whole content of the file atomically: a reader sees the old records or the new ones."""
         with replacing(self.path) as file:
             file.writelines(encode(record) for record in records)
         os.close(self._file)
@@ -113,7 +105,7 @@ class JsonlFile:
         self.sync()
 
     def close(self) -> None:
-        """Sync the file and close it. Calling it twice is fine."""
+        """Sync the file and close it; after StoreAway it stays open, and a later call tries again."""
         if self._file != _CLOSED:
             self.sync()
             self.discard()
@@ -163,22 +155,16 @@ class JsonlFile:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Return a record as one line of strict JSON in ASCII, with its newline.
-
-    NaN and the infinities become the strings "NaN", "Infinity" and "-Infinity".
-    """
+    """Return a record as one line of strict JSON in ASCII, with its newline."""
     text = json.dumps(_floats_to_strings(record), separators=(", ", ": "), allow_nan=False)
     return text.encode("ascii") + b"\n"
 
 
 def read_records(path: Path, fault_of: Callable[[Record], str] | None = None) -> list[Record]:
-    """Return all whole records of a JSON-lines file, oldest first; an empty list if there is no file.
+    """Return all whole records of a JSON-lines file, oldest first, without a torn last line; [] without a file.
 
-    A torn last line is left out. The strings "NaN", "Infinity" and "-Infinity" become floats.
-
-    Args:
-        fault_of: returns what is wrong with a record, "" for a good one, such as a function of `record_checks.py`;
-            None accepts every JSON object.
+    `fault_of` returns what is wrong with a record ("": nothing); UserError names a line with a fault or without a JSON
+    object, which a killed writer cannot cause.
     """
     with readable(path):
         try:
@@ -213,7 +199,6 @@ def damaged_line(path: Path, number: int, fault: str = "not a JSON object") -> U
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if the line is not JSON, or is another value, such as a number."""
     try:
         return parse_json_object(line)
     except DamagedJson:
@@ -221,7 +206,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _floats_to_strings(value: Any) -> Any:
-    """Return a JSON tree in which NaN and the infinities are replaced by their strings, at every depth."""
+    """Return a JSON tree of dicts and lists with strings instead of NaN and the infinities, at every depth."""
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -234,7 +219,7 @@ def _floats_to_strings(value: Any) -> Any:
 
 
 def _strings_to_floats(value: Any) -> Any:
-    """Return a JSON tree with floats instead of the strings "NaN", "Infinity" and "-Infinity", at every depth."""
+    """Reverse `_floats_to_strings`; a text that happens to be one of these strings becomes a float, too."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -36,17 +36,16 @@ Event = Literal[
 
 
 class Ledger:
-    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one.
-
-    Supervisors and the Slurm batch script read this file to decide whether the run is done or must be restarted.
-    """
+    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Open the ledger for appending."""
         self._file = JsonlFile(Path(run_dir) / LEDGER_FILE)
 
     def append(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event with the current time (UTC) to the ledger, and return when it is on the disk (fsync)."""
+        """Append an event with the current time (UTC), and return when it is on the disk (fsync).
+
+        Raises StoreAway if the disk is full or away. The event is kept: do not append it again, but call `sync` later.
+        """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._file.append({"time": now, "event": event, "step": step, **details})
         self._file.sync()
@@ -56,7 +55,7 @@ class Ledger:
         self._file.sync()
 
     def close(self) -> None:
-        """Write the events that the disk has refused so far, and close the file. Calling it twice is fine."""
+        """Write the refused events and close the file; after StoreAway it stays open, and a later call tries again."""
         self._file.close()
 
     def discard(self) -> None:
@@ -65,22 +64,19 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """Return the events of a ledger, oldest first; an empty list if there is no file."""
+    """Return the events of a ledger.jsonl, or of that in a run folder, oldest first; [] if there is no file."""
     path = Path(path)
     file = path / LEDGER_FILE if path.is_dir() else path
     return read_records(file, ledger_fault)
 
 
 def read_jobs(run_dir: Path) -> list[Record]:
-    """Return the records of a run's Slurm jobs (slurm/jobs.jsonl), oldest first; an empty list without Slurm."""
+    """Return the records of a run's Slurm jobs (submissions, begins and ends), oldest first; [] without Slurm."""
     return read_records(Path(run_dir) / JOBS_FILE, job_fault)
 
 
 def has_event(run_dir: Path, event: Event, step: int) -> bool:
-    """Return whether the ledger of a run has an event of this kind and step.
-
-    Some decisions, such as a rollback, are recorded as an event first and stored in a file of their own afterwards.
-    """
+    """Return whether this event is recorded already: a start that was killed after recording it decides it again."""
     return any(record["event"] == event and record["step"] == step for record in read_ledger(run_dir))
 
 
@@ -95,11 +91,15 @@ def proves_checkpoint(event: Record) -> bool:
 def newest_checkpoint(ledger: Sequence[Record]) -> int:
     """Return the highest step at which a checkpoint was ever saved; 0 before the first one.
 
-    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result.
+    After a restart, steps may be saved again; only a checkpoint of a higher step changes the result. So a larger
+    result means that the run made progress.
     """
     return max((event["step"] for event in ledger if proves_checkpoint(event)), default=0)
 
 
 def start_identity(record: Record) -> tuple[str, int, int]:
-    """Return what identifies one start of the ranks in jobs.jsonl, so that its "begin" and "end" can be matched."""
+    """Return what matches "begin" and "end" of a start of the ranks: job id, requeues and replacements of nodes.
+
+    The ranks of one job start again when Slurm requeues it, and when a spare node replaces a node of it.
+    """
     return record["job"], record["restart"], record.get("replacements", 0)

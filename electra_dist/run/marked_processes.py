@@ -13,18 +13,15 @@ MARK = "ELECTRA_DIST_SUPERVISED"  # environment variable that a supervisor sets 
 
 
 def mark_of(run_dir: Path, node: int) -> str:
-    """Return the text by which all processes of a run on a node are found, also after their supervisor was killed.
+    """Return the text, such as "/runs/large#0", by which all processes of a run on a node are found.
 
-    A supervisor sets it as the environment variable `MARK` for all processes that it starts.
+    A supervisor sets it as the environment variable `MARK`, which outlives a killed supervisor.
     """
     return f"{Path(run_dir).absolute()}#{node}"
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the ids of the living processes on this machine whose environment variable `MARK` has the value `mark`.
-
-    The calling process is left out, and so are processes of other users, whose environment cannot be read.
-    """
+    """Return the ids of this user's living processes with the mark `mark`, without the calling one."""
     entry = f"{MARK}={mark}".encode()
     pids = []
     for process_folder in Path("/proc").glob("[0-9]*"):
@@ -44,7 +41,7 @@ def is_alive(pid: int) -> bool:
 
 
 def status_field(pid: int, name: str) -> str:
-    """Return the value of the field `name` in /proc/PID/status; "" if the process is gone or lacks the field."""
+    """Return a field of /proc/PID/status, such as "S (sleeping)" for "State"; "" if process or field is missing."""
     with contextlib.suppress(OSError):
         # The name of a process may hold any byte; the kernel escapes line feeds in it, and no other line break.
         for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):

@@ -2,8 +2,7 @@
 
 Guarantee: a strike is on the disk (fsync) when `add_strike` returns. Any number of nodes may add strikes at once: each
 takes a lock on the file, cuts off a line that a killed writer left unfinished, and appends one line by one write of at
-most PIPE_BUF bytes. `excluded_nodes` is a pure function. Strikes expire, so that a repaired node is used again without
-any action.
+most PIPE_BUF bytes. Strikes expire, so that a repaired node is used again without any action. Imports no torch.
 
 Limits: this module names nodes and does not change the scheduler. On a shared file system without locks the write is
 still one append, but a line that a killed machine left torn is not removed and must be deleted by hand.
@@ -39,10 +38,7 @@ _NAME_CHARS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """Record of one fault of a node: which device failed, when and why, and which part of the software noticed it.
-
-    Submissions to Slurm exclude the node until the strike expires.
-    """
+    """Record of one fault of a node: which device failed, when and why, and which part of the software noticed it."""
 
     time: Number  # Unix seconds
     node: str  # its name for the scheduler and in the host file
@@ -61,9 +57,9 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def add_strike(run_dir: Path, strike: Strike) -> None:
-    """Append a strike (the record of a node's fault) to the run's strikes.jsonl; it is on the disk on return.
+    """Append a strike to the run's strikes.jsonl; it is on the disk on return.
 
-    Several nodes may call it at once.
+    Texts are shortened to one line: 300 characters for the reason, 64 for each other field.
     """
     line = _encode_strike(strike)
     path = Path(run_dir) / STRIKES_FILE
@@ -82,9 +78,7 @@ def add_strike(run_dir: Path, strike: Strike) -> None:
 
 
 def _encode_strike(strike: Strike) -> bytes:
-    """Return a strike as one line of JSON with its newline, of at most PIPE_BUF (4096) bytes. Long texts are cut off,
-    so that the line can be appended by one write, which other writers do not interrupt.
-    """
+    """Return a strike as a line of at most PIPE_BUF (4096) bytes, so that other writers cannot interrupt its write."""
     fields = dataclasses.asdict(strike)
     fields["reason"] = _plain(strike.reason, _REASON_CHARS)
     for name in ("node", "device", "by"):
@@ -95,10 +89,7 @@ def _encode_strike(strike: Strike) -> bytes:
 
 
 def read_strikes(run_dir: Path) -> list[Strike]:
-    """Return all strikes (records of faults of nodes) of a run, oldest first, also expired ones.
-
-    An empty list if there is no file.
-    """
+    """Return all strikes of a run, oldest first, also expired ones; [] if there is no file."""
     path = Path(run_dir) / STRIKES_FILE
     strikes = []
     for number, record in enumerate(read_records(path), start=1):
@@ -114,13 +105,10 @@ def read_strikes(run_dir: Path) -> list[Strike]:
 def excluded_nodes(
     strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
 ) -> list[str]:
-    """Return the sorted names of the nodes with too many strikes (records of faults) to be used. Pure.
+    """Return the sorted names of nodes with at least `threshold` strikes younger than `expires_s` seconds at `now`.
 
-    Strikes that are older than `expires_s` at the time `now` are ignored.
-
-    Args:
-        now: Unix time in seconds.
-        expires_s: age in seconds at which a strike no longer counts.
+    A strike that lies in the future counts, because clocks of nodes differ. One that lies more than two days ahead
+    does not, because it would exclude a node for as long as a clock was wrong.
     """
     strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
     return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
@@ -136,9 +124,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _cut_torn_line(descriptor: int) -> None:
-    """Truncate an open file after its last newline, which removes a line that a killed writer left unfinished. Only
-    the last PIPE_BUF bytes are read, because no line is longer.
-    """
+    """Truncate an open file after its last newline; only PIPE_BUF bytes are read, because no line is longer."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, select.PIPE_BUF, max(0, size - select.PIPE_BUF))
     whole_lines_bytes = tail.rfind(b"\n") + 1  # 0 if there is no newline

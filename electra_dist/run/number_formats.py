@@ -6,10 +6,7 @@ import math
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return a duration in at most six characters: 12s, 4m07s, 3h05m, 2d04h or 120d.
-
-    A dash stands for None, NaN and infinity. A negative duration is shown as 0s.
-    """
+    """Return a duration in at most six characters: 12s, 4m07s, 3h05m, 2d04h, 120d; "-" for None, NaN and infinity."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     # The duration is rounded to the smaller of the two units that are shown, before a unit is chosen: thus 59.7 s is
@@ -29,10 +26,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(number: float) -> str:
-    """Return a count with three significant figures and a unit, in at most six characters.
-
-    Examples: 812, 9.35k, 1.24M, 33.0B, 419B, 1.84T (k is 1e3, B is 1e9). A dash stands for NaN and infinity.
-    """
+    """Return a count in at most six characters: 812, 9.35k, 1.24M, 33.0B (1e9), 1.84T; "-" for NaN and infinity."""
     if not math.isfinite(number):
         return "-"
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -44,6 +38,8 @@ def format_count(number: float) -> str:
 
 def _three_figures(number: float) -> str:
     """Return a number with three significant figures as text, for example "1.24", "12.4" or "124"."""
+    # The number of decimals changes at 9.995 and 99.95 and not at 10 and 100, because rounding adds a digit from there
+    # on: 9.995 would become 10.00. From 999.5 on, the text has more than three figures.
     if abs(number) < 9.995:
         return f"{number:.2f}"
     if abs(number) < 99.95:

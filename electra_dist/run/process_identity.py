@@ -62,12 +62,14 @@ def _start_of(pid: int) -> int:
 
 
 def _pid_namespace() -> str:
+    """Return the name of this process's pid namespace; "" if the system does not give it."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _boot_id() -> str:
+    """Return the kernel's random id of this boot, which all containers of a machine share; "" if there is none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Record of one logged optimizer step: losses, accuracies, speed, data and health of the GPUs.
-
-    Values are over the global batch and all ranks unless a field is documented otherwise.
-    """
+    """Record of one logged optimizer step: losses, accuracies, speed, data and health of the GPUs."""
 
     step: int  # optimizer steps done when this was written, this one included
     mlm_loss: float  # nats per masked token
@@ -61,8 +58,7 @@ class StepRecord:
 class EvalRecord:
     """Record of one evaluation on held-out rows: losses and the discriminator's measures, over all of these rows.
 
-    Accuracies, precision and recall are fractions from 0 to 1. Replacements are the generator's samples at
-    temperature 1, whatever the schedules are.
+    Replacements are the generator's samples at temperature 1, whatever the schedules are.
     """
 
     step: int  # optimizer steps done

@@ -32,14 +32,20 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name has the form `.NAME.<random>.tmp`, in which `replacing` writes the new file NAME."""
+    """Return whether a file name, without its folder, has the form `.NAME.<random>.tmp` of the files of `replacing`.
+
+    Killed processes leave such files, which are then deleted; so a user's name such as `.thesis.tmp` must not count.
+    """
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an
-    exception.
+    """Open a temporary file for writing, which is renamed to `path` when the `with` block ends without an exception.
+
+    Missing folders are created; file and folder are synced to the disk. If the block raises, `path` stays as it was.
+    With `only_new`, an existing file raises FileExistsError at the end of the block. The new file gets `permissions`
+    even if it replaces a file with others. Raises StoreAway if the disk is full, read-only or does not respond.
     """
     with writable(path):
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
@@ -61,17 +67,19 @@ def replacing(path: Path, *, only_new: bool = False, permissions: int = SHARED) 
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a local file in hexadecimal; read the whole file for it."""
+    """Return the SHA-256 of a local file in hexadecimal; convert no OSError (use `readable` for that)."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:
-    """Create the missing folders of a file, and open the file for writing."""
+    """Create the missing folders of a file, and open it for writing; "xb" refuses an existing file."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags, permissions)
 
+    # Another process that deletes the last file of the folder removes the folder, too (`LocalStore.delete`), perhaps
+    # before this file is in it. The folder is then created again.
     for _ in range(_FOLDER_TRIES - 1):
         with contextlib.suppress(FileNotFoundError):
             make_folder(path.parent)
@@ -81,9 +89,7 @@ def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, so that they survive a power failure; an existing folder is no
-    error.
-    """
+    """Create a folder and its missing parents, and sync each new name, so that they survive a power failure."""
     missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing_folders:
@@ -91,7 +97,11 @@ def make_folder(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a path is a folder that belongs to this user and that no other user may read or write."""
+    """Return whether a path is a folder that belongs to this user and that no other user may read or write.
+
+    Check this before you use a folder of a known name in a shared directory such as /tmp: another user may have made
+    it, or a link of this name.
+    """
     try:
         status = folder.lstat()
     except OSError:
@@ -100,7 +110,7 @@ def is_private(folder: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder: wait until the names that were created, renamed or deleted in it are on the disk."""
+    """Call fsync on a folder: without this, a power failure may undo a creation, rename or deletion in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +119,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_problem(folder: Path) -> str:
-    """Return why the disk of a folder takes no new bytes now, such as "read-only file system"; "" if it takes them."""
+    """Return why the disk of a folder takes no new bytes, such as "read-only file system"; "" if it takes them.
+
+    Nothing is written, so a used-up quota is not noticed. The result is also "" for a missing folder.
+    """
     try:
         disk = os.statvfs(folder)
     except OSError as error:
@@ -124,7 +137,7 @@ def disk_problem(folder: Path) -> str:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do."""
+    """Convert an OSError of the `with` block to a StoreError of one line; StoreMissing if there is no file."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +152,11 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do."""
+    """Convert an OSError of the `with` block to a StoreError whose one line names `path` and what the user can do.
+
+    StoreAway stands for a disk that is full, read-only or silent. A FileExistsError about `path` itself passes
+    unchanged, because `replacing` with `only_new` promises it.
+    """
     try:
         yield
     except FileExistsError:
@@ -157,7 +174,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def store_error(path: Path, error: OSError) -> StoreError:
-    """Return the error for a file that could not be read or written: StoreAway if a wait may help, else StoreError."""
+    """Return the error, of one line, for a file that could not be read or written: StoreAway if a wait may help."""
     failure = os_failure(error)
     message = f"{path}: {failure.reason}; {failure.advice}"
     if failure.kind in (FailureKind.TRANSIENT, FailureKind.AWAY):

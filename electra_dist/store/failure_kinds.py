@@ -1,4 +1,4 @@
-"""Decide what follows from a failure of storage: another try, a wait, the end of the run, or an error of the user's.
+"""Decide what follows from a failure of storage: another try, a wait, the end of the run, or an error for the user.
 
 Guarantee: this file has the only table of storage failures. Every caller that must decide about one asks the functions
 below, so that equal failures have equal consequences wherever they are met.
@@ -7,7 +7,7 @@ How: one row for each error number of the operating system, for each error code 
 exception of boto3. An error number without a row is permanent. The code of an S3 answer decides before its HTTP
 status, because services use one status, above all 403, for a full quota, a rate limit, an archived object and a
 missing right. A code without a row is judged by a word in it (`S3_CODE_WORDS`), then by its status: transient from 500
-on, an error of the user's below. An answer without a code is not that of an S3 service, but of a proxy or a firewall.
+on, below that a mistake of the user. An answer without a code comes from a proxy or a firewall, not from S3.
 
 Limits: an operating system reports a network file system that went away in many ways, and a hard mount (NFS) reports
 nothing: its calls block until the server is back, which no table can shorten. A service that says only in the text of
@@ -45,7 +45,11 @@ class Failure:
     renew_credentials: bool = False  # whether the next try must read the credentials from their source again
 
     def kind_for(self, *, answered: bool) -> FailureKind:
-        """Return the kind of the failure of an S3 request."""
+        """Return the kind of a failed S3 request; `answered`: the service has answered the same store before.
+
+        Credentials or a clock that were good before are probably corrected soon, whereas those that never worked are a
+        mistake of the user.
+        """
         if answered and self.kind_after_success is not None:
             return self.kind_after_success
         return self.kind
@@ -312,7 +316,7 @@ BOTO_ERRORS: Mapping[str, Failure] = {
 
 
 def s3_failure(code: str, status: int) -> Failure:
-    """Return the row for an error with which an S3 service has answered, by its code, otherwise by its HTTP status."""
+    """Return the row for an error answer of S3, by its code (from `safe_code`), otherwise by its HTTP status."""
     if code in S3_CODES:
         return S3_CODES[code]
     row = next((row for word, row in S3_CODE_WORDS if word.search(code)), HTTP_STATUSES.get(status))
@@ -334,7 +338,12 @@ _BUNDLE_CAUSES = frozenset({"FileNotFoundError", "IsADirectoryError", "Permissio
 
 
 def boto_failure(error: BaseException) -> tuple[Failure, str]:
-    """Return the row for an exception of boto3, and the word that stands for {code} in its texts."""
+    """Return the row for an exception of boto3, and the word that stands for {code} in its texts.
+
+    boto3 wraps some errors into a general one, such as a refused certificate into a failed connection. So an exception
+    in the chain of causes that is in `ROOT_CAUSES` decides. The word is the name of the exception's class, or what
+    OpenSSL says of a certificate.
+    """
     for cause in chain_of_causes(error):
         row = ROOT_CAUSES.get(type(cause).__name__)
         if row is not None:
@@ -359,7 +368,10 @@ def safe_code(text: str) -> str:
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps, outermost first, at most eight."""
+    """Yield an exception and those that it wraps, outermost first, at most eight.
+
+    boto3 keeps the wrapped exception in `kwargs["error"]`, urllib3 in `reason` or as the first argument.
+    """
     current: BaseException | None = error
     for _ in range(8):
         if current is None:
@@ -388,7 +400,10 @@ def kind_of_os_error(error: OSError) -> FailureKind:
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Return the kind of any error that an operation of a store, or of a file of the run, has raised."""
+    """Return the kind of any error that an operation of a store, or of a file of the run, has raised.
+
+    An error that is not from storage, such as one of the program itself, is permanent.
+    """
     if isinstance(error, StoreAway):
         return FailureKind.AWAY
     if isinstance(error, UserError):

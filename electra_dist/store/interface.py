@@ -1,7 +1,5 @@
 """Define the interface of a store, which a local folder and an S3 prefix both implement.
 
-A store holds objects: sequences of bytes, each under a key, which is a relative path.
-
 Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several `write_new` calls for
 one free key at the same time, exactly one returns True. A key cannot name anything outside the store. A user's mistake
 (missing bucket, no permission, full disk) raises an error of one line with the URL and the next step. No error text
@@ -26,10 +24,12 @@ REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 
 
 class Store(ABC):
-    """Folder of objects, local or on S3. An object is a sequence of bytes under a key.
+    """Folder of objects, local or on S3; an object is a sequence of bytes under a key (relative path with '/').
 
-    Keys are relative paths with '/' between the parts. A store can be used from several threads. Any method may
-    raise StoreError (access refused, disk full).
+    A store can be used from several threads. Any method may raise StoreError (access refused, disk full); on S3,
+    failed requests are retried, and StoreExhausted is raised after the last retry. Reading an object that does not
+    exist raises StoreMissing. `must_exist=True` says that the caller knows that the object exists, for example because
+    a manifest lists it: S3's answer "not found" is then retried a few times before it is believed.
     """
 
     url: str  # the folder or the s3:// URL, for messages; without credentials
@@ -39,7 +39,7 @@ class Store(ABC):
 
     @abstractmethod
     def local_path(self, key: str) -> Path | None:
-        """Return the path of the file that holds an object, or None if the store is not a local folder."""
+        """Return the path of an object's file, which need not exist; None if the store is not a local folder."""
 
     @abstractmethod
     def read(self, key: str, *, must_exist: bool = False) -> bytes:
@@ -47,7 +47,7 @@ class Store(ABC):
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int, *, must_exist: bool = False) -> memoryview:
-        """Return the bytes [start, start + length) of an object in new, writable memory."""
+        """Return the bytes [start, start + length) of an object in new, writable memory; fewer at the object's end."""
 
     @abstractmethod
     def exists(self, key: str) -> bool:
@@ -59,43 +59,54 @@ class Store(ABC):
 
     @abstractmethod
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object to a local file."""
+        """Copy an object to a local file, which appears or changes only when the copy is complete and synced."""
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:
-        """Create or replace an object; a reader sees the old bytes or the new ones, never a mixture."""
+        """Create or replace an object atomically; after the call it survives a crash (synced, or confirmed by S3)."""
 
     @abstractmethod
     def write_new(self, key: str, data: bytes) -> bool:
-        """Create an object unless there is one with this key already; return whether this call created it."""
+        """Create an object unless the key is taken; return whether this call created it.
+
+        Of several writers that call this for one free key, in any process on any machine, exactly one receives True.
+        The object can therefore serve as a lock.
+        """
 
     @abstractmethod
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace an object with the content of a local file of any size."""
+        """Create or replace an object atomically with the content of a local file of any size."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[str]:
-        """Return the sorted keys that begin with `prefix`."""
+        """Return the sorted keys that begin with `prefix`, which may end within a name; omit unfinished writes."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
         """Delete an object; a key without an object is no error, so an interrupted deletion can simply be repeated."""
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete several objects; a key without an object is no error."""
+        """Delete several objects, with fewer requests if the store can; after an error, the call can be repeated."""
         for key in keys:
             self.delete(key)
 
     @abstractmethod
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Delete what killed processes left of unfinished writes, and return the number of these writes."""
+        """Delete temporary files and incomplete multipart uploads that killed writers left; return their number.
+
+        Only writes to keys that begin with `prefix` and for which `doomed` returns True are deleted. `doomed` must
+        return False for a key that a living process may still be writing.
+        """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
 
 
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call a function for every item, up to `REQUEST_THREADS` calls at a time, to send several requests to a store."""
+    """Call a thread-safe function for every item, in up to `REQUEST_THREADS` threads; return the results in order.
+
+    If calls fail, the error of the first such item is raised when the calls that had started have ended.
+    """
     if len(items) < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(REQUEST_THREADS, len(items))) as pool:
@@ -112,7 +123,10 @@ def _is_file_name(key: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged if it is a relative path that stays inside the folder of a store; otherwise raise."""
+    """Return `key` unchanged if it is a relative path that stays inside a store's folder; raise StoreError otherwise.
+
+    Keys come from manifests and tar files that others may have written; a key "../x" would name a file outside.
+    """
     has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
     has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
     if has_bad_part or has_bad_character or not _is_file_name(key):

@@ -2,7 +2,7 @@
 
 Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
 
-Guarantee: bytes that are no JSON text end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
+Guarantee: bytes that are not valid JSON end as a `DamagedJson` with a reason of one line, whatever is wrong with them:
 torn or empty text, bytes that are not UTF-8, thousands of nested lists, or an integer of thousands of digits. No
 integer that is returned has more than 64 bits, so that arithmetic with it and its conversion to a float succeed.
 """
@@ -33,7 +33,7 @@ class DamagedJson(ValueError):
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text in UTF-8, which may begin with a byte order mark."""
+    """Return the value of a JSON text in UTF-8 (byte order mark and NaN are accepted), or raise DamagedJson."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         has_long_number = _LONG_NUMBER.search(text) is not None
@@ -51,7 +51,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_object(data: bytes | str) -> dict[str, Any]:
-    """Return the JSON object in a text, as `parse_json` does."""
+    """Parse a text as `parse_json` does; any value other than an object is a DamagedJson, too."""
     tree = parse_json(data)
     if not isinstance(tree, dict):
         raise DamagedJson("it is not a JSON object")
@@ -59,7 +59,7 @@ def parse_json_object(data: bytes | str) -> dict[str, Any]:
 
 
 def validate_json(kind: TypeAdapter[T], tree: object) -> T:
-    """Return a parsed JSON value as an object of the type of `kind`."""
+    """Return a parsed JSON value as an object of the type of `kind`; DamagedJson names the first wrong key."""
     try:
         return kind.validate_python(tree)
     except ValidationError as error:
@@ -67,7 +67,7 @@ def validate_json(kind: TypeAdapter[T], tree: object) -> T:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first fault of a value that pydantic has refused as one line: the key and what is wrong with it."""
+    """Return the first fault that pydantic found in a value, as one line: the key and what is wrong with it."""
     fault = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(str(part) for part in fault["loc"])
     reason = fault["msg"].removeprefix("Value error, ")
@@ -75,7 +75,10 @@ def first_fault(error: ValidationError) -> str:
 
 
 def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
-    """Return the JSON object in a local file."""
+    """Return the JSON object in a local file; raise UserError for damage, StoreMissing for a missing file.
+
+    `next_step` ends the message about a damaged file: what the user can do, as an imperative.
+    """
     with readable(path):
         data = read_regular(path)
     try:
@@ -85,7 +88,7 @@ def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
 
 
 def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
-    """Return the JSON object in a local file as an object of the type of `kind`."""
+    """Read a file as `read_json_object` does, and return its object as the type of `kind`, such as a dataclass."""
     tree = read_json_object(path, next_step)
     try:
         return validate_json(kind, tree)
@@ -94,12 +97,11 @@ def read_json_as(path: Path, kind: TypeAdapter[T], next_step: str) -> T:
 
 
 def damaged_file(place: Path | str, error: DamagedJson, next_step: str) -> UserError:
-    """Return the error for a damaged JSON file, to be raised by the caller."""
+    """Return the error for a damaged JSON file, to be raised by the caller; `next_step` is an imperative."""
     return UserError(f"{place}: damaged, because {error}; {next_step}")
 
 
 def _is_deep(tree: object) -> bool:
-    """Return whether a JSON value has more than `_MAX_DEPTH` lists and objects within one another."""
     level = [tree] if isinstance(tree, (dict, list)) else []
     for _ in range(_MAX_DEPTH + 1):
         containers = [value.values() if isinstance(value, dict) else value for value in level]

@@ -1,10 +1,8 @@
 """Store objects as files in a local or shared folder.
 
-Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several `write_new` calls for
-one free key at the same time, exactly one returns True.
-
 How: `atomic_files.py` writes and syncs a temporary file, then renames it. `write_new` makes a hard link to the
-temporary file instead of renaming it, because a link fails if the name is taken.
+temporary file instead of renaming it, because a link fails if the name is taken. So exactly one of several
+simultaneous writers succeeds. A missing file is never retried, whatever `must_exist` says.
 
 Limits: a symbolic link inside the folder is followed, so that data sets can be linked into place. A shared file system
 must offer atomic rename and link, as Lustre, GPFS, WekaFS and NFSv3 or newer do.
@@ -38,7 +36,7 @@ _COPY_BYTES = 1 << 20  # Files are copied in pieces of this size.
 
 
 class LocalStore(Store):
-    """Store on a local or shared folder; the first write creates the folder."""
+    """Store in a local or shared folder, which the first write creates; as long as it is missing, it has no keys."""
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder)
@@ -125,6 +123,7 @@ class LocalStore(Store):
 
     @override
     def delete(self, key: str) -> None:
+        """Also delete each folder above the file, inside the store, that has become empty."""
         path = self.local_path(key)
         with writable(path):
             path.unlink(missing_ok=True)
@@ -138,6 +137,7 @@ class LocalStore(Store):
 
     @override
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
+        """Also remove the empty folders that killed writers left; only files count in the result."""
         num_deleted = 0
         # The walk is completed before anything is deleted, because `delete` also removes empty folders.
         for folder, folder_names, names in list(os.walk(self._folder, onerror=_raise_unless_missing)):
@@ -159,9 +159,7 @@ class LocalStore(Store):
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed, because a folder that does not respond must not look
-    empty.
-    """
+    """Raise the error of a folder that cannot be listed: a folder that does not respond must not look empty."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return
     raise store_error(Path(error.filename), error) from None

@@ -14,11 +14,10 @@ from electra_dist.store.retry import RetryPolicy
 
 
 def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy | None = None) -> Store:
-    """Return the store at a local path or at s3://bucket/prefix.
+    """Return the store at a local path (~ is expanded), a file:// URL or s3://bucket/prefix; read nothing yet.
 
-    Args:
-        endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS. Unused for local paths.
-        retry: Limits on retries of S3 requests; None for the defaults of RetryPolicy.
+    A missing folder or bucket is noticed at the first use. `endpoint_url` names an S3-compatible service, such as
+    http://10.0.0.1:9000; None is AWS. Raises UserError for a malformed URL or if boto3 is missing.
     """
     if url.startswith("s3://"):
         from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
@@ -37,7 +36,7 @@ def open_store(url: str, endpoint_url: str | None = None, *, retry: RetryPolicy 
 
 
 def without_tilde(path: str | Path) -> Path:
-    """Return a local path in which a leading ~ or ~USER is replaced by that user's home folder."""
+    """Replace a leading ~ or ~USER of a path by that user's home folder; raise UserError if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

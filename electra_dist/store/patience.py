@@ -2,7 +2,7 @@
 
 Guarantee: an operation that is called through a `Patience` either succeeds, or raises its own error if no wait helps
 (`failure_kinds.py` decides), or raises StorageLost with the first failure once the limit is over. While it waits, a
-line on stderr and `Patience.reason` name the first failure.
+line on stderr and `Patience.reason` name the first failure. A wait polls after 0.5 s at first and every 10 s at last.
 
 Limits: a call that blocks in the operating system cannot be interrupted, so it may exceed the limit. An operation must
 be repeatable after a failure.
@@ -34,7 +34,7 @@ def print_line(text: str) -> None:
 
 
 class Patience:
-    """Limit for which the operations of one process wait for storage, and the state of the waits that go on.
+    """Limit on the time for which operations of one process wait for storage, and the state of the current waits.
 
     Any thread may call its methods. Threads that wait at the same time have limits of their own.
     """
@@ -42,12 +42,7 @@ class Patience:
     def __init__(
         self, limit_s: float, note: Callable[[str], None] = print_line, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without any wait.
-
-        Args:
-            limit_s: seconds after the first failure at which an operation gives up; 0: at the first failure.
-            clock: seconds of a clock that never jumps.
-        """
+        """Pass one line to `note` when a wait begins and one when it ends; a limit of 0 allows no wait."""
         self.limit_s = limit_s
         self.on_wait: Callable[[str], None] = lambda reason: None
         """Called about every second, with the reason, while the thread that created this object waits.
@@ -75,7 +70,10 @@ class Patience:
         self._is_abandoned.set()
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Call an operation until it succeeds, and return its value."""
+        """Call an operation until it succeeds, and return its value; raise its own error if no wait helps.
+
+        StorageLost, with the first failure, is raised when the limit is over or `abandon` was called.
+        """
         with self.outage() as outage:
             while True:
                 try:
@@ -85,7 +83,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Provide an `Outage` for a `with` block in which the caller repeats one operation itself."""
+        """Provide an `Outage` for a `with` block whose caller repeats one operation itself."""
         outage = Outage(self)
         try:
             yield outage
@@ -95,7 +93,6 @@ class Patience:
         outage.close(is_back=True)
 
     def _pause(self, pause_s: float, reason: str) -> None:
-        """Sleep, and call `on_wait` about every second if this is the thread that created the object."""
         end = self._clock() + pause_s
         while True:
             if threading.get_ident() == self._owner:
@@ -106,10 +103,7 @@ class Patience:
 
 
 class Outage:
-    """Account of the failures of one operation: the first of them, and how long ago it was.
-
-    Use it through `Patience.outage`.
-    """
+    """Record of the failures of one operation, from `Patience.outage`: the first of them, and how long ago it was."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -118,7 +112,7 @@ class Outage:
         self._pause_s = FIRST_PAUSE_S
 
     def wait_after(self, error: Exception) -> None:
-        """Pause after a failure before the caller's next try, or raise if a further try is of no use."""
+        """Pause after a failure before the next try; raise `error` if no wait helps, StorageLost at the limit."""
         if not is_worth_waiting_for(error):
             raise error
         patience = self._patience
@@ -135,7 +129,6 @@ class Outage:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _begin(self, error: Exception) -> None:
-        """Remember the first failure, and note it if there is any patience."""
         patience = self._patience
         self._first = error
         self._since = patience._clock()
@@ -145,7 +138,7 @@ class Outage:
             patience._note(f"waiting up to {patience.limit_s:g} s for storage: {reason}")
 
     def close(self, is_back: bool) -> None:
-        """End the account, and note that storage is back if the last try has succeeded (`is_back`)."""
+        """End the record, and report that storage is back if the last try has succeeded (`is_back`)."""
         was_waiting = self._patience._reasons.pop(threading.get_ident(), "")
         if self._first is not None and threading.get_ident() == self._patience._owner:
             self._patience.on_wait("")

@@ -3,8 +3,8 @@
 Guarantee: only regular files are opened, so that a named pipe never blocks a reader, and a device never feeds it
 without end. A file that is read as a whole has a limit of size.
 
-Limits: what a file holds is not checked here, and neither is where a link leads. A file that is exchanged for one of
-another kind between the look at it and its opening is opened.
+Limits: neither the content of a file nor the target of a link is checked. A file that is exchanged for a pipe or a
+device between the check and the opening is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_DATA_BYTES = 1 << 32  # of a data set that is held in memory as a whole
 
 
 def open_regular(path: Path | str) -> io.BufferedReader:
-    """Open a regular file, at the end of any links, to read its bytes."""
+    """Open a regular file, or one that a link leads to; raise StoreError for a pipe, socket or device."""
     status = os.stat(path)  # first, because opening a named pipe waits, and opening a device may have an effect
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -37,7 +37,7 @@ def check_regular(path: Path | str) -> None:
 
 
 def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a regular file."""
+    """Return the bytes of a regular file; raise as `open_regular` does, and StoreError beyond `most_bytes`."""
     with open_regular(path) as file:
         has_too_many = os.fstat(file.fileno()).st_size > most_bytes
         data = b"" if has_too_many else file.read(most_bytes + 1)  # it may have grown since

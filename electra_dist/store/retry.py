@@ -3,17 +3,15 @@
 Guarantee: an operation ends. It gives up after `tries` failures in a row without progress between them, after
 `deadline_s` seconds without progress, or when the store's budget of retries is used up, whichever comes first. New
 bytes are progress if they came at `least_bytes_per_s` or faster, counted since the last progress; so one byte a second
-does not keep an operation alive. Every retry and every second waited is counted (`retries`, `wait_s`), so that a run
-can report the cost of storage faults.
+does not keep an operation alive. With the defaults, an operation survives an outage of about three minutes. Every
+retry and every second waited is counted (`retries`, `wait_s`), so that a run can report the cost of storage faults.
 
 How: the wait before retry k = 0, 1, ... is random, uniform in [0, min(max_wait_s, first_wait_s * 2**k)] (exponential
 back-off with "full jitter"), so that a thousand ranks that failed together do not retry together. All operations of a
 store share its budget, a token bucket: a retry takes one token, and an operation that succeeds returns `REFUND`
 tokens. The other two limits start again with each progress; the budget also ends a read from a storage that always
-delivers a few bytes and never completes.
-
-Bytes that are wrong although their request succeeded are read again by `Rereading`, before they count as damage at
-rest.
+delivers a few bytes and never completes. Bytes that are wrong although their request succeeded are read again by
+`Rereading`, before they count as damage at rest.
 
 Limits: `failure_kinds.py` decides which errors are retried.
 """
@@ -40,11 +38,7 @@ REFUND = 10  # Tokens that a successful operation returns; more than ten retries
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Limits on the retries of one store, and the time-outs of its connections; times are in seconds.
-
-    The wait before retry k = 0, 1, ... is random, uniform in [0, min(max_wait_s, first_wait_s * 2**k)]. With the
-    defaults, an operation survives an outage of the service of about three minutes.
-    """
+    """Limits on the retries of one store, and the time-outs of its connections; times are in seconds."""
 
     tries: int = 30  # consecutive failures without progress after which an operation gives up
     first_wait_s: float = 0.1
@@ -60,11 +54,7 @@ class RetryPolicy:
 
 
 class RetryAccount:
-    """Counters of retries and the retry budget of one store, shared by all threads that use the store.
-
-    The budget limits the retries of all operations together: each retry takes one from it, and each operation that
-    succeeds returns a few. At 0, the next failure of any operation is final.
-    """
+    """Counters of retries and the retry budget of one store, shared by all threads that use the store."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self.policy = policy
@@ -76,18 +66,16 @@ class RetryAccount:
         self._random = random.Random()  # A generator of its own: the global one must stay as a model left it.
 
     def begin(self, object_name: str) -> Backoff:
-        """Return a new `Backoff`, which counts the failures of one operation and waits between its attempts."""
+        """Return a new `Backoff` for one operation, such as a download; `object_name` is a URL for messages."""
         return Backoff(self, object_name)
 
     def succeeded(self) -> None:
-        """Record that an operation succeeded: add `REFUND` retries to the budget, up to its initial size.
-        Thread-safe.
-        """
+        """Record that an operation succeeded: return `REFUND` retries to the budget, up to its initial size."""
         with self._lock:
             self._tokens = min(self.policy.budget, self._tokens + REFUND)
 
     def announce_once(self, line: str) -> None:
-        """Print a line to stderr at the first call; later calls do nothing. Thread-safe."""
+        """Print a line to stderr, at the first call of any thread only."""
         with self._lock:
             if self._announced:
                 return
@@ -95,14 +83,7 @@ class RetryAccount:
         print(printable(line), file=sys.stderr, flush=True)
 
     def charge_retry(self, longest_wait_s: float) -> float | None:
-        """Take one retry from the store's budget and return how long to wait before it, in seconds. Thread-safe.
-
-        Args:
-            longest_wait_s: The wait is random, uniform in [0, longest_wait_s], so that ranks do not retry together.
-
-        Returns:
-            The wait; None if the budget is used up. Nothing is counted then, and the operation must give up.
-        """
+        """Take one retry from the budget; return the seconds to wait before it, or None if the budget is used up."""
         with self._lock:
             if self._tokens == 0:
                 return None
@@ -114,14 +95,9 @@ class RetryAccount:
 
 
 class Backoff:
-    """State of the retries of one storage operation: its failures since the last progress, and its deadline.
-
-    The operation calls `wait_after_failure` after each failed attempt, and `progress` when new bytes have arrived.
-    Not thread-safe.
-    """
+    """Failures of one storage operation since its last progress, and its deadline. Not thread-safe."""
 
     def __init__(self, account: RetryAccount, object_name: str) -> None:
-        """Start the clock of the operation, which gives up after `deadline_s` seconds without progress."""
         self._account = account
         self._object_name = object_name
         self._failures: Counter[str] = Counter()  # by reason, since the last progress
@@ -130,7 +106,7 @@ class Backoff:
         self._new_bytes = 0  # received since the last progress
 
     def progress(self, num_bytes: int) -> None:
-        """Record that new bytes arrived; if they came fast enough, failures and deadline start again."""
+        """Record that `num_bytes` new bytes arrived; if they came fast enough, failures and deadline start again."""
         self._new_bytes += num_bytes
         now = time.monotonic()
         if self._new_bytes >= self._account.policy.least_bytes_per_s * (now - self._last_progress):
@@ -139,9 +115,7 @@ class Backoff:
             self._last_progress = now
 
     def announce(self, reason: str, advice: str) -> None:
-        """Print one line, once per store, if the operation has failed for `announce_after_s` seconds since it
-        began.
-        """
+        """Print a line, once per store, if a service that never answered has failed for `announce_after_s`."""
         policy = self._account.policy
         waited_s = time.monotonic() - self._begin
         if waited_s >= policy.announce_after_s:
@@ -154,7 +128,10 @@ class Backoff:
         return self._failures[reason]
 
     def wait_after_failure(self, reason: str, advice: str = CHECK) -> None:
-        """Record a failed attempt, and sleep before the caller's next attempt; or raise if a limit is reached."""
+        """Record a failed attempt and sleep before the next one; raise StoreExhausted if a limit is reached.
+
+        Failures with equal `reason` are counted together. `advice` ends the message of the error.
+        """
         policy = self._account.policy
         self._failures[reason] += 1
         num_failures = self._failures.total()
@@ -181,25 +158,22 @@ class Backoff:
 class Rereading:
     """Repeated readings of bytes that do not match their digest. Thread-safe.
 
-    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault.
-    Bytes that are wrong in another way each time are changed on the way, by the service, a proxy or the network.
+    Bytes count as damaged at rest only if the last two readings, with a pause between them, have the same fault. Bytes
+    that are wrong in another way each time are changed on the way, by the service, a proxy or the network. One object
+    serves readings that belong together, such as those of one checkpoint: once it has confirmed a damage, its further
+    readings make no pauses.
     """
 
     def __init__(self, pauses_s: Sequence[float]) -> None:
-        """Begin without a confirmed damage.
-
-        Args:
-            pauses_s: Pause before each further reading, in seconds; at least one.
-        """
+        """Make each further reading after the next of these pauses (seconds, at least one)."""
         self._pauses_s = pauses_s
         self._is_confirmed = False
 
     def read(self, name: str, read: Callable[[], tuple[_Value, str]]) -> tuple[_Value, str]:
-        """Read until there is no fault, or until all pauses are over; return the last reading.
+        """Return value and fault of the first reading without a fault (""), or of the last if its fault is confirmed.
 
-        Args:
-            read: Makes one reading; returns its value and its fault, which is "" if the bytes are right. The fault
-                must differ if the bytes do.
+        `read` makes one reading and returns its value and its fault, which must differ if the bytes do. StoreExhausted
+        is raised if the last two readings have different faults. `name` says what is read, for the message.
         """
         value, fault = read()
         previous_fault = ""

@@ -1,4 +1,4 @@
-"""The folders in which this user's commands keep what they can make again: rates, shards from S3, compiled code."""
+"""Name the folders in which commands keep what they can make again: rates, shards from S3, compiled code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCHS_FOLDER = "torchinductor_"  # and the name of the user, in the shared fol
 
 @functools.cache
 def user_cache_folder() -> Path:
-    """Return ~/.cache/electra-dist, which need not exist yet."""
+    """Return ~/.cache/electra-dist, which need not exist yet; without a home folder, a folder deleted at exit."""
     try:
         return Path("~/.cache/electra-dist").expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the password database
@@ -25,7 +25,12 @@ def user_cache_folder() -> Path:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already."""
+    """Let torch.compile keep the code that it makes in a folder of this user, unless another one is set already.
+
+    torch's own default is a folder in the shared directory for temporary files. Anybody can predict its name: another
+    user who makes it first can have his code executed. Importing torch's inductor writes this default into the
+    environment variable, so the default does not count as a choice of the user.
+    """
     torchs_default = Path(tempfile.gettempdir()) / _TORCHS_FOLDER
     if os.environ.get(COMPILED_CODE_VARIABLE, str(torchs_default)).startswith(str(torchs_default)):
         os.environ[COMPILED_CODE_VARIABLE] = str(folder.absolute())

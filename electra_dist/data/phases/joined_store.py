@@ -19,12 +19,15 @@ from electra_dist.store.interface import Store, check_key
 
 
 def phase_key(phase: int, key: str) -> str:
-    """Return the key by which a joined store finds an object of one corpus."""
+    """Return the key in a joined store of an object of one phase's corpus; phase 0 is `data.corpus`."""
     return f"phase-{phase}/{key}" if phase else key
 
 
 class JoinedStore(Store):
-    """Read-only store of the objects of several corpora, one corpus for each phase of a run."""
+    """Read-only store of the objects of several corpora, one corpus for each phase of a run, by keys of `phase_key`.
+
+    The methods raise the errors of the corpus's own store, and AssertionError if a caller tries to write or delete.
+    """
 
     url = "data.phases"
 
@@ -43,7 +46,6 @@ class JoinedStore(Store):
         return sum(store.retry_wait_s for store in self._stores)
 
     def _find(self, key: str) -> tuple[Store, str]:
-        """Return the store of the corpus that an object's key belongs to, and the object's key in that store."""
         for phase, store in enumerate(self._stores):
             prefix = phase_key(phase, "")
             if phase and key.startswith(prefix):

@@ -1,7 +1,5 @@
 """Compute how much of each phase's corpus a run has used after a number of steps, for logs, reports and model cards.
 
-A phase of a run is a range of its steps that trains on one corpus (config key `data.phases`).
-
 Limits: rows of skipped steps are counted, too. Tokens are estimated: the number of rows times the mean number of
 tokens in a row of the corpus, [PAD] not counted.
 """
@@ -35,14 +33,17 @@ class PhaseUse:
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps of a run belong to each phase of its data."""
+    """Return how many of the first `num_steps` steps belong to each phase; first steps ascend from 0."""
     end_steps = [*from_steps[1:], num_steps]
     ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
     return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]
 
 
 def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:
-    """Return how much of each phase's corpus the first `num_steps` steps of a run have used; [] without phases."""
+    """Return how much of each phase's corpus the first `num_steps` steps have used; [] without `data.phases`.
+
+    `phases` is the entry "phases" of `RunCorpora.sizes` or of environment.json; `global_batch` is over all ranks.
+    """
     if not phases:
         return []
     steps = steps_of_phases([phase["from_step"] for phase in phases], num_steps)
@@ -65,7 +66,7 @@ def token_shares(uses: Sequence[PhaseUse]) -> list[float]:
 
 
 def tokens_per_row(sizes: Mapping[str, Any], num_steps: int, global_batch: int) -> float:
-    """Return the mean number of tokens in the rows of the first `num_steps` steps of a run, [PAD] not counted."""
+    """Return the mean number of tokens in the rows of the first `num_steps` steps (at least 1), [PAD] not counted."""
     uses = uses_of_phases(sizes.get("phases", ()), num_steps, global_batch)
     if not uses:
         return float(sizes["tokens"] / sizes["rows"])

@@ -1,9 +1,9 @@
 """Compute which row is at each position of a run whose corpus changes at given steps.
 
 Guarantee: as in `row_order.py`, the row at a position depends only on the position, the seed, the window length, the
-rows per shard of each corpus and the positions at which the phases begin. Within a phase, the rows come in the order
-of a `RowOrder` of the phase's corpus, from that order's position 0 on. So a phase begins with a new epoch, and every
-completed epoch has each row of the corpus once.
+rows per shard of each corpus and the positions at which the phases (parts with one corpus) begin. Within a phase, the
+rows come in the order of a `RowOrder` of the phase's corpus, from that order's position 0 on. So a phase begins with a
+new epoch, and every completed epoch has each row of the corpus once.
 
 How: a binary search finds the phase of a position, and the `RowOrder` of that phase finds the row. Shards and rows of
 all corpora are numbered one after another in the order of the phases. A row id therefore names one row of one corpus,
@@ -22,10 +22,10 @@ from electra_dist.data.row_order import Integers, OrderPhase, RowOrder, ShardWin
 
 
 class PhasedOrder:
-    """Infinite sequence of the rows of a run that trains on several corpora in turn. Thread-safe."""
+    """Infinite sequence of the rows of a run that trains on several corpora in turn (`RowSequence`). Thread-safe."""
 
     def __init__(self, orders: Sequence[RowOrder], first_positions: Sequence[int]) -> None:
-        """Store the phases, and number the shards and rows of all corpora in their order."""
+        """Store the phases: for each, the rows of its corpus and its first position in the run, ascending from 0."""
         assert first_positions[0] == 0
         assert list(first_positions) == sorted(set(first_positions))
         end_positions = [*first_positions[1:], None]
@@ -46,11 +46,7 @@ class PhasedOrder:
         return self._phases
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the epoch, the shard and the row within the shard of each position, as three int64 arrays [P].
-
-        Args:
-            positions: [P] int64 positions in the sequence, each >= 0, in any order.
-        """
+        """Return epoch (of its phase), shard (of all corpora) and row in it of each position, three int64 [P]."""
         positions = np.asarray(positions, dtype=np.int64)
         phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
         epochs = np.empty_like(positions)
@@ -65,22 +61,18 @@ class PhasedOrder:
         return epochs, shards, rows
 
     def row_ids(self, shards: Integers, rows: Integers) -> Integers:
-        """Return the id of each row, [P] int64, unique among the rows of all corpora.
-
-        Args:
-            shards: [P] number of each row's shard, counted over the shards of all corpora.
-            rows: [P] number of each row within its shard.
-        """
+        """Return the id of each row, [P] int64, unique among the rows of all corpora; shards are counted over all."""
         return self._shard_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the window that contains a position, with the shards that must be on the node to read it."""
+        """Return the window that contains a position; one within which the phase ends is cut off there."""
         number = int(np.searchsorted(self._first_positions, position, side="right")) - 1
         phase = self._phases[number]
         window = phase.order.window_at(position - phase.first_position)
         end_position = phase.first_position + window.end_position
         if phase.end_position is not None:
             end_position = min(end_position, phase.end_position)
+        # All shards of the whole window are listed: the rows before the cut may come from any of them.
         return ShardWindow(
             first_position=phase.first_position + window.first_position,
             end_position=end_position,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from electra_dist.config import DataConfig, canonical_json
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
@@ -35,11 +34,11 @@ from electra_dist.store.retry import RetryPolicy
 
 
 class JoinedManifest(CorpusManifest):
-    """Manifest that lists the shards of all corpora of a run with `data.phases`."""
+    """Manifest of all corpora of a run; `builder["phases"]` lists first step and corpus fingerprint of each phase."""
 
     @functools.cached_property
-    @override
     def fingerprint(self) -> str:
+        """Return the SHA-256 of the first steps and the corpus fingerprints of all phases, in hexadecimal."""
         return hashlib.sha256(canonical_json(self.builder["phases"]).encode()).hexdigest()
 
 
@@ -55,7 +54,7 @@ class CorpusPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCorpora:
-    """All corpora that a run trains on, in the order in which it reads them."""
+    """All corpora that a run trains on, in the order in which it reads them; one phase without `data.phases`."""
 
     phases: tuple[CorpusPhase, ...]
 
@@ -68,7 +67,7 @@ class RunCorpora:
 
     @functools.cached_property
     def manifest(self) -> CorpusManifest:
-        """Return the manifest of the only corpus or, with `data.phases`, one that lists the shards of all corpora."""
+        """Return the manifest of the only corpus, or one of all shards, whose names are their keys in `store`."""
         if len(self.phases) == 1:
             return self.phases[0].manifest
         return _join_manifests(self.phases)
@@ -81,7 +80,7 @@ class RunCorpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowSequence:
-        """Return the infinite sequence of the run's rows, of which each step takes the next `global_batch`."""
+        """Return the infinite sequence of the run's rows; a phase from step t begins at position t * global_batch."""
         orders = [
             RowOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
         ]
@@ -94,7 +93,11 @@ class RunCorpora:
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes of the run's corpora, in the form in which environment.json records them."""
+        """Return the sizes of the run's corpora, in the form in which environment.json records them.
+
+        "rows" and "tokens" are totals over all corpora; "seq_len" is in tokens. "phases" exists only with
+        `data.phases`.
+        """
         manifest = self.manifest
         sizes: dict[str, Any] = {
             "rows": manifest.num_rows,
@@ -114,7 +117,7 @@ class RunCorpora:
         return sizes
 
     def check_shards_of_later_phases(self) -> None:
-        """Raise StoreMissing if a shard of a later phase's corpus is missing."""
+        """Raise StoreMissing if a shard of a later phase is missing, which the run would notice only in that phase."""
         for phase in self.phases[1:]:
             keys = set(phase.store.list())
             missing = [shard.name for shard in phase.manifest.shards if shard.name not in keys]
@@ -127,11 +130,7 @@ class RunCorpora:
 
 
 def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunCorpora:
-    """Read the manifests of all corpora of a run and check that they fit together.
-
-    Args:
-        retry: limits on repeating failed requests to S3; None means those of training.
-    """
+    """Read the manifests of all corpora of a run; raise ManifestMismatch if they do not fit together or are equal."""
     phases = []
     for named in data.training_corpora():
         store = open_store(named.url, data.endpoint_url, retry=retry)
@@ -149,7 +148,6 @@ def open_run_corpora(data: DataConfig, retry: RetryPolicy | None = None) -> RunC
 
 
 def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
-    """Raise ManifestMismatch if one run cannot train on the rows of both corpora."""
     for property_name, of_first, of_later in (
         ("tokenizer", describe_tokenizer(first.manifest), describe_tokenizer(later.manifest)),
         ("row length", first.manifest.seq_len, later.manifest.seq_len),
@@ -163,7 +161,7 @@ def _check_alike(first: CorpusPhase, later: CorpusPhase) -> None:
 
 
 def describe_tokenizer(manifest: CorpusManifest) -> str:
-    """Return a text that identifies a corpus's tokenizer and can be shown to the user."""
+    """Return a text that identifies a corpus's tokenizer (vocabulary, casing, special ids) and can be shown."""
     tokenizer = manifest.tokenizer
     case = "lower case" if tokenizer.lowercase else "cased"
     special_ids = [tokenizer.special[token] for token in sorted(tokenizer.special)]
@@ -190,7 +188,7 @@ def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
 
 
 def _join_totals(phases: Sequence[CorpusPhase]) -> dict[str, Any]:
-    """Return {"token_counts": how often each token id occurs in all corpora together}."""
+    """Return {"token_counts": how often each token id occurs in all corpora}; {} if a manifest lacks them."""
     counts_or_none = [phase.manifest.token_counts for phase in phases]
     counts = [count for count in counts_or_none if count is not None]
     if len(counts) < len(phases):

@@ -45,10 +45,9 @@ def choose_cache_folder(
     has_several_nodes: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> CacheFolder:
-    """Return the folder in which this node caches shards and compiled code.
+    """Return `configured` (`data.cache_dir`), `folder_in_run` on a single node, or a folder on a disk of this node.
 
-    Args:
-        configured: Config key `data.cache_dir`; None if it is not set.
+    Only the last one is created by this call. Raises StoreError if the folder there is not this user's alone.
     """
     if configured is not None:
         return CacheFolder(Path(configured), "data.cache_dir")
@@ -76,7 +75,7 @@ def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; do nothing if this user has such a folder already."""
+    """Create a folder that only this user can read and write, or check that an existing one is such a folder."""
     with writable(path):
         path.mkdir(mode=0o700, exist_ok=True)
     if not is_private(path):
@@ -87,7 +86,7 @@ def _make_private(path: Path) -> None:
 
 
 def _read_mounts() -> list[tuple[Path, str]]:
-    """Return the mount points of this machine with the types of their file systems, in the order of mounting."""
+    """Return mount points and types of file systems in the order of mounting; [] without /proc/self/mounts."""
     try:
         lines = _MOUNTS.read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -97,7 +96,7 @@ def _read_mounts() -> list[tuple[Path, str]]:
 
 
 def _is_on_local_disk(directory: Path, mounts: list[tuple[Path, str]]) -> bool:
-    """Return whether a directory exists and is on a disk of this node; True if it is under no known mount point."""
+    """Return whether a directory is on a disk of this node; True if it is under no known mount point."""
     if not directory.is_dir():
         return False
     resolved = directory.resolve()

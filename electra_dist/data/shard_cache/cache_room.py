@@ -1,10 +1,7 @@
 """Predict which fraction of a corpus a node fetches again in each epoch because its cache is too small.
 
-How: pure functions of three sizes: the cache, the corpus, and the two windows of shards that a node always holds. A
-window is a group of shards whose rows are shuffled together.
-
-Limits: the prediction is a mean. It assumes that the kept shards are spread evenly over the windows, so the fraction
-of a single epoch differs by some shards (`benchmarks/shard_cache.py` measures it).
+Limits: the prediction is a mean. It assumes that the kept shards are spread evenly over the shuffle windows, so the
+fraction of a single epoch differs by some shards (`benchmarks/shard_cache.py` measures it).
 """
 
 from __future__ import annotations
@@ -24,16 +21,17 @@ class CacheRoom(NamedTuple):
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return an upper bound on the size of two windows of a corpus together, in bytes.
-
-    Args:
-        shard_bytes: Size of each shard of the corpus, in bytes.
-    """
+    """Return an upper bound on the bytes of two windows of a corpus: the largest shards, as many as these have."""
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 
 def refetched_share(room: CacheRoom) -> float:
-    """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1]."""
+    """Return the fraction of the corpus that a node fetches again in each epoch, in [0, 1].
+
+    A node keeps a fraction k of the corpus all the time. The rest is fetched in each epoch and deleted after use. With
+    capacity = k * corpus + (1 - k) * windows, the cache is full: it holds the kept shards and those shards of two
+    windows that are not kept. The result is 1 - k.
+    """
     if room.capacity_bytes >= room.corpus_bytes:
         return 0.0
     if room.corpus_bytes <= room.windows_bytes or room.capacity_bytes <= room.windows_bytes:

@@ -1,9 +1,8 @@
 """Decide in which order a node's cache deletes shards when it is full.
 
 Guarantee: a cache that is smaller than the corpus keeps the same shards of it in every epoch: those with the lowest
-`keep_rank`, as many as fit in addition to the shards in use. Every other shard is fetched when the run comes to its
-window (the shards whose rows are shuffled together), and deleted when room is needed after that. `keep_rank` depends
-only on the shards, so all ranks of a node delete the same shards first, also after a restart.
+`keep_rank`, as many as fit in addition to the shards in use. `keep_rank` depends only on the shards, so all ranks of a
+node delete the same shards first, also after a restart.
 
 How: a shard is ranked by its SHA-256, which is uniformly distributed and unrelated to the order in which a run reads
 the shards. Deleting the least recently used shard would be a bad rule, because an epoch uses every shard once: the
@@ -21,7 +20,7 @@ from pathlib import Path
 
 
 def keep_rank(digest: str, preferred: Collection[str] = ()) -> tuple[bool, str]:
-    """Return the sort key of a shard; a cache that is too small keeps the shards with the lowest keys."""
+    """Return the sort key of a shard; a small cache keeps those with the lowest keys, `preferred` digests first."""
     is_other = digest not in preferred
     return is_other, digest
 
@@ -34,7 +33,10 @@ def eviction_order(
     last_used: Callable[[Path], float],
     preferred: Collection[str] = (),
 ) -> list[Path]:
-    """Return the shards of a cache folder that may be deleted, in the order in which to delete them."""
+    """Return the shards (`<sha256>.tar`) of a cache folder that may be deleted, in the order in which to delete them.
+
+    Shards outside the digests of `corpus` come first, by the time of `last_used`. Those of `wanted` are left out.
+    """
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)
     own = [path for path in deletable if path.stem in corpus]

@@ -55,7 +55,7 @@ class PeerGroup:
     """Client of one node of a run that fetches shards from the caches of the other nodes. Thread-safe."""
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
-        """Remember the nodes; no connection is made until the first `fetch`."""
+        """Remember the nodes' addresses, in an order that all nodes share; servers refuse requests without `token`."""
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
         self._addresses = tuple(addresses)
@@ -66,21 +66,30 @@ class PeerGroup:
         self.owners = functools.lru_cache(maxsize=65_536)(self._owners)
 
     def _owners(self, digest: str) -> tuple[int, ...]:
+        """Return the indices of all nodes in the order in which they are asked for a shard; the first is its owner."""
+
         def weight(node: int) -> bytes:
             return hashlib.blake2b(f"{digest} {node}".encode(), digest_size=8).digest()
 
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return the sort key by which this node orders the shards of a window before it fetches them."""
+        """Return the sort key by which this node orders the shards of a window before it fetches them.
+
+        It is 0 for a shard that this node owns, because other nodes wait for it, and else how far the owner's index is
+        above this node's (cyclically), so that the nodes do not all ask the same owner at the same time.
+        """
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return the shards, of those given, that this node fetches from the store for the others (its own shards)."""
+        """Return those of the shards that this node fetches from the store for the others."""
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
-        """Copy a shard from another node's cache into a file; return whether the file holds it now."""
+        """Copy a shard from another node's cache into an existing file, unverified; return whether it is complete.
+
+        After False, the file may hold a part of the shard, and the caller must fetch the shard from the store.
+        """
         num_asked = 0
         for node in self.owners(entry.sha256):
             if node == self._own_node or num_asked == _OWNERS_ASKED:
@@ -98,14 +107,11 @@ class PeerGroup:
         return False
 
     def _is_away(self, node: int) -> bool:
-        """Return whether a node has failed within the last `_AWAY_S` seconds, so that it is not asked again yet."""
         with self._lock:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard, again and again while the peer is fetching it; return whether the shard has
-        arrived.
-        """
+        """Ask a peer for a shard, again while the peer fetches it; return False if it refuses or takes too long."""
         most_fetched_bytes = -1
         asked_at = time.monotonic()
         last_progress_at = asked_at
@@ -139,7 +145,7 @@ class _PeerFailure(Exception):
 
 
 def _request(connection: http.client.HTTPConnection, digest: str, token: str) -> http.client.HTTPResponse:
-    """Connect to a peer, send the request for a shard, and return the answer, whose body is not read yet."""
+    """Send the request for a shard and return the answer; raise _PeerFailure if the peer is away or silent."""
     try:
         connection.connect()
         connection.sock.settimeout(_READ_S)
@@ -150,7 +156,7 @@ def _request(connection: http.client.HTTPConnection, digest: str, token: str) ->
 
 
 def _receive(answer: http.client.HTTPResponse, num_bytes: int, destination: Path) -> None:
-    """Write the body of a peer's answer to a file and sync the file to the disk."""
+    """Write the body of an answer to a file and sync it; raise _PeerFailure if it ends early or comes too slowly."""
     deadline = time.monotonic() + _READ_S + num_bytes / LEAST_BYTES_PER_S
     num_received = 0
     with writable(destination), destination.open("r+b") as out:

@@ -7,10 +7,10 @@ takes at most 256 descriptors of this process (64 from one address), for five se
 
 How: one thread accepts all connections and reads the heads of their requests without blocking. A connection above the
 limits takes the place of the oldest one that has not sent its request. A request with the token gets a thread. It is
-held for up to two seconds until the shard is in the cache, and the file is then sent. If the shard is still being
-fetched after that, or too many requests are being answered, the answer is 202 (Accepted), with the number of bytes
-that this node has fetched so far, so that the other node sees whether the fetch makes progress. While a file is sent,
-a shared flock keeps the cache from deleting it.
+held for up to two seconds until the shard is in the cache, and the file is then sent by the operating system
+(sendfile). If the shard is still being fetched after that, or too many requests are being answered, the answer is 202
+(Accepted), with the number of bytes that this node has fetched so far, so that the other node sees whether the fetch
+makes progress. While a file is sent, a shared flock keeps the cache from deleting it.
 
 Limits: the transfer is not encrypted.
 """
@@ -54,8 +54,6 @@ _PATH = re.compile(r"/([0-9a-f]{64})")
 
 @dataclass
 class _Connection:
-    """Connection of another node, or of a stranger."""
-
     socket: socket.socket
     host: str
     deadline: float  # `time.monotonic()` at which it is closed
@@ -63,10 +61,14 @@ class _Connection:
 
 
 class ShardServer:
-    """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end."""
+    """HTTP server of one node's cache for the other nodes of the run; the caller must call `close` at the end.
+
+    It listens from the moment it is created, so that its address can be sent to the other nodes. It sends shards once
+    `serve` has been called; before that, its answer to every request is 202 (Accepted).
+    """
 
     def __init__(self, host: str, token: str, port: int = 0) -> None:
-        """Listen on a port, and answer requests in background threads."""
+        """Listen on this node's address `host` in the cluster's network; port 0 means any free port."""
         self._token = token.encode()
         self._served: _ServedCache | None = None
         self._listener = socket.create_server((host, port), backlog=_BACKLOG)
@@ -82,7 +84,7 @@ class ShardServer:
         self._thread.start()
 
     def serve(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
-        """Serve the shards of a corpus from now on; a shard that is not in the cache is fetched from the store."""
+        """Serve the shards of a corpus from now on; fetch missing ones from the store, `fetch_threads` at a time."""
         self._served = _ServedCache(cache, store, manifest, fetch_threads)
 
     def close(self) -> None:
@@ -164,9 +166,7 @@ class ShardServer:
         threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
 
     def _answer(self, connection: _Connection, path: str) -> None:
-        """Answer a request with the token, and close the connection. A connection that breaks is ignored, because the
-        other node then fetches the shard from the store.
-        """
+        """Answer a request with the token; if the connection breaks, the other node fetches from the store."""
         try:
             with contextlib.suppress(OSError), connection.socket:
                 _answer_request(connection, path, self._served)
@@ -195,7 +195,7 @@ class ShardServer:
 
 
 class _ServedCache:
-    """The cache of this node, together with the fetches of shards that other nodes have asked for."""
+    """Cache of this node, with the fetches of shards that other nodes have asked for. Thread-safe."""
 
     def __init__(self, cache: NodeCache, store: Store, manifest: CorpusManifest, fetch_threads: int) -> None:
         self.cache = cache
@@ -209,7 +209,7 @@ class _ServedCache:
         self._counted_at = float("-inf")
 
     def wait_for(self, digest: str) -> None:
-        """Wait up to `_HOLD_S` seconds until a shard is in the cache; start a thread that fetches it if necessary."""
+        """Wait until a shard is in the cache, and let it be fetched; raise FutureTimeout after `_HOLD_S` seconds."""
         entry = self.entries[digest]
         if self.cache.holds(entry):
             return
@@ -223,7 +223,7 @@ class _ServedCache:
         fetch.result(timeout=_HOLD_S)
 
     def _fetch(self, entry: ShardEntry, fetch: Future[None]) -> None:
-        """Fetch a shard from the store as soon as fewer than `fetch_threads` fetches are running."""
+        """Fetch a shard as soon as fewer than `fetch_threads` fetches are running; the body of a thread."""
         with self._slots:
             try:
                 self.cache.ensure(self._store, entry, verify=False, ask_peers=False)
@@ -235,10 +235,10 @@ class _ServedCache:
             del self._fetches[entry.sha256]  # A later request tries again.
 
     def fetched_bytes(self) -> int:
-        """Return about how many bytes this node has fetched into its cache; the number never decreases. Files that are
-        deleted between two listings make the growth smaller, but it never counts as less than 0.
-        """
+        """Return about how many bytes this node has fetched into its cache; the number never decreases."""
         with self._lock:
+            # Other nodes only see whether the number grows. It sums up the growth of the folder, unfinished downloads
+            # included, between two listings; files that are deleted in between make the growth smaller.
             if time.monotonic() - self._counted_at > _SCAN_S:
                 bytes_on_disk = self.cache.bytes_on_disk()
                 self._fetched_bytes += max(0, bytes_on_disk - self._bytes_on_disk)
@@ -248,7 +248,7 @@ class _ServedCache:
 
 
 def _answer_request(connection: _Connection, path: str, served: _ServedCache | None) -> None:
-    """Answer the request GET /<sha256> with the shard (200), or with a status that explains why not."""
+    """Answer GET /<sha256>: 200 and the shard, 202 (being fetched), 404 (not of the corpus) or 503 (fetch failed)."""
     if served is None:
         time.sleep(_SCAN_S)
         _send_head(connection.socket, HTTPStatus.ACCEPTED)

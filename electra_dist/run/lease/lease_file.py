@@ -2,9 +2,7 @@
 
 Guarantee: of several processes that create the lease of the same number, on any machines, exactly one succeeds. The
 content of a file never changes, so no reader sees half a renewal: the owner renews its lease by setting the file's
-modification time, and releases it by renaming 000007.json to 000007.released.
-
-Cost: two fsyncs to create a lease; one listing and one small read to find the newest. Imports no torch.
+modification time, and releases it by renaming 000007.json to 000007.released. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _LATEST_TIME = 1e11  # Unix seconds; a later time is no time of a lease
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOwner:
-    """The process that holds the lease of a run folder, as the file of the lease describes it."""
+    """Process that holds the lease of a run folder, as the file of the lease describes it."""
 
     token: str  # random; no other lease has it
     holder: str  # "supervisor" or "rank 0"
@@ -72,7 +70,7 @@ _OWNER = TypeAdapter(LeaseOwner)
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLease:
-    """The newest lease of a folder at one moment. Two instances are equal if it was not renewed in between."""
+    """Newest lease of a folder at one moment. Two instances are equal if it was not renewed in between."""
 
     number: int  # 0: no lease was ever taken
     path: Path
@@ -114,7 +112,7 @@ class FoundLease:
 
 
 def find_newest(folder: Path) -> FoundLease:
-    """Return the newest lease in a folder of leases; foreign files are passed over."""
+    """Return the newest lease in a folder of leases (OSError if it cannot be read); pass over foreign files."""
     for _ in range(_TRIES):
         files = lease_files(folder)
         if not files:
@@ -130,9 +128,8 @@ def find_newest(folder: Path) -> FoundLease:
 def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
     """Create the file of a lease for this process, and delete those of earlier leases and unfinished ones.
 
-    Returns:
-        The lease, and a descriptor of its file: the file stays locked until it is closed or the process ends. None if
-        another process has created the file.
+    Returns the lease and a descriptor, by which the file stays locked until it is closed or the process ends; None if
+    another process has created the file. `number` is one more than that of the newest lease.
     """
     path = folder / f"{number:06d}.json"
     if path.with_suffix(".released").exists():
@@ -150,11 +147,9 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
 
 
 def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | None:
-    """Create the file of a lease, which this process has locked before any other sees it.
+    """Create a file that this process has locked before any other sees it; return the descriptor with the lock.
 
-    Returns:
-        A descriptor of the file: it stays locked until the descriptor is closed or the process ends. None if there is
-        such a file already.
+    `make_content` is called with whether the file could be locked. Returns None if there is such a file already.
     """
     lock = -1
     try:
@@ -171,7 +166,7 @@ def write_locked(path: Path, make_content: Callable[[bool], bytes]) -> int | Non
 
 
 def renew(path: Path) -> None:
-    """Renew a lease: set the modification time of its file to the present time."""
+    """Renew a lease: set the modification time of its file to the present time; raise OSError if it is gone."""
     now_ns = time.time_ns()
     if path.stat().st_mtime_ns == now_ns:
         now_ns += 1000  # A clock that stands still must not make the lease look abandoned.
@@ -199,7 +194,6 @@ def number_of(path: Path) -> int:
 
 
 def _describe_this_process(holder: str, *, has_lock: bool) -> LeaseOwner:
-    """Return this process as the owner of a new lease."""
     process = this_process()
     return LeaseOwner(
         token=secrets.token_hex(16),
@@ -216,7 +210,7 @@ def _describe_this_process(holder: str, *, has_lock: bool) -> LeaseOwner:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file if that is possible at once; return whether it was."""
+    """Lock an open file if that is possible at once; return whether it was. False on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
@@ -225,6 +219,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_unlocked(path: Path) -> bool:
+    """Return whether no process holds the lock of a lease's file; a missing file has none."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return _try_lock(file.fileno(), fcntl.LOCK_SH)
     return True
@@ -235,7 +230,6 @@ def _encode(owner: LeaseOwner) -> bytes:
 
 
 def _decode(content: bytes) -> LeaseOwner | None:
-    """Return the owner in the content of a lease's file; None if it does not describe one."""
     try:
         owner = validate_json(_OWNER, parse_json_object(content))
     except DamagedJson:

@@ -11,7 +11,7 @@ process that waits looks whether the owner renews its file, and measures by its 
 clocks of two machines are never compared. The owner also locks the file: the kernel drops that lock when the process
 ends, which shows on the same machine, also in another container, that the lease is free. The supervisor of node 0 is
 the owner; its ranks get the token of the lease in the environment variable `TOKEN_VARIABLE`. Without a supervisor,
-rank 0 is the owner.
+rank 0 is the owner. Imports no torch.
 
 Limits: a process that did not run for `LEASE_S` seconds, such as one in a suspended virtual machine, may write for up
 to `RENEW_S` seconds after another one has taken its lease. It commits no checkpoint then (`checkpoint/commit.py`).
@@ -49,25 +49,17 @@ _SAY_AFTER_S = 3.0  # a longer wait is announced
 
 
 class LeaseLost(UserError):
-    """Error for a process that must not write into its run folder any more, because the lease is no longer its own.
-
-    Another start of a run has taken the lease, or the folder was deleted or moved. The process ends without a save.
-    """
+    """Error for a process that must not write into its run folder any more; the process ends without a save."""
 
 
 class RunLease:
-    """The lease of a run folder, in the process that owns it or in a rank that the owner started.
+    """Lease of a run folder, in the process that owns it or in a rank that the owner started.
 
     `take_lease` and `join_lease` make it. Look at `is_lost` at every step, and call `release` at the end.
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Begin to renew a lease that was just taken; without a lock descriptor, only watch it.
-
-        Args:
-            lock: descriptor of its file, which this process has locked if the file system has locks; None in a rank of
-                the owner, which does not renew the lease.
-        """
+        """Renew the lease until its release; without `lock` (descriptor of its file), as in a rank, only watch it."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -83,29 +75,26 @@ class RunLease:
 
     @property
     def token(self) -> str:
-        """Token of the lease, which a supervisor passes to its ranks in `TOKEN_VARIABLE`."""
+        """Return the token of the lease, which a supervisor passes to its ranks in `TOKEN_VARIABLE`."""
         owner = self._lease.owner
         assert owner is not None  # `take_lease` has just written it, or `join_lease` has read it.
         return owner.token
 
     @property
     def is_lost(self) -> bool:
-        """Whether this process must not write into the run folder any more.
-
-        Costs one `stat`, and in a rank of the owner a read every `RENEW_S` seconds.
-        """
+        """Return whether this process must not write into the run folder any more, by one `stat` in most calls."""
         is_due = self._thread is None and time.monotonic() > self._next_look
         if is_due or _is_missing(self._lease.path):
             self._look()
         return self._lost != ""
 
     def check(self) -> None:
-        """Raise if `is_lost`."""
+        """Raise LeaseLost, with the reason, if `is_lost`."""
         if self.is_lost:
             raise LeaseLost(self._lost)
 
     def release(self) -> None:
-        """End the lease, so that another start may take it at once. A rank of the owner leaves it as it is.
+        """End the lease, so that another start may take it at once; a rank of the owner leaves it as it is.
 
         A folder in which no run was begun is removed, unless it holds anything else. Calling it twice is fine.
         """
@@ -125,7 +114,7 @@ class RunLease:
             self._look()
 
     def _look(self) -> None:
-        """Check that the lease is still held and, in its owner, renew it; otherwise set `_lost` to the reason."""
+        """Renew the lease in its owner, or set `_lost` if it is not held; an error of the storage changes nothing."""
         with self._looking, contextlib.suppress(OSError):
             self._next_look = time.monotonic() + RENEW_S
             newest = find_newest(self._lease.path.parent)
@@ -142,6 +131,7 @@ class RunLease:
                 f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
                 f"without a save; move it back or set run_dir to its new place, then start again"
             )
+        # The lease goes on if a person has deleted its file: the owner writes it again.
         was_deleted = newest.number < self._lease.number
         if was_deleted and self._lock is not None:
             self._lock = write_locked(self._lease.path, lambda has_lock: self._lease.content) or self._lock
@@ -168,11 +158,10 @@ def take_lease(
 ) -> RunLease:
     """Take the lease of a run folder; wait until it is free if its owner may have been killed.
 
-    With `patience_s` 0, the call raises UserError within about `RENEW_S` seconds if another owner renews its lease.
-
-    Args:
-        patience_s: how long to wait for an owner that is at work and will end, because this start takes over from it.
-            With any patience, an owner on this machine that renews nothing for `LEASE_S` seconds is replaced, too.
+    An owner that renews its lease is waited for `patience_s` seconds, because this start takes over from it, and then
+    UserError is raised. One that does not is waited for `LEASE_S` seconds; if it is on this machine and alive, it is
+    replaced only with some patience. `holder` is "supervisor" or "rank 0", and `say` prints who is waited for.
+    KeyboardInterrupt is raised when `give_up` returns True.
     """
     folder = run_dir / LEASE_DIR
     seen: FoundLease | None = None
@@ -209,7 +198,7 @@ def take_lease(
 
 
 def join_lease(run_dir: Path, token: str) -> RunLease:
-    """Return the lease that the supervisor of this rank holds."""
+    """Return the lease that the supervisor of this rank holds, by its token; raise LeaseLost if it has lost it."""
     folder = run_dir / LEASE_DIR
     with readable(folder):
         newest = find_newest(folder)
@@ -236,7 +225,6 @@ def read_owner(run_dir: Path) -> tuple[LeaseOwner, float] | None:
 
 
 def _refusal(run_dir: Path, found: FoundLease, what: str) -> str:
-    """Return the line with which a start is refused because another one holds the lease."""
     return (
         f"run_dir {run_dir}: another start {what}: {found.description}; wait until it ends, stop it with "
         f"`touch {run_dir / STOP_FILE}`, or set another run_dir"
@@ -253,6 +241,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _is_missing(path: Path) -> bool:
+    """Return whether there is no file of this name; False if the storage does not answer."""
     try:
         return _file_id(path) is None
     except OSError:

@@ -1,11 +1,11 @@
 """Print a line for each logged step of a run, write it to log.txt, and show a progress bar on a terminal.
 
-Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of
-fixed width, so that lines align below the names of the columns (`format_header`), which are printed again every 40
-lines. A start begins with a legend of the columns. A line of a step or an evaluation has at most 100 characters in
-runs of fewer than ten million steps. log.txt receives every line and note with date and time (UTC), on a terminal or
-not, appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed:
-no bar, no colour, no carriage returns.
+Guarantee: a line is a pure function of a StepRecord and the number of steps (`format_line`), in fixed columns of fixed
+width, so that lines align below the names of the columns (`format_header`), which are printed again every 40 lines. A
+start begins with a legend of the columns. A line of a step or an evaluation has at most 100 characters in runs of
+fewer than ten million steps. log.txt receives every line and note with date and time (UTC), on a terminal or not,
+appended to the lines of earlier starts. If stdout is no terminal, the same lines are printed plain and flushed: no
+bar, no colour, no carriage returns.
 
 Limits: rank 0 only. Output that other processes write to the same terminal may break the line of the bar.
 """
@@ -43,11 +43,7 @@ class Console:
     """Writer of the console output and log.txt of one start of a run. Only rank 0 has one; call `close` at the end."""
 
     def __init__(self, run_dir: Path, total_steps: int, start_step: int, stream: TextIO | None = None) -> None:
-        """Open log.txt for appending, and show the progress bar if `stream` is a terminal.
-
-        Args:
-            stream: where lines are printed; None: stdout.
-        """
+        """Open log.txt; print to `stream` (None: stdout). Raises StoreAway, or UserError if no wait helps."""
         self.total_steps = total_steps
         self._num_lines = 0  # of logged steps, in this start
         self._num_lost = 0  # lines that log.txt lacks, because its disk has refused them
@@ -81,7 +77,7 @@ class Console:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Print the lines of an evaluation on held-out rows, write them to log.txt; the progress bar does not move."""
+        """Print the lines of an evaluation on held-out rows, and write them to log.txt."""
         for text in format_evaluation(record, self.total_steps):
             self._show(text)
 
@@ -97,7 +93,7 @@ class Console:
         self._log.close()
 
     def _show(self, text: str) -> None:
-        """Write a line to log.txt with the time in UTC, then print it, above the bar if there is one."""
+        """Write a line to log.txt and print it; a line that a full disk refuses is lost, and the run goes on."""
         self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:
@@ -125,7 +121,7 @@ class Console:
 
 
 def _progress_bar(stream: TextIO) -> Progress:
-    """Create the progress bar of a run's steps; it disappears from the terminal when it stops."""
+    """Create the bar, which shows the text field `eta` of its task and disappears when it stops."""
     return Progress(
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -147,10 +143,7 @@ def format_header(total_steps: int) -> str:
 
 
 def format_line(record: StepRecord, total_steps: int) -> str:
-    """Return the line of a logged step, with the same columns and the same widths in every line of a run.
-
-    `LEGEND` explains the columns.
-    """
+    """Return the line of a logged step, in columns that `LEGEND` explains; "-" for values that are not known."""
     columns = [
         f"{_step_of(record.step, total_steps)} {_percent(record.step / total_steps)}",
         f"{record.mlm_loss:6.3f}",
@@ -169,7 +162,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
-    """Return the two lines of an evaluation on held-out rows."""
+    """Return the two lines of an evaluation on held-out rows, without what the objective does not have."""
     begin = f"{_step_of(record.step, total_steps)} eval:"
     first = (
         f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "
@@ -186,12 +179,10 @@ def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
 
 
 def _step_width(total_steps: int) -> int:
-    """Return the width of the column of steps: of "400000/400000", and at least that of its name, "step"."""
     return max(len("step"), 2 * len(str(total_steps)) + 1)
 
 
 def _step_of(step: int, total_steps: int) -> str:
-    """Return a step as text, such as " 12340/400000", as wide as the column of steps."""
     return f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}"
 
 
@@ -215,7 +206,6 @@ def _norm(norm: float) -> str:
 
 
 def _gigabytes(size_gb: float | None) -> str:
-    """Return a size in 1e9 bytes as six characters; a dash if it is not known."""
     if size_gb is None:
         return "     -"
     return f"{size_gb:5.1f}G"

@@ -43,7 +43,7 @@ class MetricsWriter:
     def __init__(
         self, run_dir: Path, tensorboard: bool, settings: Mapping[str, str | float | bool] | None = None
     ) -> None:
-        """Open metrics.jsonl for appending."""
+        """Open metrics.jsonl; `settings` are dotted keys of the config for TensorBoard's table of hyperparameters."""
         self._run_dir = Path(run_dir)
         self._file = JsonlFile(self._run_dir / METRICS_FILE)
         self._summary = extended(read_summary(self._file.path) or MetricsSummary(), self._file.path)
@@ -58,9 +58,9 @@ class MetricsWriter:
         self._purge_step: int | None = None  # TensorBoard hides older curves from this step on; None: it hides nothing
 
     def truncate_after(self, step: int) -> int:
-        """Drop the records of steps > `step`, which the run will repeat. Call it at every resume, before `write`.
+        """Drop the records of steps > `step`, which the run will repeat; return the last step recorded before that.
 
-        TensorBoard is asked to hide the points of its curves after `step`, too.
+        Call it at every resume, before `write`. The result is at least `step`.
         """
         before = extended(self._summary, self._file.path)
         if before.in_order:
@@ -77,7 +77,11 @@ class MetricsWriter:
         return step if last_recorded_step is None else max(step, last_recorded_step)
 
     def _rewrite_in_order(self, step: int) -> int | None:
-        """Write the records of steps <= `step` again, in the order of their steps, each kind and step once."""
+        """Write each kind and step <= `step` once, in order, into a file to which two processes have written.
+
+        Of equal kinds and steps, which have the same losses, the newest remains. Returns the highest step before; None
+        without records.
+        """
         records = read_records(self._file.path, metrics_fault)
         newest = {(record["step"], record["kind"]): record for record in records if record["step"] <= step}
         self._file.replace(sorted(newest.values(), key=lambda record: record["step"]))
@@ -85,6 +89,7 @@ class MetricsWriter:
         return max((record["step"] for record in records), default=None)
 
     def _save_summary(self) -> None:
+        """Add the new records to the summary of the metrics, and write it; readers can do without it."""
         self._num_unsaved = 0
         with contextlib.suppress(OSError, UserError, ValueError):
             self._summary = extended(self._summary, self._file.path)
@@ -93,7 +98,8 @@ class MetricsWriter:
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Append the record of a step or of an evaluation to metrics.jsonl and, if it is switched on, to TensorBoard.
 
-        The record survives a crash of the machine only after `sync`.
+        The record survives a crash of the machine only after `sync`. A record that a full or silent disk refuses is
+        kept in memory and written later; `problems` has a line about it.
         """
         kind = "train" if isinstance(record, StepRecord) else "eval"
         fields = dataclasses.asdict(record)
@@ -115,9 +121,9 @@ class MetricsWriter:
             tensorboard.write_samples(step, samples)
 
     def sync(self) -> None:
-        """Wait until all records of metrics.jsonl are on the disk (fsync). Call it before a checkpoint is committed.
+        """Wait until all records of metrics.jsonl are on the disk (fsync); call it before a checkpoint is committed.
 
-        Otherwise a crash of the machine could lose records of steps that the run does not repeat.
+        Any thread may call it while another one calls `write`. After StoreAway, call it again later.
         """
         with self._lock:
             self._file.sync()
@@ -136,7 +142,7 @@ class MetricsWriter:
         return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
 
     def close(self) -> None:
-        """Sync and close metrics.jsonl, samples.jsonl and TensorBoard's files. Calling it twice is fine."""
+        """Sync and close all files; after StoreAway, metrics.jsonl stays open, and a later call tries again."""
         if self._samples is not None:
             self._samples.close()
         if self._tensorboard is not None:
@@ -169,16 +175,16 @@ class MetricsWriter:
         return self._samples
 
     def _open_tensorboard(self) -> TensorBoardWriter | None:
-        """Return the writer of TensorBoard files, opened at the first call; None if it is switched off."""
         if self._tensorboard is None and self._tensorboard_dir is not None:
             self._tensorboard = TensorBoardWriter(self._tensorboard_dir, self._settings, self._purge_step)
         return self._tensorboard
 
 
 def read_metrics(path: Path, fault_of: Callable[[Record], str] = metrics_fault) -> list[Record]:
-    """Return the records of a metrics.jsonl, oldest first; an empty list if there is no file.
+    """Return the records of a metrics.jsonl, or of that in a run folder, oldest first; [] if there is no file.
 
-    Each record has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval").
+    Each has "kind" and the fields of StepRecord ("train") or EvalRecord ("eval"); those of an older version may lack
+    some. Pass `whole_metrics_fault` if you use all fields.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path

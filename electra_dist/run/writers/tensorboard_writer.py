@@ -90,11 +90,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str | float | bool], purge_step: int | None) -> None:
-        """Import TensorBoard, open both files, and write the settings for its page of hyperparameters.
-
-        Args:
-            purge_step: step from which TensorBoard hides the points that earlier starts wrote; None hides none.
-        """
+        """Open both files; `purge_step` is the first step whose older points TensorBoard hides (None: none)."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
         self._directory = directory
@@ -115,12 +111,11 @@ class TensorBoardWriter:
 
     @contextlib.contextmanager
     def _dropped_at_an_error(self) -> Iterator[None]:
-        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk. The files are not
-        closed then, because closing them would try to write again.
-        """
+        """Stop writing for good if the `with` block raises an OSError, such as that of a full disk."""
         try:
             yield
         except OSError as error:
+            # The files are not closed, because closing them would try to write again.
             self._is_dropped = True
             self._problem = (
                 f"{self._directory}: {os_failure(error).reason}; TensorBoard gets no more records in this start, "
@@ -128,7 +123,7 @@ class TensorBoardWriter:
             )
 
     def write(self, kind: str, fields: Record) -> None:
-        """Write the finite values of a record."""
+        """Write the finite values of a record of kind "train" (training step) or "eval" (evaluation)."""
         if self._is_dropped:
             return
         step = fields["step"]
@@ -164,7 +159,6 @@ class TensorBoardWriter:
             self._heldout.close()
 
     def _write_settings(self, settings: Mapping[str, str | float | bool]) -> None:
-        """Write the settings into the file of the training metrics, so that TensorBoard's table shows both."""
         from torch.utils.tensorboard.summary import hparams
 
         # SummaryWriter.add_hparams would put them into a folder of its own, which TensorBoard shows as another run.
@@ -177,6 +171,7 @@ class TensorBoardWriter:
 
 def _silence_writer_threads() -> None:
     """Let TensorBoard's writing threads end without a traceback at an error of the disk."""
+    # The next call of the writer raises that error again, and then one line about it is logged.
     previous_hook = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:

@@ -4,9 +4,6 @@ Every evaluation adds a record with the same few rows, so the records show what 
 
     {"step": 1000, "texts": [{"original": [...], "shown": [...], "replaced_probability": [...]}]}
 
-The lists of a text have one entry for each token: the token of the corpus, the token that the discriminator read, and
-the discriminator's probability that it was replaced.
-
 Limits: one writer (rank 0); no record for objectives without a discriminator.
 """
 
@@ -71,10 +68,7 @@ def read_newest_samples(run_dir: Path) -> Record | None:
 
 
 def replaced_words_table(samples: Sequence[TextSample]) -> str:
-    """Return the samples as Markdown for TensorBoard: each text, and a table of its replaced tokens.
-
-    Replaced tokens are bold in the text.
-    """
+    """Return the samples as Markdown: each text with its replaced tokens in bold, and a table of these tokens."""
     parts = []
     for sample in samples:
         text = ""

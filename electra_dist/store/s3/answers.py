@@ -1,8 +1,8 @@
 """Check that an answer with HTTP status 200 is an answer of S3 with the fields that its operation needs; read them.
 
 Proxies, load balancers and services that are half down answer with status 200 and a page of HTML, an error document,
-or a part of what was asked for. Such an answer counts as a failed attempt, and the request is repeated. A listing also
-fails if it would never end.
+or a part of what was asked for. Such an answer counts as a failed attempt: `Again` is raised, and the request is
+repeated. A listing also fails if it would never end.
 
 Limits: whether the bytes of an object are right is not checked here. The readers of an object compare its digest, if
 one is recorded.
@@ -40,7 +40,7 @@ ERROR_DOCUMENT_BYTES = 1024  # first bytes of an object by which an error docume
 
 
 class ContentRange(NamedTuple):
-    """Part of an object that a ranged GET was answered with: bytes [first, end) of an object of `size` bytes."""
+    """Bytes [first, end) of an object of `size` bytes, which a ranged GET was answered with."""
 
     first: int
     end: int
@@ -48,17 +48,17 @@ class ContentRange(NamedTuple):
 
 
 class ObjectInfo(NamedTuple):
-    """Size of an object on S3, and the random tag that its writer stored in the object's metadata.
-
-    By the tag, a writer whose request was answered too late or not at all recognizes its own object.
-    """
+    """Size of an object on S3, and the random tag by which its writer recognizes it (`S3Store.write_new`)."""
 
     size: int  # in bytes
     writer_tag: str | None  # None if the writer stored no tag
 
 
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
-    """Raise Again if an answer lacks a field that S3 always sends."""
+    """Raise Again if an answer lacks one of `fields`, which S3 always sends for the operation.
+
+    Without such fields (deletions), raise Again for a page of HTML with status 200; S3 answers a deletion with 204.
+    """
     for field in fields:
         if field not in answer:
             raise Again(f"an answer without {field}", advice=_CHECK_PROXY)
@@ -76,7 +76,7 @@ def check_object(answer: dict[str, Any], key: str) -> None:
 
 
 def is_error_document(first_bytes: bytes) -> bool:
-    """Return whether the bytes that an object begins with are those of an error document of S3, `<Error>` in XML."""
+    """Return whether an object's first bytes are those of an error document of S3, `<Error>` in XML."""
     return _ERROR_DOCUMENT.match(first_bytes) is not None
 
 
@@ -89,7 +89,7 @@ def object_info(answer: dict[str, Any]) -> ObjectInfo:
 
 
 def content_range(answer: dict[str, Any]) -> ContentRange | None:
-    """Return the part of the object that an answer has, from its header Content-Range; None without a valid header."""
+    """Return the part of the object in an answer, by its header Content-Range; None without a valid one."""
     match = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange", "")))
     if match is None:
         return None
@@ -104,7 +104,13 @@ def pages(
     next_fields: dict[str, str],
     name_of: Callable[[dict[str, Any]], tuple[str, ...]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a listing of S3, page by page; fail if the listing does not advance."""
+    """Yield the entries of a listing of S3, page by page; raise Again if the listing does not advance.
+
+    `request` sends the request for a page, and repeats it if the given check raises Again. `next_fields` maps
+    arguments of the next request to fields of the page that hold their values. `name_of` distinguishes an entry from
+    all others. After Again, the listing must begin anew. A listing of more than 10,000 pages (ten million entries) is
+    a StoreError.
+    """
 
     def check_page(page: dict[str, Any]) -> None:
         if page["IsTruncated"] and any(not page.get(field) for field in next_fields.values()):

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import boto3
 import botocore.client
 from botocore.exceptions import ClientError
+from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.store.retry import RetryPolicy
@@ -44,7 +45,10 @@ def content_md5(data: bytes) -> str:
 
 
 def check_endpoint(endpoint_url: str | None) -> str:
-    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port"."""
+    """Check the endpoint URL and return the text that messages add to an s3:// URL: " at host:port", or "" for AWS.
+
+    Raises UserError for a wrong URL, which the message does not repeat, because it may hold credentials.
+    """
     if endpoint_url is None:
         return ""
     parts = urlsplit(endpoint_url)
@@ -60,8 +64,9 @@ def check_endpoint(endpoint_url: str | None) -> str:
 def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
     """Return a new boto3 S3 client, which reads the credentials from their source (environment, profile, role).
 
-    Args:
-        endpoint_url: S3-compatible service; None for AWS.
+    boto3's own retries are switched off, because `S3Requests` repeats requests itself. The answers of its `get_object`
+    have a further field, "Stream": the connection's answer of urllib3, whose `read1` returns the bytes that are there,
+    whereas `Body` waits until as many bytes are there as were asked for.
     """
     config = botocore.client.Config(
         retries={"total_max_attempts": 1, "mode": "standard"},
@@ -83,7 +88,11 @@ def make_client(endpoint_url: str | None, policy: RetryPolicy) -> Any:
 
 
 def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
-    """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer."""
+    """Raise ClientError for a redirect that names no region; boto3 calls this before it parses an answer.
+
+    boto3 would ask for the region of the bucket, and would do the same with the answer to that request if it is a
+    redirect, too, until its recursion ends. AWS names the region in each redirect.
+    """
     is_redirect = 300 <= response_dict["status_code"] < 400
     if is_redirect and "x-amz-bucket-region" not in response_dict["headers"]:
         status = {"HTTPStatusCode": response_dict["status_code"]}
@@ -91,15 +100,12 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Add the header Content-MD5 to a request that deletes several objects, because older S3 services demand it
-    there.
-    """
+    """Add the header Content-MD5 before boto3 signs a DeleteObjects request: older S3 services demand it there."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
-    """Add urllib3's answer to the parsed answer of a GET, as the field "Stream"; boto3 calls this after each GET."""
     parsed["Stream"] = http_response.raw
 
 
@@ -107,17 +113,12 @@ class RateMeter:
     """Measurement of how fast the bytes of one connection come or go, in windows of `rate_window_s` seconds."""
 
     def __init__(self, policy: RetryPolicy) -> None:
-        """Begin the first window.
-
-        Args:
-            policy: Its `least_bytes_per_s` and `rate_window_s` are used.
-        """
         self._policy = policy
         self._num_bytes = 0
         self._elapsed_s = 0.0
 
     def count(self, num_bytes: int, elapsed_s: float) -> None:
-        """Add bytes and the time that the connection took for them."""
+        """Add bytes and the seconds that the connection took for them; raise Again if a full window was too slow."""
         self._num_bytes += num_bytes
         self._elapsed_s += elapsed_s
         if self._elapsed_s < self._policy.rate_window_s:
@@ -135,19 +136,14 @@ class PacedBody(io.BytesIO):
     """
 
     def __init__(self, data: bytes, policy: RetryPolicy) -> None:
-        """Begin at the first byte of `data`.
-
-        Args:
-            policy: Its `least_bytes_per_s` and `rate_window_s` are used.
-        """
         super().__init__(data)
         self._policy = policy
         self._meter = RateMeter(policy)
         self._block_bytes = 0  # size of the block that was read last
         self._block_read = time.monotonic()
 
+    @override
     def read(self, size: int | None = -1) -> bytes:
-        """Return the next `size` bytes (all of the rest for -1 or None); raise Again if the last ones went slowly."""
         now = time.monotonic()
         self._meter.count(self._block_bytes, now - self._block_read)
         block = super().read(size)
@@ -164,7 +160,10 @@ class PacedBody(io.BytesIO):
 
 
 def call_within(limit_s: float, request: Callable[[], _Result]) -> _Result:
-    """Return the result of `request`, or raise its exception; wait for at most `limit_s` seconds."""
+    """Return the result of `request`, or raise its exception; raise Again after `limit_s` seconds.
+
+    The request then goes on in its thread, and its result is dropped.
+    """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
     def run() -> None:
@@ -188,16 +187,11 @@ def limit_of_request(policy: RetryPolicy, num_bytes: int) -> float:
 class S3Client:
     """Client of an S3 service, whose requests end in bounded time. Thread-safe.
 
-    It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must
-    not use the connections of its parent.
+    It may be used after a fork: each process makes a boto3 client of its own at its first request, because it must not
+    use the connections of its parent.
     """
 
     def __init__(self, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Remember the arguments; nothing is read or sent before the first request.
-
-        Args:
-            endpoint_url: S3-compatible service; None for AWS.
-        """
         self._endpoint_url = endpoint_url
         self._policy = policy
         self._lock = threading.Lock()
@@ -208,17 +202,16 @@ class S3Client:
         self._client_of = None
 
     def send(self, operation: str, arguments: Mapping[str, Any], body: bytes | None = None) -> Answer:
-        """Send one request and return its answer, of which only the body of a GET is still to be received.
+        """Call boto3's method `operation` and return its answer; the body of a GET is still to be received.
 
-        Args:
-            body: Bytes to upload; None if the operation has none.
+        Raises Again if the service took too long or boto3 could not parse the answer, otherwise one of
+        `errors.FAILURES`.
         """
         limit_s = limit_of_request(self._policy, len(body or b""))
         if operation == "complete_multipart_upload":
             limit_s = self._policy.deadline_s  # The service may copy all parts before it answers.
 
         def request() -> Answer:
-            """Send the request; each attempt reads the body from its beginning."""
             method = getattr(self._boto_client(), operation)
             upload = {} if body is None else {"Body": PacedBody(body, self._policy)}
             try:
@@ -230,7 +223,6 @@ class S3Client:
         return call_within(limit_s, request)
 
     def _boto_client(self) -> Any:
-        """Return the boto3 client of this process, which is created at the first call."""
         process_id = os.getpid()
         with self._lock:
             if self._client_of is None or self._client_of[0] != process_id:

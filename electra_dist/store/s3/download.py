@@ -51,14 +51,10 @@ class Download:
     def __init__(
         self, key: str, sink: IO[bytes], policy: RetryPolicy, progress: Callable[[int], None], span: Span | None = None
     ) -> None:
-        """Prepare a download; nothing is requested yet.
+        """Receive into `sink`, an empty, seekable file.
 
-        Args:
-            sink: Empty, seekable file for the bytes.
-            progress: Called with the number of new bytes after each chunk that makes the file longer than it has ever
-                been. After a `restart`, which empties the file, it is not called again until the file exceeds its
-                former length.
-            span: The part of the object to download; None for all of it.
+        `progress` receives the number of new bytes after each chunk that exceeds the greatest length of the file so
+        far; `restart` does not reset that length.
         """
         self._key = key
         self._sink = sink
@@ -78,15 +74,15 @@ class Download:
 
     @property
     def ends_before_span(self) -> bool:
-        """Return whether HTTP 416 ("no byte in this range"), if the next request gets it, means that nothing is
-        left.
+        """Return whether HTTP 416 ("no byte in this range"), as the next answer, means that nothing is left.
+
+        So it is before the first byte: the object is empty or ends before the span. Later it means that a shorter
+        object has replaced it, and the caller must call `restart`.
         """
         return self._sink.tell() == 0
 
     def conditions(self) -> dict[str, str]:
-        """Return the keyword arguments of boto3's `get_object` that make the next GET request continue the
-        download.
-        """
+        """Return the arguments of boto3's `get_object` for the missing bytes, of the same version (If-Match)."""
         num_received = self._sink.tell()
         first_byte = self._span.start + num_received
         if self._span.end is None:
@@ -98,7 +94,11 @@ class Download:
         return conditions
 
     def receive(self, answer: dict[str, Any]) -> None:
-        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived."""
+        """Append the body of the answer to a GET request to the file; if the body ends early, keep what arrived.
+
+        Raises Taken for another version of the object or another first byte than asked for (call `restart`), and Again
+        for a body that ended early, came too slowly or is not the object (send another GET for the rest).
+        """
         with contextlib.closing(answer["Body"]):
             check_answer(answer, ("ETag", "ContentLength"))
             check_object(answer, self._key)
@@ -122,7 +122,6 @@ class Download:
             raise Again("an error document instead of the object")
 
     def _append(self, chunk: bytes) -> None:
-        """Write received bytes to the file; those beyond the furthest byte so far are progress."""
         if len(self._first_bytes) < ERROR_DOCUMENT_BYTES and self._span.start == 0:
             self._first_bytes += chunk[:ERROR_DOCUMENT_BYTES]
         self._sink.write(chunk)
@@ -132,9 +131,7 @@ class Download:
             self._progress(num_new)
 
     def _check_part(self, answer: dict[str, Any]) -> None:
-        """Check that an answer has the version and the bytes that were asked for; some services ignore the
-        conditions.
-        """
+        """Raise Taken or Again for another version or other bytes than asked for; some services ignore headers."""
         num_received = self._sink.tell()
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken
@@ -150,9 +147,7 @@ class Download:
             raise Again("another range of bytes than was asked for")
 
     def restart(self) -> None:
-        """Delete all received bytes, so that the next GET asks for the object's current version from the first
-        byte.
-        """
+        """Drop all received bytes, because the object was replaced: the next GET asks for its current version."""
         self._etag = ""
         self._total = -1
         self._first_bytes = b""

@@ -37,17 +37,11 @@ class Taken(Exception):
 
 
 class EmptyRange(Exception):
-    """Answer to a ranged request with no byte in the range (HTTP status 416): the object ends before the range begins.
-
-    An empty object has no byte in any range.
-    """
+    """Answer (HTTP status 416) to a ranged request for an object that ends before the range begins, or is empty."""
 
 
 class Again(Exception):
-    """Failure of a request that should be tried again.
-
-    It has the number of failures to tolerate, and what to advise the user if all attempts fail.
-    """
+    """Failure of a request that should be tried again."""
 
     def __init__(
         self,
@@ -58,7 +52,12 @@ class Again(Exception):
         unanswered: bool = False,
         advice: str = CHECK,
     ) -> None:
-        """Describe the failure."""
+        """Describe the failure; `reason` and `advice` are for the error if all attempts fail.
+
+        With `missing`, the service denies an object that should exist, and is believed after `TRIES_MISSING` answers.
+        With `renew`, credentials are read from their source again. With `unanswered`, the service has never answered,
+        so the user should learn soon what is tried.
+        """
         super().__init__(reason)
         self.reason = reason
         self.missing = missing
@@ -68,7 +67,11 @@ class Again(Exception):
 
 
 def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_exist: bool) -> Exception:
-    """Return the exception that the caller of a failed request should raise."""
+    """Return the exception to raise for a failed request: Again, StoreError, StoreMissing, Taken or EmptyRange.
+
+    `error` is one of `FAILURES`; `where` is the URL and the endpoint, for a message. If the service has not `answered`
+    this store before, URL or credentials are probably wrong. With `must_exist`, "not found" is tried again.
+    """
     if isinstance(error, boto_errors.ClientError):
         return _classify_answer(error, where, bucket, answered=answered, must_exist=must_exist)
     for cause in chain_of_causes(error):
@@ -81,7 +84,6 @@ def classify(error: Exception, where: str, bucket: str, *, answered: bool, must_
 def _classify_answer(
     error: boto_errors.ClientError, where: str, bucket: str, *, answered: bool, must_exist: bool
 ) -> Exception:
-    """Return the exception for an error that the service itself answered with, by its code and HTTP status."""
     code = safe_code(str(error.response.get("Error", {}).get("Code", "")))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "PreconditionFailed" or status == 412:
@@ -97,7 +99,7 @@ def _classify_answer(
 
 
 def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, status: int, answered: bool) -> Exception:
-    """Return Again for a failure that may pass, otherwise StoreError."""
+    """Return Again for a failure that may pass, otherwise StoreError; `status` is 0 without an answer."""
     words = {"code": code, "status": status, "bucket": bucket}
     reason = failure.reason.format(**words)
     advice = failure.advice.format(**words)

@@ -25,8 +25,10 @@ _UPLOAD_THREADS = 4
 
 
 def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
-    """Create or replace an object with the content of a local file, four parts at a time, each retried
-    independently.
+    """Create or replace an object with the content of a local file, four parts at a time, each retried independently.
+
+    If the upload fails, its parts are deleted with one attempt. Parts that remain, also after a kill, cost storage
+    until `discard_unfinished` deletes them.
     """
     tag = secrets.token_hex(16)
     create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
@@ -42,9 +44,7 @@ def upload_in_parts(requests: S3Requests, path: Path, key: str) -> None:
 
 
 def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Delete the parts of the unfinished multipart uploads that `doomed` selects; return the number of these
-    uploads.
-    """
+    """Delete the parts of unfinished multipart uploads as `Store.discard_unfinished` says; return their number."""
     uploads = requests.list_all(
         "list_multipart_uploads",
         prefix,
@@ -64,15 +64,12 @@ def discard_unfinished(requests: S3Requests, prefix: str, doomed: Callable[[str]
 
 
 def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Upload a file in parts, several at a time; return the number and the ETag of each part, in order. A part has
-    `PART_BYTES` bytes, or more if the file would otherwise have more than `_MAX_PARTS` parts.
-    """
+    """Return number and ETag of each part, in order; `upload` names the multipart upload in a request."""
     size = path.stat().st_size
     part_size = max(PART_BYTES, _ceil_div(size, _MAX_PARTS))
     num_parts = _ceil_div(size, part_size)
 
     def upload_part(number: int) -> dict[str, Any]:
-        """Upload part `number`, counted from 1; return its number and ETag as `_complete` needs them."""
         with path.open("rb") as stream:
             stream.seek((number - 1) * part_size)
             data = stream.read(part_size)
@@ -87,7 +84,7 @@ def _upload_parts(requests: S3Requests, path: Path, key: str, upload: dict[str, 
 def _complete(
     requests: S3Requests, key: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], tag: str
 ) -> None:
-    """Complete a multipart upload: S3 combines its parts into one object, which becomes visible under `key`."""
+    """Let S3 combine the parts into one object, which becomes visible under `key`."""
     complete_arguments = {**upload, "MultipartUpload": {"Parts": parts}}
     try:
         requests.call(key, "complete_multipart_upload", complete_arguments)

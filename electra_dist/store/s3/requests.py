@@ -22,17 +22,10 @@ from electra_dist.store.s3.errors import FAILURES, TRIES_MISSING, Again, EmptyRa
 
 
 class S3Requests:
-    """Sender of requests about objects below s3://bucket/prefix, which counts its retries. Thread-safe.
-
-    It may be used after a fork: each process makes a boto3 client of its own at its first request.
-    """
+    """Sender of requests about objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Parse and check the URLs; nothing is sent.
-
-        Args:
-            endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
-        """
+        """Check the URLs (no endpoint: AWS) and send nothing; raise UserError if one is malformed or holds secrets."""
         bucket, prefix = _split_url(url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
@@ -55,10 +48,11 @@ class S3Requests:
         body: bytes | None = None,
         check: Callable[[Answer], None] = lambda answer: None,
     ) -> Answer:
-        """Send a request until it succeeds or fails for good, and return the answer.
+        """Call boto3's method `operation` until it succeeds or fails for good, and return the answer.
 
-        Args:
-            body: Bytes to upload; None if the operation has none.
+        `key` is for messages only; "" is the store itself. `check` receives the answer, and raises Again if the
+        request must be repeated. Raises Taken (HTTP 412) and EmptyRange (HTTP 416) for a condition or a range that
+        does not hold.
         """
         backoff = self.account.begin(self._describe(key))
         while True:
@@ -74,7 +68,10 @@ class S3Requests:
                 return answer
 
     def object_info(self, key: str) -> ObjectInfo:
-        """Return the size of an object and the random tag that its writer stored in the metadata."""
+        """Return the size and the writer's tag of an object, by a GET of one byte (two GETs if it is empty).
+
+        The answer to a HEAD request would not show whether the bucket, the key or the permission is missing.
+        """
         get = self.name_object(key)
         try:
             answer = self.call(
@@ -87,10 +84,10 @@ class S3Requests:
         return object_info(answer)
 
     def download(self, key: str, sink: IO[bytes], *, must_exist: bool, span: Span | None = None) -> None:
-        """Download an object, or a span of its bytes, to a file.
+        """Download an object, or a span of its bytes, to an empty, seekable file.
 
-        Args:
-            span: The range of bytes to download; None for all of the object.
+        After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
+        the meantime, it starts again from the beginning. With `must_exist`, the answer "not found" is retried.
         """
         backoff = self.account.begin(self._describe(key))
         download = Download(key, sink, self._policy, backoff.progress, span)
@@ -117,7 +114,7 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of a listing; a listing that does not advance begins again."""
+        """Return all entries of a listing (see `answers.pages`); begin again if the listing does not advance."""
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             return self.call("", operation, arguments, check=check)
@@ -132,7 +129,7 @@ class S3Requests:
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
-        """Convert an exception of boto3 in the `with` block to the one that `classify` returns for it."""
+        """Convert an exception of boto3 in the `with` block by `classify`; set `_answered` if there is none."""
         try:
             yield
         except FAILURES as error:
@@ -147,7 +144,6 @@ class S3Requests:
         self._answered = True
 
     def _wait(self, key: str, failure: Again, backoff: Backoff) -> None:
-        """Sleep before the next attempt of a failed request."""
         if failure.renew:
             self.client.renew()
         if failure.unanswered:
@@ -157,7 +153,7 @@ class S3Requests:
         backoff.wait_after_failure(failure.reason, failure.advice)
 
     def _describe(self, key: str) -> str:
-        """Return the URL of an object for messages, for example "s3://b/x at 10.0.0.1:9000"."""
+        """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; the store's own for the key ""."""
         return f"{self.url}/{key}".rstrip("/") + self._endpoint_text
 
 
@@ -177,5 +173,6 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _begin_again(download: Download, backoff: Backoff) -> None:
+    """Drop what was received of an object that was replaced meanwhile; this counts as a failure."""
     download.restart()
     backoff.wait_after_failure("the object was replaced during the download")

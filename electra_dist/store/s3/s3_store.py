@@ -7,8 +7,8 @@ in the object's metadata. If the answer is lost and the retry finds the key take
 attempt of this call created the object. Uploads carry Content-MD5, so the service refuses bytes that were changed in
 transit.
 
-How: `requests.py` sends each request and repeats it if it fails. Size and existence come from a GET of one byte,
-because the answer to a HEAD does not show whether the bucket, the key or the permission is missing.
+How: `requests.py` sends each request and repeats it if it fails: one request per object when nothing fails, and one
+for each part of a large upload. Size and existence come from a GET of one byte.
 
 Limits: the service must be strongly consistent and support conditional PUT (AWS since 2024, Ceph, MinIO).
 """
@@ -44,17 +44,10 @@ _MOST_DELETED = 1_000  # Keys in one request that deletes several; the limit of 
 
 
 class S3Store(Store):
-    """Store of objects below s3://bucket/prefix. Thread-safe.
-
-    It may be used after a fork: each process makes a boto3 client of its own at its first request.
-    """
+    """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Client`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, policy: RetryPolicy) -> None:
-        """Parse and check the URLs; the first request is sent when the store is used.
-
-        Args:
-            endpoint_url: S3-compatible service, for example http://10.0.0.1:9000; None for AWS.
-        """
+        """Check the URLs, as `S3Requests` does; the first request is sent when the store is used."""
         self._requests = S3Requests(url, endpoint_url, policy)
         self.url = self._requests.url
         self._endpoint_url = endpoint_url
@@ -63,7 +56,7 @@ class S3Store(Store):
         self._deletes_several = True  # False once the service has refused a request that deletes several objects.
 
     def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, RetryPolicy]]:
-        """Return the class and the arguments from which another process creates this store, with counters at 0."""
+        """Let another process create this store anew, with counters at 0."""
         return S3Store, (self.url, self._endpoint_url, self._policy)
 
     @property
@@ -73,11 +66,12 @@ class S3Store(Store):
 
     @property
     def retry_wait_s(self) -> float:  # type: ignore[override]
-        """Return how long this store has slept before it repeated failed requests, in seconds."""
+        """Return the seconds slept before failed requests were repeated, summed over threads."""
         return self._requests.account.wait_s
 
     @override
     def local_path(self, key: str) -> None:
+        """Check the key and return None, because an object on S3 has no local path."""
         check_key(key)
 
     @override
@@ -133,6 +127,7 @@ class S3Store(Store):
 
     @override
     def upload(self, path: Path, key: str) -> None:
+        """Upload a file of 64 MiB or more in parts (`multipart_upload.py`)."""
         if path.stat().st_size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
         else:
@@ -157,6 +152,10 @@ class S3Store(Store):
 
     @override
     def delete_all(self, keys: Sequence[str]) -> None:
+        """Delete up to 1,000 objects by each request DeleteObjects, and by one request each those that it leaves.
+
+        If the service refuses DeleteObjects, this call and all later ones delete each key by a separate request.
+        """
         for start in range(0, len(keys), _MOST_DELETED):
             batch = keys[start : start + _MOST_DELETED]
             deleted_keys: set[str] = set()
@@ -166,7 +165,7 @@ class S3Store(Store):
             in_parallel(self.delete, remaining_keys)
 
     def _delete_batch(self, keys: Sequence[str]) -> set[str]:
-        """Delete up to a thousand objects with one request, and return the keys that the answer lists as deleted."""
+        """Return which of up to 1,000 keys one request deleted; none, also later, if the service refuses it."""
         full_keys = {self._requests.name_object(key)["Key"]: key for key in keys}
         arguments = {"Bucket": self._requests.bucket, "Delete": {"Objects": [{"Key": key} for key in full_keys]}}
         try:
