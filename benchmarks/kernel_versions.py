@@ -7,8 +7,8 @@ Guarantee: each version compiles with its own compiler and its own assembler (pt
 code is 1 if a version refuses a kernel, or if a kernel spills registers.
 
 How: pip unpacks each wheel into a folder of its own, which stands first on the search path of a process that runs
-`python -m electra_kernels.ahead_of_time --all-dtypes`. Torch is that of this environment; the compiler does not use
-it. `--save` writes benchmarks/results/kernel_versions-YYYYMMDD.json and the table in docs/kernels.md.
+`electra_kernels.triton.compile_without_gpu`. Torch is that of this environment; the compiler does not use it.
+`--save` writes benchmarks/results/kernel_versions-YYYYMMDD.json and the table in docs/kernels.md.
 
 Cost: 0.6 GB on the disk for each version. Limits: nothing is launched, so values and times are not tested.
 """
@@ -68,7 +68,7 @@ def assemblers(package: Path) -> dict[str, str]:
 
 
 def compile_all(package: Path, folder: Path) -> list[Json]:
-    """Return the rows of `electra_kernels.ahead_of_time` for an unpacked version of Triton.
+    """Return the rows of `electra_kernels.triton.compile_without_gpu` for an unpacked version of Triton.
 
     A row has name, dtype, arch and either the resources or, where the compiler refuses the kernel, `error`.
 
@@ -87,7 +87,14 @@ def compile_all(package: Path, folder: Path) -> list[Json]:
         "TRITON_CACHE_DIR": str(folder / f"cache-{package.name}"),
     }
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "electra_kernels.ahead_of_time", "--all-dtypes", "--json", str(rows_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "electra_kernels.triton.compile_without_gpu",
+        "--all-dtypes",
+        "--json",
+        str(rows_file),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not rows_file.exists():
         raise RuntimeError(f"{package.name}: compiling ended with exit code {done.returncode}: {done.stderr[-2000:]}")

@@ -19,7 +19,6 @@ from collections import Counter
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
 from electra_dist.config import Positive, Section, canonical_json
@@ -125,29 +124,6 @@ class CorpusManifest(Section):
         if self.tokenizer.lowercase and not self.builder.get("lowercase", True):
             raise ValueError("tokenizer.lowercase is true, but builder.lowercase is false")
         return self
-
-    @model_validator(mode="after")
-    def _token_counts_are_counts(self) -> CorpusManifest:
-        """Refuse `totals.token_counts` that cannot be how often each token occurs in the rows."""
-        counts = self.totals.get("token_counts")
-        if counts is None:
-            return self
-        vocab_size = self.tokenizer.vocab_size
-        if not isinstance(counts, list | tuple) or len(counts) != vocab_size:
-            raise ValueError(f"totals.token_counts must be a list of {vocab_size} numbers, one for each token")
-        wrong = next((count for count in counts if type(count) is not int or count < 0), None)
-        if wrong is not None:
-            raise ValueError(f"totals.token_counts holds {wrong!r:.40}; each count must be a whole number from 0")
-        num_places = self.num_rows * self.seq_len
-        if not 0 < sum(counts) <= num_places:
-            raise ValueError(f"totals.token_counts must add up to at least 1 and at most {num_places}, the places")
-        return self
-
-    @property
-    def token_counts(self) -> NDArray[np.int64] | None:
-        """Return how often each token occurs by `totals.token_counts`, int64 [vocab_size]; None without these."""
-        counts = self.totals.get("token_counts")
-        return None if counts is None else np.asarray(counts, np.int64)
 
     @property
     def num_rows(self) -> int:

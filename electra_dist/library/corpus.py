@@ -116,9 +116,6 @@ class Corpus:
 
     def token_counts(self) -> NDArray[np.int64]:
         """Return how often each token id, [PAD] included, occurs in the corpus, int64 [V] for V ids."""
-        counts_of_builder = self.manifest.token_counts
-        if counts_of_builder is not None:
-            return counts_of_builder
         with contextlib.closing(self._open_cache()) as cache:
             return count_tokens(cache, range(len(self.manifest.shards)), self.manifest.tokenizer.vocab_size)
 

@@ -3,12 +3,11 @@
 Guarantee: exact counts of every id in every row, [PAD] included, the same on all ranks; they depend on the corpus
 alone.
 
-How: the counts of the manifest (`totals.token_counts`) are used if the program that built the corpus wrote them there.
-Otherwise each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
+How: each rank counts its share of the shards, and the sum is kept in the run folder, in a file that the corpus's
 fingerprint names. Its last 32 bytes are the SHA-256 of those before, which a later start compares.
 
-Cost: without the builder's counts one pass over the corpus before the first step, 66 GB for 33 B tokens, through the
-cache that training uses; 3 ns per token on each rank.
+Cost: one pass over the corpus before the first step, 66 GB for 33 B tokens, through the cache that training uses; 3 ns
+per token on each rank.
 """
 
 from __future__ import annotations
@@ -49,9 +48,6 @@ def unigram_counts(
     `open_cache` is called, and `run_dir` created, only if the tokens have to be counted.
     """
     patience = Patience(0.0) if patience is None else patience
-    counts_of_builder = corpus.manifest.token_counts
-    if counts_of_builder is not None:
-        return counts_of_builder
     file = token_counts_file(run_dir, corpus.manifest.fingerprint)
 
     def stored_counts() -> list[int] | None:

@@ -31,7 +31,7 @@ def prepare(
     What is dropped is counted by step, reason and source in OUTPUT/prepare.json, with samples in OUTPUT/samples. After
     an interruption, run the same command again: completed tasks are not repeated, and the result is the same.
 
-    Exit codes: 0 done (or submitted), 1 a task was killed or failed on Ray, 75 interrupted, 78 invalid config or data.
+    Exit codes: 0 done (or submitted), 1 a task was killed, 75 interrupted, 78 invalid config or data.
     """
     config = load_section(file, PrepareConfig)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]

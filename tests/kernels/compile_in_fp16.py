@@ -1,6 +1,6 @@
 """Compiles every Triton kernel in fp16 for the architectures on the command line, and prints JSON, one row a kernel.
 
-The kernels and sizes are those of `electra_kernels.ahead_of_time`, which compiles them in bf16.
+The kernels and sizes are those of `electra_kernels.triton.compile_without_gpu`, which compiles them in bf16.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The printed table and its rows, from a process in which Triton is imported with its interpreter off."""
     rows = tmp_path_factory.mktemp("compiled") / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "electra_kernels.ahead_of_time", "--json", str(rows), "--arch"]
+    command = [sys.executable, "-m", "electra_kernels.triton.compile_without_gpu", "--json", str(rows), "--arch"]
     command += [str(architecture) for architecture in request.param]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -78,7 +78,7 @@ def test_norms_at_dropout_probability_0_are_compiled_without_the_random_numbers(
 
 
 def test_the_compilers_table_is_the_recorded_snapshot(compiled: Compiled):
-    """To refresh it, run `python -m electra_kernels.ahead_of_time > tests/kernels/compiled_kernels.txt`."""
+    """To refresh it: `python -m electra_kernels.triton.compile_without_gpu > tests/kernels/compiled_kernels.txt`."""
     recorded, *lines = SNAPSHOT.read_text().splitlines()
     present = f"triton {importlib.metadata.version('triton')}"
     if present != recorded:

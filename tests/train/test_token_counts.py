@@ -46,13 +46,6 @@ def test_every_id_of_every_row_is_counted_once_and_the_counts_are_stored(run: An
     np.testing.assert_array_equal(counts_of(config, corpus), truth)  # from the run folder
 
 
-def test_counts_in_the_corpus_manifest_are_used(run: Any) -> None:
-    config, corpus, _ = run
-    counts = list(range(VOCAB_SIZE))
-    manifest = corpus.manifest.model_copy(update={"totals": {"token_counts": counts}})
-    assert counts_of(config, OpenCorpus(store=corpus.store, manifest=manifest)).tolist() == counts
-
-
 def test_counts_of_an_earlier_start_that_have_changed_are_never_used(run: Any) -> None:
     config, corpus, truth = run
     counts_of(config, corpus)

@@ -1,9 +1,9 @@
-"""Run the stages of a preparation by datatrove's executors: processes of this machine, Slurm arrays, or Ray.
+"""Run the stages of a preparation by datatrove's executors: processes of this machine, or Slurm arrays.
 
 Guarantee: a task that is completed is not repeated (datatrove's completion files), so a preparation that was
 interrupted continues when the same command runs again. At most one process of a machine uses a work folder at a time.
 
-How: on this machine and on Ray the stages run one after another. On Slurm each stage is an array job that depends on
+How: on this machine the stages run one after another. On Slurm each stage is an array job that depends on
 the job of the stage before; the command returns when all are submitted.
 """
 
@@ -33,7 +33,7 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from typing_extensions import override
 
-from electra_dist.corpus.prepare.prepare_config import ExecutorSection, PrepareConfig
+from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.slurm_submission import directive, environment_of_submission
 from electra_dist.corpus.prepare.stages import Stage
 from electra_dist.corpus.prepare.steps.child_processes import begin_worker
@@ -50,22 +50,16 @@ Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, al
 
 
 def run_here(config: PrepareConfig, stages: Sequence[Stage], report: Report) -> None:
-    """Run all stages on this machine or on a Ray cluster, and return when the last one is complete.
+    """Run all stages on this machine, and return when the last one is complete.
 
     Raises UserError if a task raised one, for example for a damaged file, or if another process uses the work folder;
-    TaskKilled if a worker process was killed, or tasks of a Ray cluster failed.
+    TaskKilled if a worker process was killed.
     """
     logger.remove()  # datatrove's messages are in the logs of the tasks
     with _only_process(Path(config.work)):
         for stage in stages:
             with _progress(config, stage, report):
-                if config.executor.kind == "ray":
-                    _ray_executor(config, stage).run()
-                else:
-                    _run_locally(config, stage)
-            num_left = stage.num_tasks - completed_tasks(config, stage)
-            if num_left:  # Ray ends without an error
-                raise TaskKilled(f"{num_left} tasks of {stage.name} failed; {run_folder(config, stage)}/logs says why")
+                _run_locally(config, stage)
 
 
 def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
@@ -256,29 +250,6 @@ def _slurm_executor(
         logging_dir=str(run_folder(config, stage)),
         mail_user=None,
         srun_args={"export": "ALL"},  # srun would obey the --export of sbatch
-    )
-
-
-def _ray_executor(config: PrepareConfig, stage: Stage) -> Any:
-    """Return datatrove's executor for one stage on a Ray cluster; connect to the cluster at the first call."""
-    try:
-        import ray
-        from datatrove.executor.ray import RayPipelineExecutor
-    except ImportError:
-        raise UserError("executor.kind ray: the package ray is not installed; pip install 'ray[default]'") from None
-    settings: ExecutorSection = config.executor
-    if not ray.is_initialized():
-        try:
-            ray.init(address=settings.ray_address, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"executor.ray_address {settings.ray_address}: no Ray cluster ({error}); start one with `ray start`"
-            ) from None
-    return RayPipelineExecutor(
-        stage.steps,
-        tasks=stage.num_tasks,
-        workers=settings.workers or -1,
-        logging_dir=str(run_folder(config, stage)),
     )
 
 

@@ -66,11 +66,11 @@ def check(config: PrepareConfig) -> Preparation:
 
 
 def run(preparation: Preparation, report: Report) -> None:
-    """Run, on this machine or on a Ray cluster, the tasks that are not completed; return when prepare.json is written.
+    """Run on this machine the tasks that are not completed; return when prepare.json is written.
 
     A preparation that ends before it has completed a task gives its work folder up, so that the corrected file may say
     anything else. Raises UserError if the work folder holds another preparation, or if a task raised one, for example
-    for a damaged file; TaskKilled if a worker process was killed, or tasks of a Ray cluster failed.
+    for a damaged file; TaskKilled if a worker process was killed.
     """
     is_new = _begin(preparation)
     try:

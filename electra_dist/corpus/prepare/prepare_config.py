@@ -139,8 +139,8 @@ class SlurmSection(Section):
 class ExecutorSection(Section):
     """Where the tasks run."""
 
-    kind: Literal["local", "slurm", "ray"] = Field(
-        default="local", description="processes of this machine, a Slurm array for each stage, or a Ray cluster"
+    kind: Literal["local", "slurm"] = Field(
+        default="local", description="processes of this machine, or a Slurm array for each stage"
     )
     tasks: Positive = Field(
         default=1, description="parts into which the files are divided, fixed for a preparation; one output file each"
@@ -149,7 +149,6 @@ class ExecutorSection(Section):
         default=None, description="tasks at a time; null: the usable cores of this machine, or no limit on a cluster"
     )
     slurm: SlurmSection | None = Field(default=None, description="what the jobs ask for; required for slurm")
-    ray_address: str = Field(default="auto", description="address of the Ray cluster")
 
     @model_validator(mode="after")
     def _slurm_has_its_section(self) -> ExecutorSection:

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from electra_dist.config import DataConfig, canonical_json
 from electra_dist.data.corpus_manifest import CorpusManifest, read_manifest
 from electra_dist.data.phases.joined_store import JoinedStore, phase_key
@@ -182,15 +180,6 @@ def _join_manifests(phases: Sequence[CorpusPhase]) -> JoinedManifest:
         dtype=first.dtype,
         tokenizer=first.tokenizer,
         builder={"phases": parts},
-        totals=_join_totals(phases),
+        totals={},
         shards=tuple(shards),
     )
-
-
-def _join_totals(phases: Sequence[CorpusPhase]) -> dict[str, Any]:
-    """Return {"token_counts": how often each token id occurs in all corpora}; {} if a manifest lacks them."""
-    counts_or_none = [phase.manifest.token_counts for phase in phases]
-    counts = [count for count in counts_or_none if count is not None]
-    if len(counts) < len(phases):
-        return {}
-    return {"token_counts": np.sum(counts, axis=0).tolist()}

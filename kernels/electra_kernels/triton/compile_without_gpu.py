@@ -1,8 +1,7 @@
 """Compile every Triton kernel without a GPU, and report the resources that its machine code uses.
 
-`python -m electra_kernels.ahead_of_time --arch 80 90 100` prints one line for each kernel: registers, stack, shared
-memory, and counts of machine instructions, or the compiler's error. Triton's interpreter, which runs kernels on a CPU,
-checks their values but accepts code that the compiler rejects. This program compiles the code, and its report shows
+`python -m electra_kernels.triton.compile_without_gpu --arch 80 90 100` prints one line for each kernel: registers,
+stack, shared memory, and counts of machine instructions, or the compiler's error. Triton's interpreter checks their values but accepts code that the compiler rejects. This program compiles the code, and its report shows
 spills (registers moved to memory) and the width of loads.
 
 How: it uses Triton's own compiler, assembler and disassembler, and neither a driver nor a GPU.

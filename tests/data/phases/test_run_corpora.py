@@ -130,14 +130,6 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     assert lines[0].startswith(f"shard cache: {folder} ")
 
 
-def test_tokens_are_counted_in_all_corpora_if_all_have_counts(corpora: Path) -> None:
-    for name in "ab":
-        change_manifest(corpora / name, lambda tree: tree["totals"].update(token_counts=[1] * 300))
-    counts = open_run_corpora(data_of(corpora, ("b", 5))).manifest.totals["token_counts"]
-    assert counts == [2] * 300
-    assert open_run_corpora(data_of(corpora, ("c", 5))).manifest.totals == {}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
