@@ -1,8 +1,9 @@
 """Compile every Triton kernel without a GPU, and report the resources that its machine code uses.
 
 `python -m electra_kernels.triton.compile_without_gpu --arch 80 90 100` prints one line for each kernel: registers,
-stack, shared memory, and counts of machine instructions, or the compiler's error. Triton's interpreter checks their values but accepts code that the compiler rejects. This program compiles the code, and its report shows
-spills (registers moved to memory) and the width of loads.
+stack, shared memory, and counts of machine instructions, or the compiler's error. Triton's interpreter checks values
+but accepts code that the compiler rejects. This program compiles the code; its report shows spills (registers moved to
+memory) and the width of loads.
 
 How: it uses Triton's own compiler, assembler and disassembler, and neither a driver nor a GPU.
 
