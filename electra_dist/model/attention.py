@@ -1,13 +1,16 @@
-"""Computes attention inside each example of a row with one of three backends.
+"""Compute attention inside each example of a row with one of three backends.
 
-    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples, on any device, with dropout.
-           On a CPU plain operations compute the same with dropout, whose draws are keyed, and for short rows in bf16.
-    flash  FlashAttention over the examples as sequences of any length, with dropout (`flash_attention.py`); no
-           [B, 1, S, S] bias exists. It needs a GPU, and bf16 or fp16.
-    flex   FlexAttention with a mask of 128 x 128 blocks, without dropout. It needs a GPU with Triton.
+    sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
+           any dropout. On a CPU the same function is computed with plain operations in two cases: with dropout, where
+           the dropped probabilities follow from (seed, step, row, layer, position), and for short rows in bf16.
+    flash  FlashAttention over the examples as sequences of any length, with dropout (`flash_attention.py`). Pairs of
+           tokens from different examples are never computed, and no [B, 1, S, S] bias exists. It needs a GPU, and
+           bf16 or fp16.
+    flex   FlexAttention with a mask of 128 x 128 blocks. Blocks that hold no two tokens of one example are never
+           computed. It needs a GPU with Triton and has no attention dropout.
 
 Guarantee: all backends compute the same function to rounding, pads included: pads attend to pads. Tests compare them
-with float64. flex raises an error if it is asked for dropout.
+with float64; for flash, a definition in plain PyTorch then takes the place of torch's operator.
 
 How: the type of the attention mask selects the backend: a bias, `ExampleBounds` or a `BlockMask`.
 
@@ -64,10 +67,7 @@ SDPA = AttentionChoice("sdpa", "default")
 
 
 def same_example(layout: RowLayout, dtype: torch.dtype, backend: str) -> torch.Tensor | BlockMask:
-    """Return the mask that keeps tokens within their example: a bias [B, 1, S, S] for sdpa, a BlockMask for flex.
-
-    The mask of flash is made on the host, by `row_layout.example_bounds`.
-    """
+    """Return the mask of `backend` "sdpa" or "flex" that lets tokens attend to tokens of the same example only."""
     if backend == "sdpa":
         return attention_bias(layout, dtype)
     assert backend == "flex", backend
@@ -95,7 +95,12 @@ def attend(
     dropout: float = 0.0,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D]."""
+    """Return softmax(q k^T / sqrt(D)) v over the keys that the mask allows, [B, N, S, D].
+
+    With `keep_BNSS` the attention probabilities are multiplied by these factors, 0 or 1 / (1 - p), and `dropout` is
+    ignored. It serves CPUs, where torch has no fused attention with dropout and needs 10 ns for each random bit.
+    ValueError if `dropout` is asked for with flex, which has none.
+    """
     if keep_BNSS is not None:
         assert isinstance(attention_mask, torch.Tensor)
         return attend_with_plain_operations(query_BNSD, key_BNSD, value_BNSD, attention_mask, keep_BNSS)
@@ -132,7 +137,7 @@ def attend_with_plain_operations(
     bias_B1SS: torch.Tensor,
     keep_BNSS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention output, [B, N, S, D], by two matrix products and a softmax over scores in fp32 or wider."""
+    """Return what `attend` returns, by two matrix products and a softmax over scores in fp32 or wider."""
     compute = torch.promote_types(query_BNSD.dtype, torch.float32)
     # The operands of this product are rounded to bf16 only where a CPU has instructions for it.
     value_dtype = value_BNSD.dtype if HAS_BF16_PRODUCTS else compute
@@ -148,7 +153,7 @@ def attend_with_plain_operations(
 
 @functools.cache
 def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return the function FlexAttention, compiled by torch.compile if `compiled`; cached, so it compiles once."""
+    """Return FlexAttention; uncompiled it holds all scores and has no backward pass, and serves tests on a CPU."""
     if not compiled:
         return flex_attention
     keep_compiled_code(user_cache_folder() / "compiled")

@@ -1,4 +1,4 @@
-"""Chooses the attention backend of a run, tries it on the device, and describes the choice for the log.
+"""Choose the attention backend of a run, try it on the device, and describe the choice for the log.
 
 Guarantee: dropout is never dropped silently. A backend without dropout is not chosen where the config asks for some,
 and FlashAttention is chosen only if its dropout was seen to act on this device.
@@ -7,6 +7,8 @@ How: on a GPU `engine.attention: auto` takes the first of these that can run and
 `model.attention_dropout` is above 0; flex, then flash, where it is 0; sdpa otherwise. The trial runs a forward and a
 backward pass on a few packed rows and compares them with sdpa's, without dropout. For flash it also checks the mean
 and the scatter of the dropout factors. On a CPU the backend is sdpa.
+
+Cost: a trial of flash runs a few small kernels; one of flex compiles it, which takes seconds.
 
 Limits: the trial finds a kernel that is missing or wrong, not one that is slow.
 """
@@ -45,7 +47,10 @@ _LEAST_SCATTER = 0.02
 
 
 def choose_attention(config: Config, device: str) -> AttentionChoice:
-    """Choose the attention backend of a run on this rank's device: "sdpa", "flash" or "flex", with the reason."""
+    """Choose "sdpa", "flash" or "flex" for this rank's device; UserError if the config demands what cannot run.
+
+    Not collective: ranks may come to different results, from which `agree_on_attention` makes one.
+    """
     wanted = config.engine.attention
     if wanted == "sdpa":
         return AttentionChoice("sdpa", "set by engine.attention")
@@ -73,7 +78,6 @@ def choose_attention(config: Config, device: str) -> AttentionChoice:
 
 
 def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
-    """Return the choice of the attention backend that `engine.attention` demands."""
     if device != "cuda":
         raise UserError(
             f"engine.attention: {backend} needs a GPU, because {_NAMES[backend]} has no backward pass on a CPU; set "
@@ -88,7 +92,7 @@ def _demanded(backend: str, config: Config, device: str) -> AttentionChoice:
 
 
 def agree_on_attention(choices: Sequence[AttentionChoice]) -> AttentionChoice:
-    """Return the attention backend that all ranks use: the one that all have chosen, otherwise sdpa."""
+    """Return the backend that all ranks use: the one that all have chosen (`choices`, by rank), otherwise sdpa."""
     for choice in choices:
         if choice.backend == "sdpa":
             return choice
@@ -116,7 +120,7 @@ def attention_note(choice: AttentionChoice, config: Config, device: str) -> str:
 
 
 def find_fault(backend: str, config: Config, device: str) -> str:
-    """Return why a backend cannot be used for a run on this device, or "" if it can."""
+    """Return why "flash" or "flex" cannot be used for a run on this device, or "" if it can."""
     towers = (config.model.discriminator, config.model.generator)
     head_widths = sorted({tower.hidden_size // tower.num_heads for tower in towers})
     dropout = config.model.attention_dropout
@@ -146,7 +150,6 @@ def _flash_limit(dtype: torch.dtype, head_widths: Sequence[int]) -> str:
 
 
 def _flex_limit(dropout: float) -> str:
-    """Return which limit of FlexAttention the config or the installation exceeds, or "" if none."""
     if dropout:
         return f"it has no dropout, and model.attention_dropout is {dropout:g}"
     if importlib.util.find_spec("triton") is None:
@@ -155,7 +158,10 @@ def _flex_limit(dropout: float) -> str:
 
 
 def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: int, dropout: float) -> str:
-    """Return what is wrong with a backend on this device, or "" if it may be used."""
+    """Run the trial of "flash" or "flex" on a device; return what is wrong, or "" if the backend may be used.
+
+    A fault is an exception, or a NaN or a difference above 0.05 from sdpa in the output or a gradient.
+    """
     shape = (4, _TRIAL_ROWS, _TRIAL_HEADS, _TRIAL_TOKENS, head_width)
     generator = torch.Generator(device).manual_seed(0)
     *inputs, upstream = torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -177,9 +183,7 @@ def find_trial_fault(backend: str, device: str, dtype: torch.dtype, head_width: 
 def _output_and_gradients(
     backend: str, inputs_BNSD: Sequence[torch.Tensor], upstream_BNSD: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Run a backend without dropout; return its output and the gradients of query, key and value, [B, N, S, D]
-    each.
-    """
+    """Return the output and the gradients of query, key and value, [B, N, S, D] each, without dropout."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs_BNSD]
     query, key, value = leaves
     if backend == "flash":
@@ -191,7 +195,6 @@ def _output_and_gradients(
 
 
 def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch.Tensor:
-    """Return the output of FlashAttention in the layout of the other backends, [B, N, S, D]."""
     num_rows, num_heads, num_tokens, head_width = inputs_BNSD[0].shape
     qkv_BS3ND = torch.stack([tensor.transpose(1, 2) for tensor in inputs_BNSD], 2)
     out_TND = flash_attention(qkv_BS3ND.flatten(0, 1), _trial_bounds(inputs_BNSD[0].device), dropout)
@@ -201,6 +204,10 @@ def _flash_on_rows(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> torch
 def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> str:
     """Return what is wrong with FlashAttention's dropout, or "" if it acts as asked for."""
     query, key, value = inputs_BNSD
+    # With values of one, each output is (sum of the kept attention probabilities) / (1 - p), whose expected value is
+    # 1. If the outputs do not differ from one another (`_LEAST_SCATTER`), nothing was dropped. If their mean over
+    # 1,024 queries is not within 0.05 of 1, the kernel used another p; 0.05 is more than five standard deviations of
+    # that mean at p = 0.1.
     sums = _flash_on_rows([query, key, torch.ones_like(value)], dropout)[..., 0].float()
     mean = sums.mean().item()
     scatter = sums.std().item()
@@ -210,7 +217,7 @@ def _find_dropout_fault(inputs_BNSD: Sequence[torch.Tensor], dropout: float) -> 
 
 
 def _trial_layout(device: torch.device) -> RowLayout:
-    """Return the structure of the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
+    """Return the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
     example_S = torch.arange(_TRIAL_TOKENS, device=device).div(_TRIAL_EXAMPLE_TOKENS, rounding_mode="floor")
     example_BS = example_S.expand(_TRIAL_ROWS, _TRIAL_TOKENS)
     return RowLayout(
@@ -231,7 +238,7 @@ def _trial_bounds(device: torch.device) -> ExampleBounds:
 
 
 def _first_line(error: Exception) -> str:
-    """Return at most 120 characters of the first line of an error's message, or the type's name if it has none."""
+    """Cut long compiler output to 120 characters for one line of the run's log."""
     lines = str(error).splitlines()
     first = lines[0] if lines else type(error).__name__
     return first[:120]

@@ -1,11 +1,13 @@
-"""Applies torch.compile to the layers of the towers, if `engine.compile` is set.
+"""Apply torch.compile to the layers of the towers (generator and discriminator), if `engine.compile` is set.
 
-Guarantee: there are no graph breaks, and layers of one kind share their graphs, whatever their number and the step,
-because everything that differs between them is passed in tensors. The fused operations and the keyed random draws are
-opaque to the compiler. The number of sequences that FlashAttention reads is a symbol of the graph.
+Guarantee: layers of one kind share one graph for training and one for evaluation, whatever their number and the step,
+because everything that differs between them is passed in tensors. There are no graph breaks.
+The compiler treats the fused operations and the keyed random draws as opaque operators, and fuses what is between
+them.
 
-Limits: whole parameters only (ZeRO 0 to 2). Compiling does not pay on a CPU: steps of ELECTRA-Small are 5 % faster,
-and the first one takes a minute longer (2 cores of an AMD EPYC 7003, fp32). On a GPU it was not measured.
+Limits: whole parameters only (ZeRO 0 to 2). The first step compiles for a minute or more; later starts find the code
+in the node's cache folder and only trace. Compiling does not pay on a CPU: steps of ELECTRA-Small are 5 % faster (2
+cores of an AMD EPYC 7003, fp32). The effect on a GPU was not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from electra_dist.store.user_cache import keep_compiled_code
 
 
 def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = "inductor") -> None:
-    """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called."""
+    """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called.
+
+    `cache` becomes TORCHINDUCTOR_CACHE_DIR, unless the user has set it. Tests pass a `backend` of their own.
+    """
     if cache is not None:
         keep_compiled_code(cache)
     for encoder in module.modules():
@@ -34,6 +39,7 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Forward pre-hook of an `Encoder`, without which every number of sequences would compile its own graph."""
     attention_mask = inputs[1]
     if isinstance(attention_mask, ExampleBounds):
         torch._dynamo.maybe_mark_dynamic(attention_mask.cu_seqlens, 0)

@@ -1,4 +1,4 @@
-"""Defines the post-LN BERT encoder, and the embeddings that generator and discriminator share.
+"""Define the post-LN BERT encoder, and the embeddings that generator and discriminator share.
 
 Guarantee: the same function as google-research/electra (and so as Hugging Face's ElectraModel) on the same weights:
 post-LN layers, exact-erf GELU, LayerNorm eps from the config (1e-12), dropout on embeddings, attention probabilities
@@ -6,17 +6,13 @@ and sub-layer outputs, and a projection with bias where the width of the tables 
 
 How: query, key and value are one matrix product (`qkv`), which gives the same numbers with a third of the launches. In
 eager mode a layer has two autograd functions of its own, one for what precedes attention and one for what follows it
-(`layer/`). Under torch.compile a layer is composed of separate operations (`EncoderLayer.compose`), which define its
-values. LayerNorm takes its statistics in fp32 whatever the dtype of the parameters, as torch's kernels do. Dropout on
-sub-layer outputs is keyed by (seed, step, global row, position), so it does not depend on how a batch is split. It is
-fused with the residual and LayerNorm (`electra_kernels.dropout_add_norm`). Dropout on embeddings has the same keys
-(`electra_kernels.keyed_dropout`).
+(`layer/`). LayerNorm takes its statistics in fp32 whatever the dtype of the parameters. Dropout on embeddings and on
+sub-layer outputs is keyed by (seed, step, global row, position), so it does not depend on how a batch is split.
 
-Limits: dropout of attention probabilities on a GPU draws from torch's generator. The training loop seeds that
-generator for each micro-batch. Nothing draws from it on a CPU.
+Limits: dropout of attention probabilities on a GPU draws from torch's generator, which the training loop seeds for
+each micro-batch. Nothing draws from it on a CPU.
 
-Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V rows of the token table (padded to 128), T =
-B * S tokens of all rows.
+Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, V padded vocabulary, T = B * S tokens.
 """
 
 from __future__ import annotations
@@ -47,12 +43,10 @@ from electra_dist.model.row_layout import ExampleBounds
 
 
 class DropoutAddNorm(nn.LayerNorm):
-    """Module that computes LayerNorm(residual + dropout(x)) in one fused operation, where x is a sub-layer's
-    output.
-    """
+    """LayerNorm(residual + dropout(x)) as one fused operation, with the parameter names of nn.LayerNorm."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """Create the LayerNorm."""
+        """Let `site`, 0 after attention and 1 after feed-forward, distinguish the random keys of the two."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
@@ -60,7 +54,7 @@ class DropoutAddNorm(nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return layer_norm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`."""
+        """Return layer_norm(residual + dropout(x)), [B, S, H]; the residual is cast to the dtype of `x_BSH` before."""
         probability = self.probability if self.training else 0.0
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
         residual_BSH = residual_BSH.to(x_BSH.dtype)
@@ -90,9 +84,7 @@ class DropoutAddNorm(nn.LayerNorm):
         )
 
     def dropout(self, dropout_keys: LayerDropoutKeys) -> LayerDropout:
-        """Return probability and key of the dropout that this module applies; the probability is 0 in evaluation
-        mode.
-        """
+        """Return what `forward` drops with: a probability, which is 0 in evaluation mode, and a random key."""
         probability = self.probability if self.training else 0.0
         return compiled_dropout.layer_dropout(dropout_keys.key_3, self.site, probability)
 
@@ -100,20 +92,20 @@ class DropoutAddNorm(nn.LayerNorm):
 class SmallEmbedding(nn.Embedding):
     """Embedding of a table with few rows; its gradient on a GPU is a matrix product and adds nothing atomically."""
 
+    @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the table's entries for int64 indices of any shape, with the width as a last dimension."""
         return table_lookup(self.weight, input)
 
 
 class Embeddings(nn.Module):
-    """Base class of the module that embeds token ids: a sum of table entries, then LayerNorm, then dropout."""
+    """Base class of what embeds token ids; a subclass sets the three attributes and implements `tables`."""
 
     word: nn.Embedding  # token table
     layer_norm: nn.LayerNorm
     dropout: float  # probability
 
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the tables' entries, [B, S, E], before LayerNorm and dropout."""
+        """Return the sum of the tables' entries, [B, S, E]; positions count within an example."""
         raise NotImplementedError
 
     def forward(
@@ -124,7 +116,11 @@ class Embeddings(nn.Module):
         dropout_keys: DropoutKeys | None = None,
         base_BSE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return dropout(layer_norm(sum of the tables' entries)), [B, S, E]; nothing is dropped in evaluation mode."""
+        """Return dropout(layer_norm(sum of the tables' entries + base)), [B, S, E].
+
+        The keys are those of the tower that reads; evaluation needs none. The base holds the generator's entries if
+        this instance has only differences to them (`model.sharing: gdes`).
+        """
         summed = self.tables(ids_BS, position_BS, token_type_BS)
         if base_BSE is not None:
             summed = summed + base_BSE
@@ -137,14 +133,9 @@ class Embeddings(nn.Module):
 
 
 class SharedEmbeddings(Embeddings):
-    """Token, position and type tables, whose entries are added up and normalised by a LayerNorm."""
+    """Token, position and type tables; by default both towers read one instance, as in Google's code."""
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
-        """Create the three tables, the LayerNorm and the dropout.
-
-        Args:
-            width: width of the tables; None for `model.embedding_size`.
-        """
         super().__init__()
         if width is None:
             width = model.embedding_size
@@ -178,10 +169,9 @@ class SelfAttention(nn.Module):
         return self.out(context_TH.view(hidden_BSH.shape))
 
     def attend(self, qkv: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys) -> torch.Tensor:
-        """Return the attention output before its projection, [T, H] contiguous.
+        """Return the attention output before its projection, [T, H] contiguous, for `qkv` [T, 3 H].
 
-        Args:
-            qkv: query, key and value of all heads and tokens, [T, 3 H]. They are read as views of this tensor.
+        Only views of `qkv` are read, so its gradient comes back in one tensor, without a further copy.
         """
         dropout = self.dropout if self.training else 0.0
         if isinstance(attention_mask, ExampleBounds):
@@ -222,7 +212,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H]."""
+        """Return the states after this layer, [T, H], for those of the previous one or the embeddings."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
@@ -252,7 +242,7 @@ class EncoderLayer(nn.Module):
     def compose(
         self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return the states after this layer, [T, H], computed by separate operations."""
+        """Return what `forward` returns, by separate operations that define its values; torch.compile traces them."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
         attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)
@@ -263,10 +253,12 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Transformer layers of one tower (generator or discriminator), without embeddings and head."""
+    """Transformer layers of one tower (generator or discriminator), after a projection if the widths differ.
+
+    Other architectures override `new_layer`, `layer_inputs` and `finish`.
+    """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
-        """Create the layers, which read embedding tables of width `embedding_size` (None: `model.embedding_size`)."""
         super().__init__()
         width = model.embedding_size if embedding_size is None else embedding_size
         self.embeddings_project: nn.Linear | None = None
@@ -278,23 +270,21 @@ class Encoder(nn.Module):
         self.recompute = False
 
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
-        """Return a new layer of this tower. Subclasses override this method."""
+        """Return a new layer of this tower, the `number`-th from 0."""
         return EncoderLayer(model, tower)
 
     def layer_inputs(self, attention_mask: AttentionMask, dropout_keys: DropoutKeys) -> Iterable[tuple[Any, Any]]:
-        """Return for each layer the two further arguments of its `forward`: its attention mask and its dropout
-        keys.
-        """
+        """Return for each layer the two further arguments of its `forward`: its mask and its dropout keys."""
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the tower's output, [T, H], computed from the states of the last layer."""
+        """Return the tower's output, [T, H]: the states of the last layer, which ends with a LayerNorm."""
         return hidden_TH
 
     def forward(
         self, embedded_BSE: torch.Tensor, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]."""
+        """Return the states of the last layer, [B, S, H]; pass `DropoutKeys.off` in evaluation mode."""
         hidden = embedded_BSE
         if self.embeddings_project is not None:
             hidden = self.embeddings_project(embedded_BSE)

@@ -1,17 +1,15 @@
-"""Computes attention inside examples of any length with torch's own FlashAttention kernels, dropout included.
+"""Compute attention inside examples of any length with torch's own FlashAttention kernels, dropout included.
 
-Guarantee: the kernel gets the probability of dropout that the caller asks for, and draws from torch's generator. The
-forward pass returns the state of that generator, from which the backward pass drops the same probabilities. In torch's
-deterministic mode the backward pass adds in a fixed order.
+Guarantee: dropout draws from torch's generator. The forward pass returns that generator's state, from which the
+backward pass drops the same probabilities. In torch's deterministic mode the backward pass adds in a fixed order.
 
 How: query, key and value are views of one tensor [T, 3, N, D], the result of the matrix product that computes them, so
-nothing is copied before the kernel. The three gradients are copied into one tensor of the same shape by one `stack`,
-because torch's operator allocates them itself. In eager mode an autograd function calls the operator. Under
-torch.compile two custom operators do, because the backward pass has to switch a mode of torch while it runs.
+nothing is copied before the kernel. The three gradients are copied into one tensor by one `stack`, because torch's
+operator allocates them itself. Under torch.compile two custom operators take the place of the autograd function,
+because the backward pass has to switch a mode of torch while it runs.
 
 Limits: bf16 and fp16 on GPUs of compute capability 8.0 or higher; the width of a head is a multiple of 8, at most 256.
-`attention_choice.py` checks this. The operator is private in torch, and is called with the arguments that versions
-2.11 to 2.13 have in common.
+The operator is private in torch, and is called with the arguments that versions 2.11 to 2.13 have in common.
 
 Shapes: T = B * S tokens of all rows, N heads, D features of a head.
 """
@@ -33,7 +31,7 @@ _backward_operator = torch.ops.aten._flash_attention_backward
 
 
 class _Saved(NamedTuple):
-    """Results of the operator's forward pass: the output, and what the backward pass needs beside it."""
+    """Results of the operator's forward pass that the backward pass needs."""
 
     out_TND: torch.Tensor
     logsumexp_NT: torch.Tensor  # fp32 logarithms of the sums that the softmax divides by
@@ -49,11 +47,7 @@ def flash_attention(qkv_T3ND: torch.Tensor, bounds: ExampleBounds, dropout: floa
 
 
 def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, dropout: float = 0.0) -> torch.Tensor:
-    """Return the result of `flash_attention` with all heads of a token side by side, [T, N D] contiguous.
-
-    Args:
-        qkv: queries, keys and values of all tokens, [T, 3 N D] contiguous; each token has those of N heads in order.
-    """
+    """Return the result of `flash_attention` as [T, N D] contiguous, for `qkv` [T, 3 N D] contiguous."""
     if torch.compiler.is_compiling():
         qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
         out_TND: torch.Tensor = _compiled_forward(qkv_T3ND, bounds.cu_seqlens, bounds.longest, dropout)[0]
@@ -63,15 +57,12 @@ def flash_context(qkv: torch.Tensor, num_heads: int, bounds: ExampleBounds, drop
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Autograd function of FlashAttention over one tensor of queries, keys and values, for eager mode."""
+    """Autograd function for eager mode; the views by heads are made inside it, where autograd does not record them."""
 
     @staticmethod
     def forward(
         ctx: Any, qkv: torch.Tensor, num_heads: int, cu_seqlens: torch.Tensor, longest: int, dropout: float
     ) -> torch.Tensor:
-        """Return the attention output, [T, N D]; the arguments are those of `flash_context`. The state of the random
-        numbers is saved, so that the backward pass drops the same probabilities.
-        """
         num_tokens = len(qkv)
         query, key, value = qkv.view(num_tokens, 3, num_heads, -1).unbind(1)
         saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
@@ -83,7 +74,6 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of queries, keys and values in one tensor, and None for the other four arguments."""
         query, key, value, cu_seqlens, *saved = ctx.saved_tensors
         grad_TND = grad_TH.view(query.shape)
         grad_T3ND = _run_backward(grad_TND, query, key, value, cu_seqlens, _Saved(*saved), ctx.longest, ctx.dropout)
@@ -98,7 +88,7 @@ def _run_forward(
     longest: int,
     dropout: float,
 ) -> _Saved:
-    """Call torch's forward operator on queries, keys and values, [T, N, D] each, and return its results."""
+    """Call torch's forward operator on queries, keys and values, [T, N, D] each."""
     is_causal = False
     return_debug_mask = False
     out, logsumexp, rng_state, rng_unused, _debug_mask = _forward_operator(
@@ -141,7 +131,10 @@ def _run_backward(
 
 @contextlib.contextmanager
 def _in_fixed_order() -> Iterator[None]:
-    """Context manager in which FlashAttention's backward pass adds in a fixed order, if torch's mode asks for that."""
+    """Make torch's deterministic mode strict for this one operator, if the run has set it with `warn_only`."""
+    # The run sets `warn_only`, because operations without a deterministic version must still run. With it, however,
+    # torch also uses FlashAttention's atomic additions, and only warns
+    # (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (torch.are_deterministic_algorithms_enabled() and only_warns):
         yield
@@ -157,6 +150,7 @@ def _in_fixed_order() -> Iterator[None]:
 def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `_run_forward` as a custom operator; return the fields of `_Saved`."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _run_forward(query, key, value, cu_seqlens, longest, dropout)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
@@ -166,7 +160,6 @@ def _compiled_forward(
 def _forward_shapes(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors like the results of `_compiled_forward`; torch.compile traces with them."""
     num_tokens, _, num_heads, head_width = qkv_T3ND.shape
     out_TND = qkv_T3ND.new_empty(num_tokens, num_heads, head_width)
     logsumexp_NT = qkv_T3ND.new_empty(num_heads, num_tokens, dtype=torch.float32)
@@ -187,6 +180,7 @@ def _compiled_backward(
     longest: int,
     dropout: float,
 ) -> torch.Tensor:
+    """Run `_run_backward` as a custom operator; the fields of `_Saved` are arguments."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
     return _run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout)
@@ -203,7 +197,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_TND: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of queries, keys and values, and None for the other arguments of `_compiled_forward`."""
     grad_T3ND = _compiled_backward(grad_TND.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.dropout)
     return grad_T3ND, None, None, None
 

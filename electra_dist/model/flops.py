@@ -1,17 +1,18 @@
-"""Counts training FLOPs per token, and lists the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
+"""Count training FLOPs per token, and list the peak FLOP/s of GPUs, for model FLOPs utilisation (MFU).
 
-Convention: only matrix multiplications count (2mn per m x n weight and token). Backward costs 2 x forward, hence
-3 x forward in all. Attention is counted over all `seq_len` tokens of a row; in local layers (`model.architecture:
-modern`) it is counted over the window. Vocabulary logits are counted where the objective needs them: at the masked
-positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model). If `mask_prob` is
-scheduled, its mean over the run is used for every step.
-Embedding look-ups, LayerNorm, GELU, softmax and recomputation are not counted. A frozen generator costs its forward
-pass only. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200.
+Convention: only matrix products count (2mn per m x n weight and token). Backward costs 2 x forward, hence 3 x forward
+in all; a frozen generator costs its forward pass only. Attention is counted over all `seq_len` tokens of a row, in
+local layers (`model.architecture: modern`) over the window. Logits over the vocabulary are counted where the objective
+needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
+If `mask_prob` is scheduled, its mean over the run is used for every step. Embedding look-ups, LayerNorm, GELU, softmax
+and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The
+reference's own script counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
 
 Peaks are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device that is not listed has no peak, and
-no MFU is reported for it.
+no MFU is reported for it, nor for fp32 runs, because a guess would be worse than no figure.
 
-Limits: rows are counted as full, so MFU is that of the nominal shape, although packed rows attend less.
+Limits: every row counts as full. Packed examples attend to fewer than `seq_len` tokens, and pads are not real tokens,
+so MFU is that of the nominal shape.
 """
 
 from __future__ import annotations
@@ -35,14 +36,12 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """Return the training FLOPs per token of generator and discriminator together."""
+        """Sum of generator and discriminator."""
         return self.discriminator + self.generator
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return the training FLOPs per token of generator and discriminator, for rows of `seq_len` tokens without
-    pads.
-    """
+    """Return training FLOPs per token; in two-stage training `step` tells the stage, and None means the second."""
     tower_forward = _encoder(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
@@ -60,7 +59,7 @@ def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, st
 
 
 def run_flops(config: Config, num_steps: int | None = None) -> float:
-    """Return the training FLOPs of a run's first `num_steps` steps (None: all), every row counted as full."""
+    """Return the training FLOPs of a run's first `num_steps` steps; None means all of `train.num_steps`."""
     if num_steps is None:
         num_steps = config.train.num_steps
     generator_only_steps = min(config.objective.generator_only_steps, num_steps)
@@ -70,7 +69,7 @@ def run_flops(config: Config, num_steps: int | None = None) -> float:
 
 
 def steps_of_flops(config: Config, flops: float) -> int:
-    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`."""
+    """Return the number of steps, at least 1, whose training FLOPs are nearest to `flops`; inverts `run_flops`."""
     generator_only_flops, later_flops = _step_flops(config)
     generator_only_steps = config.objective.generator_only_steps
     first_stage_flops = generator_only_steps * generator_only_flops
@@ -82,7 +81,7 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the training FLOPs of a step in the first and in the second stage of two-stage training."""
+    """Return the FLOPs of a step in the first and in the second stage of two-stage training."""
     objective = config.objective
     seq_len = config.data.seq_len
     generator_only_per_token = token_flops(config.model, seq_len, objective, step=0).total
@@ -92,7 +91,6 @@ def _step_flops(config: Config) -> tuple[float, float]:
 
 
 def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the discriminator's head, averaged over all positions of a row."""
     hidden = model.discriminator.hidden_size
     if objective.name == "all_tokens_mlm":
         # Tokens are predicted at every position, and a gate of one unit decides between prediction and copy.
@@ -111,7 +109,7 @@ def _discriminator_head(model: ModelConfig, objective: ObjectiveConfig) -> float
 
 
 def _generator_forward(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Return the forward FLOPs per token of the generator and its head, averaged over all positions of a row."""
+    """Return forward FLOPs per token of the generator with its head; 0 if the objective has no generator network."""
     if objective.name == "mlm" or objective.generator not in ("trained", "frozen"):
         return 0.0
     tower = model.generator
@@ -130,7 +128,6 @@ def _vocabulary_head(model: ModelConfig, hidden_size: int, embedding_size: int) 
 
 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of a network's layers, and of the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     projection = 2 * embedding_size * hidden if embedding_size != hidden else 0
     query_key_value_output = 4 * 2 * hidden**2
@@ -174,7 +171,11 @@ GPUS_WITHOUT_BF16 = ("V100",)  # of KNOWN_GPUS
 
 
 def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "bf16") -> float | None:
-    """Return the dense 16-bit peak of a GPU in FLOP/s; None for a GPU that is not listed, a slice (MIG), and fp32."""
+    """Return the dense 16-bit peak of a GPU in FLOP/s; None for an unlisted GPU, a slice of a GPU (MIG), or fp32.
+
+    `device_name` is the driver's name ("NVIDIA H100 80GB HBM3") or just the model ("H100"); case and punctuation do
+    not matter. bf16 and fp16 have the same peak; V100 has fp16 only.
+    """
     if precision == "fp32":
         return None
     name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # {"nvidia", "h100", "80gb", "hbm3"}
@@ -187,7 +188,10 @@ def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "b
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the share of the GPUs' peak that the run's matrix products use, 0 to 1; None if `peak` is None."""
+    """Return the share of the GPUs' peak that the run's matrix products use, 0 to 1.
+
+    `tokens_per_s` counts all GPUs together; `peak` is that of one GPU, in FLOP/s, and None if it is not known.
+    """
     if peak is None:
         return None
     return tokens_per_s * flops_per_token / (num_gpus * peak)

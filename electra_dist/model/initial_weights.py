@@ -1,4 +1,4 @@
-"""Initialises the towers as the reference (google-research/electra) does, from random numbers keyed by the seed.
+"""Initialise the towers as the reference (google-research/electra) does, from random numbers keyed by the seed.
 
 Guarantee: the initial value of a parameter depends on (seed, its name, its shape) only, so it has the same bits on
 every rank and whatever other parameters the model has.
@@ -40,7 +40,7 @@ _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
-    """Build and initialise the towers and heads of an objective (None: RTD), fp32, on the host, equal on all ranks."""
+    """Build and initialise generator and discriminator with embeddings and heads, in fp32 on the host."""
     # Parameters on the device "meta" have no memory, so torch's own initialisation of them costs nothing.
     with torch.device("meta"):
         towers = ElectraTowers(model, objective)
@@ -51,7 +51,7 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 
 @torch.no_grad()
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
-    """Overwrite every parameter of `towers` in place with its initial value."""
+    """Overwrite every parameter of `towers`, which are on the host, in place with its initial value."""
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
         # "discriminator.layers.0.expand.weight" is the parameter "weight" of "discriminator.layers.0.expand".
@@ -76,7 +76,9 @@ def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
 
 
 def _standard_deviation(model: ModelConfig, module_name: str) -> float:
-    """Return the standard deviation of the normal distribution from which a module's initial weights are drawn."""
+    """Return `model.initializer_range`; less for the last matrix of a sub-layer of `modern`, as in ModernBERT."""
+    # The outputs of these matrices are added to the residual stream, whose variance would otherwise grow with the
+    # depth.
     writes_to_residual = ".layers." in module_name and module_name.endswith(("attention.out", "contract"))
     if model.architecture == "bert" or not writes_to_residual:
         return model.initializer_range
@@ -85,6 +87,7 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
 
 
 def _is_glorot(module_name: str) -> bool:
+    """Decide by the last component in `_GLOROT`; "generator.layers.0.attention.out" is none of them."""
     if module_name.endswith("attention.out"):
         return False
     last_component = module_name.rpartition(".")[2]
@@ -100,6 +103,9 @@ def _glorot_uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tens
 
 def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
     """Return fp32 draws from a normal distribution of mean 0 and deviation `std`, cut at two deviations."""
+    # A uniform draw u becomes a normal draw by the inverse CDF, std * sqrt(2) * erfinv(u). u is drawn from (-p, p),
+    # where p is the probability that a normal draw lies within two deviations, so no result lies outside. This takes
+    # one pass. torch's own function may use a rejection loop instead, whose results could change with torch's version.
     mass_within_two_deviations = math.erf(2.0 / math.sqrt(2.0))
     uniform = torch.empty(shape).uniform_(-mass_within_two_deviations, mass_within_two_deviations, generator=generator)
     return uniform.erfinv_().mul_(std * math.sqrt(2.0))

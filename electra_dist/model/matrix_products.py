@@ -1,8 +1,7 @@
-"""Computes the towers' matrix products, with a faster path for bf16 on CPUs without bf16 instructions.
+"""Compute the towers' matrix products, with a faster path for bf16 on CPUs without bf16 instructions.
 
-Guarantee: the result is that of torch's `F.linear`. In bf16 on a CPU without bf16 instructions (AMX, AVX512-BF16), the
-products of the same bf16 operands are summed in fp32 and rounded once, forward and backward, because torch's own bf16
-products are 4 to 20 times slower there than fp32.
+Guarantee: the result is that of torch's `F.linear`. Without AMX or AVX512-BF16, products of bf16 operands are summed
+in fp32 and rounded once, forward and backward, because torch's own bf16 products are 4 to 20 times slower there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ HAS_BF16_PRODUCTS: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # whethe
 
 
 class Linear(nn.Linear):
-    """Drop-in nn.Linear that computes bf16 products faster on CPUs without bf16 instructions."""
+    """Drop-in nn.Linear, with the same parameter names, that computes by `linear` of this module."""
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,7 +23,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + b, [..., out], in the dtype of `x` or of autocast, as `F.linear` does."""
+    """Return x W^T + b, [..., out], as `F.linear` does, in the dtype of `x` or of autocast."""
     if not _emulates_bf16(x):
         return F.linear(x, weight, bias)
     with torch.autocast("cpu", enabled=False):
@@ -42,7 +41,11 @@ def input_gradient(
     other_grad_TI: torch.Tensor | None = None,
     out_TI: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the input of `linear`, [T, in], plus `other_grad_TI`, by one product that rounds once."""
+    """Return the gradient of the input of `linear`, [T, in]: grad W plus `other_grad_TI`, in one product.
+
+    `other_grad_TI` is a gradient that the input has from elsewhere, such as a residual connection. The sum is rounded
+    once. All arguments have one dtype. The result may overwrite `out_TI`, so that no memory is allocated.
+    """
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
             other_in_fp32 = None if other_grad_TI is None else other_grad_TI.float()
@@ -53,7 +56,7 @@ def input_gradient(
 
 
 def weight_gradient(grad_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the weight of `linear`, [out, in], from the output's gradient and the input."""
+    """Return the gradient of the weight of `linear`, [out, in], for arguments of one dtype."""
     if _emulates_bf16(grad_TO):
         with torch.autocast("cpu", enabled=False):
             return weight_gradient(grad_TO.float(), x_TI.float()).bfloat16()

@@ -1,4 +1,4 @@
-"""Counts the towers' parameters by arithmetic from the config, without building a module or importing torch.
+"""Count the towers' parameters by arithmetic from the config, without building a module or importing torch.
 
 Only parameters that train are counted, without the padding of the token table. ELECTRA-Large has 335.14 M in the
 discriminator with embeddings and head, which is the model that is kept, and 19.51 M that only pretraining needs.
@@ -12,23 +12,19 @@ from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of trainable parameters, without the rows that pad the token table to a multiple of 128."""
+    """Numbers of trainable parameters; those that both towers train count for the discriminator."""
 
     discriminator: int  # with its head and the embeddings that it trains
     generator_only: int  # parameters that only the generator's loss trains
 
     @property
     def total(self) -> int:
-        """Return the number of all trainable parameters; those that generator and discriminator share count once."""
+        """Number of all trainable parameters; those that generator and discriminator share count once."""
         return self.discriminator + self.generator_only
 
 
 def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
-    """Return the numbers of trainable parameters of the discriminator and of the generator alone.
-
-    Args:
-        objective: decides which networks and heads exist; None for replaced-token detection.
-    """
+    """Return the numbers of trainable parameters; without an objective, for replaced-token detection."""
     if objective is None:
         objective = ObjectiveConfig()
     width = model.embedding_size
@@ -48,7 +44,7 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters that only the generator uses; 0 without a generator network."""
+    """Return how many parameters only the generator uses; what both share (`model.sharing`) is not among them."""
     if objective.name == "mlm" or objective.generator != "trained":
         return 0
     tower = model.generator
@@ -65,7 +61,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters of a frozen generator with its tables and head; 0 without one."""
+    """Return the number of parameters of a frozen generator, which `parameter_counts` leaves out; 0 without one."""
     if objective.generator != "frozen":
         return 0
     width = model.generator_embedding_width
@@ -81,6 +77,7 @@ def _embeddings(model: ModelConfig, width: int) -> int:
 
 
 def _token_head(model: ModelConfig, hidden: int, width: int) -> int:
+    """Count the head without its output matrix: that is the token table, which is counted with the embeddings."""
     return _dense(hidden, width, has_bias=_has_biases(model)) + _layer_norm(model, width) + model.vocab_size
 
 
@@ -91,7 +88,6 @@ def _detection_head(model: ModelConfig) -> int:
 
 
 def _encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
-    """Return the number of parameters of an `Encoder`: its layers, and the projection of its embeddings, if any."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     has_bias = _has_biases(model)

@@ -1,12 +1,12 @@
-"""Defines the heads of the towers: they hold the weights and call the fused losses of `electra_kernels`.
+"""Define the heads of the towers: they hold the weights and call the fused losses of `electra_kernels`.
 
-Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the tied token table, plus one bias per
-token of the vocabulary. The discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary
-are computed for the given states only, usually those of the masked positions. The pad rows of the table are neither
+Guarantee: the generator's head is Dense(H -> E) + GELU + LayerNorm, times the token table, plus one bias per token of
+the vocabulary. The discriminator's is Dense(H -> H) + GELU, then Dense(H -> 1). Logits over the vocabulary are
+computed for the given states only, usually those of the masked positions. The rows that pad the table are neither
 predicted nor sampled. Losses are fp32 whatever the dtype of the parameters.
 
-How: the table is an argument of `GeneratorHead.forward` and no parameter of the head. The objective reads it from the
-embeddings in its own forward pass, in which ZeRO-3 gathers it.
+How: the table is an argument of `GeneratorHead.forward` and not a parameter of the head. The objective reads it from
+the embeddings in its own forward pass, in which ZeRO-3 gathers it.
 
 Shapes: M masked slots, H hidden width, E embedding width, V padded vocabulary, B rows, S tokens, T = B * S.
 """
@@ -24,7 +24,7 @@ from electra_dist.model.matrix_products import Linear, linear
 
 
 class GeneratorHead(nn.Module):
-    """Head that predicts tokens, and whose output matrix is the token table of the network that it follows."""
+    """Head that predicts tokens, for the generator and for a large network that is trained to predict tokens."""
 
     def __init__(self, model: ModelConfig, hidden_size: int, embedding_size: int) -> None:
         super().__init__()
@@ -54,9 +54,7 @@ class GeneratorHead(nn.Module):
     ) -> MlmHeadOutput:
         """Return the weighted sum of the losses, one sampled token per slot, and counts for metrics.
 
-        Args:
-            key_2: int64 seed and step on the device, which kernels read instead of the two integers; None: made from
-                them.
+        `mlm_head_loss_and_sample` of `electra_kernels.mlm_head` explains the arguments.
         """
         return mlm_head_loss_and_sample(
             self.transform(hidden_MH),
@@ -76,7 +74,7 @@ class GeneratorHead(nn.Module):
 
 
 class DiscriminatorHead(nn.Module):
-    """Replaced-token-detection head: one logit per token, positive for "replaced"."""
+    """Head that detects replaced tokens: one logit per token, positive for "replaced"."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -85,14 +83,17 @@ class DiscriminatorHead(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the logit of every token, [B, S] in fp32 (fp64 for fp64 states)."""
+        """Return the logit of every token, [B, S] in fp32 or wider, for losses that `forward` does not compute."""
         logits_BS = self.out(F.gelu(self.dense(hidden_BSH))).squeeze(-1)
         return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
 
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics."""
+        """Return the sum of the binary cross-entropy over the tokens, the logits, and counts for the metrics.
+
+        `label_BS` is True for replaced tokens; `mask_BS` weights each token's loss, and is 0 on pads.
+        """
         # `rtd_loss` adds the bias of the dense layer itself, fused with GELU, output unit and loss.
         dense_TH = linear(hidden_BSH, self.dense.weight).flatten(0, 1)
         return rtd_loss(

@@ -1,14 +1,14 @@
-"""Derives the examples, positions, token types and padding of rows from their token ids.
+"""Derive the examples, positions, token types and padding of rows from their token ids.
 
 Guarantee: the structure follows from the ids alone, so a row needs no second array on disk or on the wire. A row holds
 examples `[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, one after another, then [PAD] to its end. Attention never crosses
-an example: `attention_bias` is -inf between two tokens of different examples. The pads of a row count as one more
-example, so a query on a pad attends to pads and yields numbers, not NaN. `example_bounds` expresses the same structure
-as the places where examples begin, which FlashAttention reads in place of a bias.
+an example. The pads of a row count as one more example, so a query on a pad attends to pads and yields numbers, not
+NaN.
+
+Cost: one bias [B, 1, S, S] per batch (16 MB at 32 x 512 in bf16), shared by all layers of both towers. Shapes are
+static, and nothing waits for the device.
 
 Limits: rows must be as the corpus builder makes them; a [PAD] inside an example is not looked for.
-
-Shapes: B rows, S tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class SpecialIds(NamedTuple):
 
     @classmethod
     def from_tokens(cls, ids: Mapping[str, int]) -> SpecialIds:
-        """Build from a mapping of "[PAD]", "[UNK]", "[CLS]", "[SEP]" and "[MASK]" to their ids."""
+        """Build from the ids of "[PAD]", "[CLS]" and so on, as corpus.json has them; KeyError if one is missing."""
         return cls(pad=ids["[PAD]"], unk=ids["[UNK]"], cls=ids["[CLS]"], sep=ids["[SEP]"], mask=ids["[MASK]"])
 
 
 class RowLayout(NamedTuple):
-    """Structure of a batch of rows, each packing one or more examples: four tensors [B, S], one entry per token."""
+    """Structure of a batch of rows, one entry per token; pads have example -1, position 0 and token type 0."""
 
     example_BS: torch.Tensor  # int64, number of the example within its row, from 0
     position_BS: torch.Tensor  # int64, restarts at 0 in every example
@@ -48,7 +48,7 @@ class RowLayout(NamedTuple):
 
 
 def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
-    """Return the structure of rows: example, position and token type of every token, and whether it is not a pad.
+    """Return the structure of rows from their original token ids, int64 and not masked.
 
     For a row of two examples, the first with two segments (C is [CLS], S is [SEP], P is [PAD]):
 
@@ -79,11 +79,7 @@ def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
 
 
 def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere.
-
-    The pads of a row count as one example. Every query may attend at least to itself, so no query has only scores of
-    -inf, whose softmax would be NaN.
-    """
+    """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere."""
     same_example_BSS = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
     bias_BSS = torch.zeros(same_example_BSS.shape, dtype=dtype, device=same_example_BSS.device)
     bias_BSS.masked_fill_(~same_example_BSS, float("-inf"))
@@ -91,9 +87,7 @@ def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ExampleBounds(NamedTuple):
-    """Places where the examples of a batch begin, as FlashAttention's kernels for sequences of any length read
-    them.
-    """
+    """Places where examples begin in the line of T = B * S tokens that all rows form, as FlashAttention reads them."""
 
     cu_seqlens: torch.Tensor  # int32 [L + 1]: first token of each of L sequences in the line, then T; never decreases
     longest: int  # upper bound of the tokens of a sequence: the row length
@@ -107,7 +101,10 @@ class ExampleBounds(NamedTuple):
 
 
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
-    """Return where the examples of some rows begin, on the host; the pads of a row count as one example."""
+    """Return where the examples of rows begin, from their original token ids in host memory.
+
+    Empty sequences, which begin and end at T, pad the number of sequences.
+    """
     num_rows, row_length = ids_BS.shape
     is_pad_BS = ids_BS == special.pad
     begins_BS = ids_BS == special.cls
@@ -115,6 +112,10 @@ def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     begins_BS[:, 1:] |= is_pad_BS[:, 1:] & ~is_pad_BS[:, :-1]  # the first pad of a row
     first_tokens = np.flatnonzero(begins_BS)
 
+    # The smallest power of two that makes room for all examples and pads. So batches with the same number of rows
+    # nearly always have tensors of one size, which compiled code and CUDA graphs need. A fixed upper bound would be
+    # too large: a row may hold an example for every 5 tokens, and each empty sequence costs idle thread blocks and 128
+    # tokens of workspace in every backward pass of attention.
     sequences_per_row = _LEAST_SEQUENCES_PER_ROW
     while num_rows * sequences_per_row < len(first_tokens):
         sequences_per_row *= 2

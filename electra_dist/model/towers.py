@@ -1,4 +1,4 @@
-"""Builds the towers and heads of an objective as one module, whose parameter names are those in a checkpoint.
+"""Build the towers and heads of an objective as one module, whose parameter names are those in a checkpoint.
 
 A tower is a stack of transformer layers. Every objective has a large tower, the model that is kept after pretraining.
 It is named `discriminator`, also where it learns to predict tokens. Most objectives have a generator as well.
@@ -38,17 +38,17 @@ PREDICTS_TOKENS = ("mlm", "replace_mlm", "all_tokens_mlm")  # objectives whose l
 
 
 def detects_replacements(objective: ObjectiveConfig) -> bool:
-    """Return whether the objective's large tower is a discriminator, which classifies tokens as replaced or not."""
+    """Return whether the objective's large tower classifies tokens as replaced or not, instead of predicting them."""
     return objective.name not in PREDICTS_TOKENS
 
 
 def has_own_embeddings(model: ModelConfig, objective: ObjectiveConfig) -> bool:
-    """Return whether the discriminator has embedding parameters of its own."""
+    """Return whether the discriminator has embedding tables of its own: whole ones or differences (`gdes`)."""
     return model.sharing in ("none", "gdes") and objective.trains_generator
 
 
 class ElectraTowers(nn.Module):
-    """Module with the embeddings, networks (towers) and heads that one objective trains."""
+    """Embeddings, towers and heads that one objective trains; test with `hasattr` which of them exist."""
 
     generator: Encoder
     generator_reverse: Encoder
@@ -60,7 +60,7 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: Embeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create the submodules that the objective trains (None: RTD), with values that `init_towers` overwrites."""
+        """Create submodules in the order of the parameters, on which the optimizer's state in a checkpoint depends."""
         super().__init__()
         if objective is None:
             objective = ObjectiveConfig()
@@ -80,9 +80,6 @@ class ElectraTowers(nn.Module):
             self.__dict__["generator"] = self.discriminator
 
     def _add_generator(self, objective: ObjectiveConfig, embedding_width: int) -> None:
-        """Create the generator's tower or towers, its head, and the baseline that `adversarial` needs. With
-        `model.sharing: all` no tower is created, because the discriminator's serves as the generator, too.
-        """
         model = self.model
         hidden_size = model.generator.hidden_size
         if model.sharing != "all":
@@ -96,7 +93,6 @@ class ElectraTowers(nn.Module):
             self.baseline = nn.Linear(hidden_size, 1)
 
     def _add_discriminator(self, objective: ObjectiveConfig) -> None:
-        """Create the large tower (the network that is kept after pretraining) and its head."""
         model = self.model
         hidden_size = model.discriminator.hidden_size
         self.discriminator = new_encoder(model, model.discriminator, model.embedding_size)
@@ -108,20 +104,20 @@ class ElectraTowers(nn.Module):
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def is_generators(self, name: str) -> bool:
-        """Return whether a parameter counts as the generator's own, because only the generator's loss trains it."""
+        """Return whether only the generator's loss trains this parameter; then `optimizer.generator` applies to it."""
         parts: tuple[str, ...] = ("generator", "generator_reverse", "generator_head", "baseline")
         if hasattr(self, "discriminator_embeddings"):
             parts += ("embeddings",)
         return name.partition(".")[0] in parts
 
     def embed(self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the embeddings of the rows by the tables that the generator reads, [B, S, E]."""
+        """Return the embeddings of the rows by the generator's tables, [B, S, E]; the ids may be masked ones."""
         return self.embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys)
 
     def embed_discriminator(
         self, ids_BS: torch.Tensor, layout: RowLayout, dropout_keys: DropoutKeys | None = None
     ) -> torch.Tensor:
-        """Return the discriminator's embeddings of the rows, [B, S, E]."""
+        """Return the discriminator's embeddings, [B, S, E]; with `gdes` the generator's tables get no gradient."""
         if not hasattr(self, "discriminator_embeddings"):
             return self.embed(ids_BS, layout, dropout_keys)
         base_BSE = None
@@ -130,7 +126,10 @@ class ElectraTowers(nn.Module):
         return self.discriminator_embeddings(ids_BS, layout.position_BS, layout.token_type_BS, dropout_keys, base_BSE)
 
     def discriminator_table(self) -> torch.Tensor:
-        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it."""
+        """Return the token table that the discriminator reads, [V, E], for a head that is tied to it.
+
+        With `model.sharing: gdes` it is the generator's table, without gradient, plus the discriminator's difference.
+        """
         if not hasattr(self, "discriminator_embeddings"):
             return self.embeddings.word.weight
         own_table = self.discriminator_embeddings.word.weight

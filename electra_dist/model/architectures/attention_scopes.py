@@ -1,10 +1,12 @@
 """Make the attention masks of a batch, and compute attention within a window of tokens.
 
-The architecture `bert` has one mask for all layers. The architecture `modern` has two kinds of layers: global ones, in
-which a token sees its whole example, and local ones, in which it sees a window of its example.
+Guarantee: a token never sees a token of another example. With `bert`, and in the global layers of `modern`, it sees
+its whole example; in a local layer, the tokens that are at most half a window away. The pads of a row count as one
+more example.
 
-Guarantee: a token never sees a token of another example. In a local layer, a token sees itself and the tokens of its
-example that are at most half a window away. The pads of a row count as one more example.
+Cost: one mask per kind of layer and batch, which all layers of both towers read. With flex, blocks outside the window
+are never computed. With sdpa, local attention in long rows is computed by blocks of queries against the keys that they
+can see.
 
 Shapes: B rows, N heads, S tokens, D features of a head.
 """
@@ -23,7 +25,11 @@ from electra_dist.model.row_layout import RowLayout
 def new_attention_mask(
     model: ModelConfig, layout: RowLayout, dtype: torch.dtype, backend: str
 ) -> torch.Tensor | BlockMask | AttentionScopes:
-    """Return the masks of a batch: for `bert` one, for `modern` an AttentionScopes with one for each kind of layer."""
+    """Return the attention mask of a batch, in the form that the encoders of the architecture expect.
+
+    For `bert` it is one mask for all layers: with "sdpa" a bias [B, 1, S, S] of 0 and -inf in `dtype`, with "flex" a
+    BlockMask. For `modern` it is an AttentionScopes with one such mask for each kind of layer.
+    """
     global_mask = same_example(layout, dtype, backend)
     if model.architecture == "bert":
         return global_mask
@@ -39,7 +45,10 @@ def new_attention_mask(
 def attend_in_windows(
     query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, bias_B1SS: torch.Tensor, reach: int
 ) -> torch.Tensor:
-    """Return the attention output of a local layer without dropout, [B, N, S, D]."""
+    """Return the attention output of a local layer without dropout, [B, N, S, D], at a cost that is linear in S.
+
+    The bias must be -inf where query and key are more than `reach` tokens apart.
+    """
     num_tokens = query_BNSD.shape[2]
     block_outputs = []
     for first in range(0, num_tokens, 2 * reach):
@@ -55,41 +64,33 @@ def attend_in_windows(
     return torch.cat(block_outputs, dim=2)
 
 
+# Milliseconds of processor time of forward and backward, measured on one core of an Intel Xeon with AMX, 2026-11-23,
+# for a batch of 2,048 tokens with 4 heads of 64 features. A window is 2 x `reach`.
+#
+# | tokens in a row | window | fp32, one call | fp32, blocks | bf16, one call | bf16, blocks |
+# |---|---|---|---|---|---|
+# | 64 | 16 | 9.6 | 15.3 | 23.5 | 52.2 |
+# | 256 | 64 | 22.5 | 20.7 | 21.1 | 36.8 |
+# | 512 | 128 | 39.4 | 29.5 | 30.5 | 40.8 |
+# | 1,024 | 128 | 72.0 | 35.9 | 46.1 | 43.6 |
+#
+# The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not measured
+# and is treated as bf16.
 def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
-    """Return whether `attend_in_windows` is faster on a CPU than one call of attention with the whole bias.
-
-    `attend_in_windows` makes one call for each block of queries, which short rows do not pay back. Measured on one
-    core of an Intel Xeon with AMX, 2026-11-23: milliseconds of processor time of forward and backward, for a batch of
-    2,048 tokens with 4 heads of 64 features. A window is 2 x `reach`.
-
-    | tokens in a row | window | fp32, one call | fp32, blocks | bf16, one call | bf16, blocks |
-    |---|---|---|---|---|---|
-    | 64 | 16 | 9.6 | 15.3 | 23.5 | 52.2 |
-    | 256 | 64 | 22.5 | 20.7 | 21.1 | 36.8 |
-    | 512 | 128 | 39.4 | 29.5 | 30.5 | 40.8 |
-    | 1,024 | 128 | 72.0 | 35.9 | 46.1 | 43.6 |
-
-    The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not
-    measured and is treated as bf16.
-    """
+    """Return whether `attend_in_windows`, with its many calls, beats one call with the whole bias on a CPU."""
     fewest_tokens = 512 if dtype == torch.float32 else 1024
     # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
     return num_tokens >= fewest_tokens and num_tokens > 4 * reach
 
 
 def _window_bias(bias_B1SS: torch.Tensor, reach: int) -> torch.Tensor:
-    """Return an attention bias [B, 1, S, S] with further -inf where query and key are more than `reach` tokens
-    apart.
-    """
+    """Return the bias of a global layer with further -inf where query and key are more than `reach` tokens apart."""
     index_S = torch.arange(bias_B1SS.shape[-1], device=bias_B1SS.device)
     distance_SS = (index_S[:, None] - index_S[None, :]).abs()
     return bias_B1SS.masked_fill(distance_SS > reach, float("-inf"))
 
 
 def _window_blocks(layout: RowLayout, reach: int) -> BlockMask:
-    """Return FlexAttention's mask of a local layer, in which tokens of one example see each other up to `reach`
-    apart.
-    """
     example_BS = layout.example_BS
     num_rows, num_tokens = example_BS.shape
 

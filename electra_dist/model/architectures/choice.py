@@ -1,9 +1,8 @@
 """Create the embeddings, layers and heads of a network in the architecture that `model.architecture` names.
 
-Guarantee: callers of these functions do not depend on the architecture. The classes for `bert` are in `encoder.py` and
-`pretraining_heads.py`. The classes for `modern` (`modern_encoder.py`, `modern_heads.py`) are subclasses of the same
-base classes, with the same methods and the same shapes of inputs and outputs. `attention_scopes.new_attention_mask`
-makes the attention mask that the layers of either architecture expect.
+Guarantee: callers of these functions do not depend on the architecture. The classes for `modern` (`modern_encoder.py`,
+`modern_heads.py`) are subclasses of those for `bert` (`encoder.py`, `pretraining_heads.py`) or of their base classes,
+with the same shapes of inputs and outputs. `attention_scopes.new_attention_mask` makes the mask for either.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 def new_embeddings(model: ModelConfig, width: int) -> Embeddings:
-    """Return a new module that embeds token ids."""
+    """Return a new module that embeds token ids as `width` features."""
     if model.architecture == "modern":
         return ModernEmbeddings(model, width)
     return SharedEmbeddings(model, width)
 
 
 def new_encoder(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> Encoder:
-    """Return a new module with the layers of one tower."""
+    """Return the layers of one tower, after a projection if `embedding_size` is not the width of the layers."""
     if model.architecture == "modern":
         return ModernEncoder(model, tower, embedding_size)
     return Encoder(model, tower, embedding_size)
 
 
 def new_token_head(model: ModelConfig, hidden_size: int, embedding_size: int) -> GeneratorHead:
-    """Return a new head that predicts the token at each masked slot."""
+    """Return a new head that predicts masked tokens; its output matrix is the token table, `embedding_size` wide."""
     if model.architecture == "modern":
         return ModernTokenHead(model, hidden_size, embedding_size)
     return GeneratorHead(model, hidden_size, embedding_size)

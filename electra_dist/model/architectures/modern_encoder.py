@@ -1,17 +1,15 @@
 """Define the embeddings and layers of the architecture `modern`, which is that of ModernBERT.
 
-Guarantee: the same function as Hugging Face's ModernBertModel on the same weights. Only tokens have an embedding
-table. LayerNorms stand after the embeddings, before each sub-layer (except attention in the first layer), and after
-the last layer. Positions are rotary, the feed-forward network is gated (GeGLU), and nothing has a bias. Every
-`model.global_every`-th layer attends to whole examples, the others to windows. If the generator's width differs from
-that of the embeddings, a projection precedes its first layer, for which Hugging Face has no counterpart.
+Guarantee: the same function as Hugging Face's ModernBertModel on the same weights (Warner et al. 2024, arXiv
+2412.13663). Only tokens have an embedding table. LayerNorms stand after the embeddings, before each sub-layer (except
+attention in the first layer), and after the last layer. Positions are rotary, the feed-forward network is gated
+(GeGLU), and nothing has a bias. Every `model.global_every`-th layer attends to whole examples, the others to windows.
+If the generator's width differs from that of the embeddings, a projection precedes its first layer, for which Hugging
+Face has no counterpart.
 
-How: layers are composed of separate operations that autograd or the compiler combines. Dropout is 0 by default.
-Otherwise `electra_kernels.keyed_dropout` drops elements of the output of each sub-layer, with a seed of its own, so
-that the result does not depend on how a batch is split. Attention probabilities are dropped as in
-`encoder.SelfAttention`.
-
-Source: Warner et al. 2024 (arXiv 2412.13663).
+How: layers are composed of separate operations that autograd or the compiler combines. `keyed_dropout`, 0 by default,
+drops elements of the output of each sub-layer with a seed of its own, so that the result does not depend on how a
+batch is split. Attention probabilities are dropped as in `encoder.SelfAttention`.
 
 Shapes: B rows, S tokens, E embedding width, H hidden width, N heads, D features of a head, T = B * S.
 """
@@ -47,7 +45,7 @@ class LayerScope(NamedTuple):
 
 
 class ModernDropoutKeys(NamedTuple):
-    """Random keys that determine which elements dropout removes in one layer, for each of its three places."""
+    """Random keys of dropout in one layer, for each of its three places."""
 
     attention: LayerDropoutKeys  # attention probabilities
     attention_output: LayerDropoutKeys | None  # output of the attention sub-layer; None without dropout there
@@ -63,8 +61,8 @@ class ModernEmbeddings(Embeddings):
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.dropout = model.hidden_dropout
 
-    @override
     def tables(self, ids_BS: torch.Tensor, position_BS: torch.Tensor, token_type_BS: torch.Tensor) -> torch.Tensor:
+        """Return the table entry of each token, [B, S, E]; positions and token types have no tables."""
         return self.word(ids_BS)
 
 
@@ -74,10 +72,10 @@ class ModernAttention(SelfAttention):
     def __init__(self, model: ModelConfig, tower: TowerConfig) -> None:
         super().__init__(model, tower, bias=False)
 
-    @override
     def forward(  # type: ignore[override]
         self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
+        """Return the projected attention output, [T, H], before dropout and residual, for normed states [T, H]."""
         qkv = self.qkv(hidden_TH)
         qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
         rotated_BS3ND = rotate_query_and_key(qkv_BS3ND, scope.rotation)
@@ -89,6 +87,7 @@ class ModernAttention(SelfAttention):
         return self.out(context_BNSD.transpose(1, 2).reshape(hidden_TH.shape))
 
     def _uses_blocks(self, scope: LayerScope, num_tokens: int) -> bool:
+        """Return whether `attend_in_windows` computes the attention, instead of one call with the whole mask."""
         if scope.reach is None or not isinstance(scope.mask, torch.Tensor):
             return False
         has_dropout = self.training and self.dropout > 0
@@ -96,10 +95,10 @@ class ModernAttention(SelfAttention):
 
 
 class ModernLayer(nn.Module):
-    """Transformer layer of the architecture `modern`: attention, then a gated feed-forward network."""
+    """Layer of `modern`: attention and a gated feed-forward network, each between a LayerNorm and a residual sum."""
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, number: int) -> None:
-        """Create the sub-layers."""
+        """Create layer `number`; number 0 has no LayerNorm before attention, because the embeddings are normalised."""
         super().__init__()
         width = tower.hidden_size
         self.dropout = model.hidden_dropout
@@ -113,7 +112,7 @@ class ModernLayer(nn.Module):
         self.contract = Linear(tower.intermediate_size, width, bias=False)
 
     def forward(self, hidden_TH: torch.Tensor, scope: LayerScope, dropout_keys: ModernDropoutKeys) -> torch.Tensor:
-        """Return the states after this layer, [T, H]."""
+        """Return the states after this layer, [T, H], for the states of the previous one."""
         normed_TH = hidden_TH if self.attention_norm is None else self.attention_norm(hidden_TH)
         attended_TH = self.attention(normed_TH, scope, dropout_keys.attention)
         hidden_TH = hidden_TH + self._drop(attended_TH, dropout_keys.attention_output)
@@ -122,7 +121,6 @@ class ModernLayer(nn.Module):
         return hidden_TH + self._drop(output_TH, dropout_keys.feed_forward_output)
 
     def _drop(self, output_TH: torch.Tensor, dropout_keys: LayerDropoutKeys | None) -> torch.Tensor:
-        """Return the output of a sub-layer after dropout, [T, H]; unchanged if `dropout_keys` is None."""
         if dropout_keys is None:
             return output_TH
         row_B = dropout_keys.row_B
@@ -146,10 +144,10 @@ class ModernEncoder(Encoder):
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
         return ModernLayer(model, tower, number)
 
-    @override
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
+        """Return each layer's scope and dropout keys; the mask must be an `AttentionScopes`."""
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
         position_BS = attention_mask.position_BS
@@ -170,7 +168,7 @@ class ModernEncoder(Encoder):
         return inputs
 
     def _output_keys(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropoutKeys | None:
-        """Return the random keys for dropout of the output of one sub-layer; None if nothing is dropped."""
+        """Return the keys for dropout after sub-layer number `sub_layer` of the tower; None without dropout."""
         if not self.training or not self.model.hidden_dropout:
             return None
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)

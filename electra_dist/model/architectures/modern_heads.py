@@ -1,8 +1,5 @@
 """Define the heads of the architecture `modern`, which predict tokens or detect replaced tokens.
 
-Both have a dense layer, GELU and a LayerNorm without biases, then an output with a bias: the tied token table, or one
-unit.
-
 Guarantee: the same functions as the heads of Hugging Face's ModernBertForMaskedLM and ModernBertForTokenClassification
 on the same weights. Losses are at least fp32, whatever the dtype of the parameters.
 
@@ -23,7 +20,7 @@ from electra_dist.model.pretraining_heads import DiscriminatorHead, GeneratorHea
 
 
 class ModernFeatures(nn.Module):
-    """First layers of every head of Hugging Face's ModernBERT: Dense(H -> H), GELU and LayerNorm, without biases."""
+    """Dense(H -> H), GELU and LayerNorm without biases: the first layers of the heads of fine-tuned models."""
 
     def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
@@ -31,7 +28,7 @@ class ModernFeatures(nn.Module):
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return LayerNorm(GELU(Dense(hidden))), [..., H], for the encoder's states `hidden`, [..., H]."""
+        """Return LayerNorm(GELU(Dense(hidden))), [..., H], for states [..., H]."""
         return self.layer_norm(F.gelu(self.dense(hidden)))
 
 
@@ -58,8 +55,8 @@ class ModernDetectionHead(DiscriminatorHead):
         logits_BS = self.out(self.layer_norm(F.gelu(self.dense(hidden_BSH)))).squeeze(-1)
         return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
 
-    @override
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
+        """Return what the base class returns, by separate operations; there is no fused kernel to choose."""
         return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())

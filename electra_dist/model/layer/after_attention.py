@@ -1,19 +1,14 @@
-"""Computes all of a layer that follows attention, as one autograd function with a backward pass written by hand.
+"""Compute all of a layer that follows attention, as one autograd function with a backward pass written by hand.
 
 These are the output product of attention, dropout + residual + LayerNorm, the feed-forward network (product, GELU,
 product), and dropout + residual + LayerNorm again.
 
 Guarantee: up to rounding, the values are those of `EncoderLayer.compose`, the definition with which tests compare.
-Dropout drops the same elements.
 
 Why: with separate operations, autograd needs one pass over memory to add up the gradients of each residual connection
-and one to sum the gradient of each bias, and it makes views at every call. Here a residual's gradient is added inside
-the next product, the backward passes of the norms and of GELU give the sums for the biases, and tensors are [T, H]
-throughout.
-
-What is kept for the backward pass is what autograd would keep: the inputs of the three products, GELU's input, and
-what each norm needs. Of the parameters the originals are kept, not casts of them, so that ZeRO-3 may partition them
-between the forward and the backward pass.
+and one to sum the gradient of each bias. Here a residual's gradient is added inside the next product, and the backward
+passes of the norms and of GELU give the sums for the biases. For the backward pass the original parameters are kept,
+not casts of them, so that ZeRO-3 may partition them in between.
 
 Shapes: T tokens, H hidden, I width of the feed-forward network.
 """
@@ -59,19 +54,19 @@ class Settings(NamedTuple):
 def after_attention(
     context_TH: torch.Tensor, residual_TH: torch.Tensor, parameters: Parameters, settings: Settings
 ) -> torch.Tensor:
-    """Return the states after a layer, [T, H] in the dtype of `context_TH`."""
+    """Return the states after a layer, [T, H]; `context_TH` is the output of attention before its output product.
+
+    Both inputs are contiguous and of one dtype; under autocast the parameters may have another one.
+    """
     states_TH: torch.Tensor = _AfterAttention.apply(context_TH, residual_TH, settings, *parameters)
     return states_TH
 
 
 class _AfterAttention(torch.autograd.Function):
-    """Autograd function of what follows attention in a layer."""
-
     @staticmethod
     def forward(
         ctx: Any, context_TH: torch.Tensor, residual_TH: torch.Tensor, settings: Settings, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        """Return the states after the layer, [T, H]; save what the backward pass needs."""
         used = _in_dtype_of_products(Parameters(*parameters), context_TH.dtype)
         rows = settings.row_B
         attended_TH = linear(context_TH, used.out_weight, used.out_bias)
@@ -107,7 +102,7 @@ class _AfterAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of both inputs and of all parameters, and None for the settings."""
+        """Return the gradients; it runs once, because it overwrites saved tensors, and torch rejects a second call."""
         context_TH, normed_TH, expanded_TI, activated_TI, *saved = ctx.saved_tensors
         num_parameters = len(Parameters._fields)
         parameters = Parameters(*saved[:num_parameters])
@@ -163,7 +158,7 @@ class _AfterAttention(torch.autograd.Function):
 
 
 def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Parameters:
-    """Return the parameters with those of the products cast to `dtype`; only under autocast they have another one."""
+    """Cast the parameters of the products; only under autocast do they have another dtype."""
     if parameters.out_weight.dtype == dtype:
         return parameters
     return parameters._replace(
@@ -177,7 +172,6 @@ def _in_dtype_of_products(parameters: Parameters, dtype: torch.dtype) -> Paramet
 
 
 def _backward_passes(backend: str, grad_TH: torch.Tensor, parameters: Parameters) -> BackwardPasses:
-    """Return the backward passes of a layer's norms and GELU for a backend, "triton" or "reference"."""
     if backend == "reference":
         return ReferencePasses()
     hidden = len(parameters.out_bias)

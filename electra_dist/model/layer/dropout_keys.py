@@ -1,4 +1,4 @@
-"""Keys of dropout: which elements a network drops is a function of seed, step, row number and position.
+"""Make the keys of dropout: which elements a network drops is a function of seed, step, row number and position.
 
 Shapes: B rows, L layers.
 """
@@ -24,12 +24,14 @@ class DropoutKeys(NamedTuple):
 
     @classmethod
     def off(cls, ids_BS: torch.Tensor) -> DropoutKeys:
-        """Return placeholder keys for a model in evaluation mode, where nothing is dropped and no key is read."""
+        """Return placeholder keys for evaluation mode, where no key is read, from any tensor with B rows."""
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropoutKeys]:
-        """Return the dropout keys of each layer of the network."""
+        """Return the keys of each layer, views of one tensor; under Triton it is on the device, else on the host."""
+        # Kernels of Triton read the keys from the device. They are computed there, so that nothing is copied in the
+        # middle of a micro-batch.
         device = self.row_B.device
         if resolve_without_cuda(self.backend, device.type) == "triton":
             step = self.step_on_device
@@ -49,13 +51,14 @@ def _keys_without_step(seed: int, num_layers: int, device: torch.device) -> torc
 
 @functools.lru_cache(maxsize=4)
 def _step_column(device: torch.device) -> torch.Tensor:
-    """Return a key with 1 in place of the step and 0 elsewhere, int64 [3]; times a step, it adds the step to a key."""
     return torch.tensor([0, 1, 0], device=device)
 
 
 class LayerDropoutKeys(NamedTuple):
     """Keys that determine which elements one layer of a network drops in one forward pass."""
 
+    # A tensor and not Python integers, so that one graph of torch.compile serves all layers and steps, and no argument
+    # of a kernel's launch changes with the step.
     key_3: torch.Tensor  # int64 [3]: seed, step, number of the layer; on the device under Triton, else on the host
     row_B: torch.Tensor  # int64 numbers of the rows within the global batch
     backend: str  # `kernels.backend` of the config

@@ -1,11 +1,8 @@
-"""Computes query, key and value by one product, and adds up the two gradients of a layer's input inside a product.
+"""Compute query, key and value by one product, and add up the two gradients of a layer's input inside a product.
 
 A layer reads its input twice: this product and the residual connection. As separate operations, autograd would add
-the two gradients in a pass of its own, which reads and writes 6 bytes an element in bf16. This function returns its
-input as a second result, so that its backward pass receives both gradients and computes
-`residual's gradient + product's gradient x W` as one product.
-
-Shapes: T tokens, H hidden.
+the two gradients in a pass of its own over memory. This function returns its input as a second result, so that its
+backward pass computes `residual's gradient + product's gradient x W` as one product.
 """
 
 from __future__ import annotations
@@ -21,19 +18,16 @@ from electra_dist.model.matrix_products import input_gradient, linear, product_d
 def qkv_product(
     hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query, key and value of each token in one tensor, [T, 3 H], and the input as the residual, [T, H]."""
+    """Return query, key and value of each token, [T, 3 H], and the input, [T, H], in the dtype of the product."""
     result: tuple[torch.Tensor, torch.Tensor] = _QkvProduct.apply(hidden_TH, weight, bias)
     return result
 
 
 class _QkvProduct(torch.autograd.Function):
-    """Autograd function of one product that also hands its input on."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the product, [T, 3 H], and the input in the dtype of the product, [T, H]."""
         dtype = product_dtype(hidden_TH)
         # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
         residual_TH = hidden_TH.to(dtype)
