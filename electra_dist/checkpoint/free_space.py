@@ -15,7 +15,7 @@ from electra_dist.store.interface import Store
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest existing parent, on whose disk it will be."""
+    """Return a folder, or its nearest existing parent if it does not exist yet: the path whose disk is checked."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -114,7 +114,7 @@ def difference_rows(
 
 
 def console_differences(rows: Sequence[Sequence[str]], baseline: str, tasks: Sequence[str]) -> Table:
-    """Return the differences as a table for the terminal, with the remark about errors below it."""
+    """Return a table for the terminal of each objective's differences to the baseline, with a note on the errors."""
     table = Table(f"minus {baseline}", *tasks, title="differences at the end of the runs", caption=REMARK)
     for row in rows:
         table.add_row(*row)

@@ -120,8 +120,8 @@ class Shard:
     def digest_and_checksums(self) -> tuple[str, Checksums]:
         """Read the whole file once; return its SHA-256 in hexadecimal and the checksum of each row, uint64 [num_rows].
 
-        Both are computed from the same bytes: if the SHA-256 is right, the checksums are those of the right rows. A
-        file that has become shorter since it was mapped lacks the checksums of the missing rows.
+        Both come from one read, so that a right SHA-256 also vouches for the checksums. If the file has become shorter
+        since it was mapped, the checksums of the missing rows are left out.
         """
         seq_len, dtype = self.kind
         row_bytes = seq_len * dtype.itemsize

@@ -60,7 +60,7 @@ class Stages:
 
 
 def copy_generator(engine: Engine) -> None:
-    """Copy the masters of generator and embeddings to the discriminator, with moments of zero. Collective."""
+    """Copy the masters of generator and embeddings to the discriminator, and zero its moments. Collective."""
     module = engine.deepspeed.module
     optimizer = engine.optimizer
     held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
@@ -70,7 +70,7 @@ def copy_generator(engine: Engine) -> None:
         if copy_name is None:
             continue  # not a parameter of the generator
         numel = torch.Size(shape).numel()
-        master = _whole_master(owned.get(name), numel, engine.device)
+        master = _whole_master(owned.get(name), numel, engine.device)  # collective: also where no part is held
         destination = held.get(copy_name)
         if destination is not None:  # None if this rank holds no part of the copy
             destination.views["master"].copy_(master[destination.start : destination.start + destination.numel])

@@ -48,10 +48,10 @@ _Locator = Callable[[str, nn.Parameter], _MasterSlice | None]
 
 
 def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that this rank, and no other, writes into a checkpoint.
+    """Return the ranges of parameters ("fragments") that only this rank writes into a checkpoint.
 
     At ZeRO stage 0, where every rank holds everything, each parameter is cut into one part per rank. The fp32 views
-    alias the live state of `engine.deepspeed.module` and `engine.optimizer`. Not collective.
+    alias the live state of `module` and `optimizer`. Not collective.
     """
     return _fragments(module, optimizer, share=dist.get_rank(), num_shares=dist.get_world_size())
 

@@ -54,7 +54,7 @@ class DropoutAddNorm(nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, x_BSH: torch.Tensor, residual_BSH: torch.Tensor, dropout_keys: LayerDropoutKeys
     ) -> torch.Tensor:
-        """Return layer_norm(residual + dropout(x)), [B, S, H]; the residual is cast to the dtype of `x_BSH` before."""
+        """Return layer_norm(residual + dropout(x)), [B, S, H]; the residual is cast to the dtype of `x_BSH` first."""
         probability = self.probability if self.training else 0.0
         # The first layer's residual is the embeddings, which are fp32 under autocast, while `x_BSH` is bf16.
         residual_BSH = residual_BSH.to(x_BSH.dtype)

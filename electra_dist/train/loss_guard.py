@@ -1,26 +1,16 @@
 """Decide which steps do not update the weights ("the guard"), and which steps a rollback to a checkpoint skips.
 
-Guarantee: a step whose loss or gradient norm is not finite, or whose loss is a spike, is stopped before the optimizer,
-on all ranks alike (they judge the same all-reduced numbers, so they need not exchange the decision). A stopped step is
-recorded in the run folder before the run goes on, and is from then on a skipped step: its rows are not used and
-nothing is updated. So a run that the guard stopped equals, bit for bit, a run whose config skips these steps from the
-start (`train.skip_steps`).
-
-After `max_in_a_row` stopped steps in a row the run goes back to an earlier checkpoint (a rollback). It then skips not
-only the stopped steps, but also `skip_before` steps before the first of them. This discards weights that have gone
-bad, and the rows that led to them. (Steps are computed exactly alike each time, so going back without skipping more
-would only repeat what happened.) Which steps are skipped follows from the config and the stopped steps alone, never
-from the checkpoints that happen to exist: the run goes back to the newest one that is not after the first skipped
-step, and repeats the steps from there. Retention keeps such a checkpoint.
+Guarantee: a step whose loss is a spike or not finite is stopped before the optimizer, on all ranks alike, because they
+judge the same all-reduced numbers. (`train/step.py` does the same for a gradient norm that is not finite.) A run in
+which the guard has stopped steps is bit for bit the run whose `train.skip_steps` lists them, and those that a rollback
+skips.
 
 A spike is a loss of more than `spike_sigma` standard deviations above the mean loss of the last `window` accepted
-steps; no spike is detected before the window is full. The window is part of a checkpoint. Where the weight of a loss
-is scheduled, unweighted losses are judged (`TrainStep.judged_loss`). At a step where a scheduled value jumps, the step
-loop begins with a new guard, whose window is empty, because the loss is another function from there on.
+steps; no spike is detected before the window is full. The window is part of a checkpoint.
 
-In fp16 a step whose gradients overflow, although its loss is finite, is not stopped by the guard: it lowers the loss
-scale (`engine/loss_scale.py`), and counts neither as a stopped step nor as an accepted one. Only at the least loss
-scale the guard stops it.
+After `max_in_a_row` stopped steps in a row the run goes back to a checkpoint (a rollback, `train/stopped_steps.py`),
+and skips `skip_before` steps before the first of them, too. Replay is deterministic, so going back without skipping
+more would repeat the fault.
 
 Limits: an update that damages the weights, although the loss of its step was normal, is noticed only by a later loss.
 """
@@ -39,10 +29,10 @@ _LEAST_SIGMA = 1e-3  # as a fraction of the mean, so that on a flat curve ordina
 
 
 class Guard:
-    """Check of each step's loss against recent losses, to find steps that must not update the weights.
+    """Compares each step's loss with recent accepted losses, and names the steps that must not update the weights.
 
-    The decisions depend only on the config and on the losses accepted before. So every rank has a guard of its own,
-    and all guards decide alike. Call `fault` before an update and `accept` after it.
+    Decisions depend on the config and the accepted losses only, so the guards of all ranks decide alike. Call `fault`
+    before an update and `accept` after it.
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
@@ -56,7 +46,10 @@ class Guard:
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:
-        """Return why a step with this loss over the global batch must not update the weights; "" if it may."""
+        """Return why a step with this loss over the global batch must not update the weights; "" if it may.
+
+        `guard.spike_sigma` 0 switches the search for spikes off.
+        """
         if not math.isfinite(loss):
             return f"loss is {loss}"
         is_window_full = len(self._losses) == self._config.window
@@ -64,6 +57,8 @@ class Guard:
             return ""
         mean = float(np.mean(self._losses))
         sigma = max(float(np.std(self._losses)), _LEAST_SIGMA * abs(mean))
+        if sigma == 0:  # all losses were 0, so there is no scale to measure a spike by
+            return ""
         height = (loss - mean) / sigma
         if height > self._config.spike_sigma:
             return (

@@ -9,8 +9,4 @@ So the file is imported when its kernel is launched for the first time, and neve
 
 
 class BackendUnavailable(Exception):
-    """Error for an implementation that the config asks for and that cannot run on this machine.
-
-    `kernels.backend: triton` on a machine without Triton is an example. The message is one line that states the
-    reason and the next step.
-    """
+    """The implementation that the config asks for cannot run on this machine; one line says why and what to do."""

@@ -1,9 +1,9 @@
 """Choose the implementation of an operation: turn `config.kernels.backend` into "triton", "cuda" or "reference".
 
 Guarantee: `auto` selects Triton on a CUDA device where Triton is installed, and the plain-PyTorch reference everywhere
-else. `triton` and `cuda` are strict: where they cannot run, an error names the reason, and no other implementation is
-used instead. The CUDA library holds only one operation, the discriminator tail (the loss from the dense layer on).
-Under `cuda`, every other operation therefore uses what `auto` would choose.
+else. `triton` and `cuda` are strict: where they cannot run, `BackendUnavailable` names the reason, and no other
+implementation is used instead. The CUDA library holds only one operation, the discriminator tail (the loss from the
+dense layer on). Under `cuda`, every other operation therefore uses what `auto` would choose.
 
 Limits: on a CPU, Triton runs only in its interpreter, which TRITON_INTERPRET=1 in the environment enables; that is
 meant for tests.
@@ -20,12 +20,9 @@ BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
 def resolve(backend: str, device: str) -> str:
-    """Return the implementation that `backend` selects on `device`: "triton", "cuda" or "reference".
+    """Return the implementation that `backend` selects on a device such as "cpu" or "cuda:3", or raise.
 
-    "auto" selects Triton on a CUDA device where Triton is installed, and otherwise the reference, plain PyTorch.
-
-    Raises:
-        BackendUnavailable: `backend` is "triton" or "cuda", and that implementation cannot run on this machine.
+    "cuda" loads the CUDA library, so that a missing library is reported before the first operation runs.
     """
     assert backend in BACKENDS, f"kernels.backend is {backend!r}: set it to one of {', '.join(BACKENDS)}"
     device_type = device.split(":")[0]  # "cuda" for "cuda:3"
@@ -40,19 +37,13 @@ def resolve(backend: str, device: str) -> str:
 
 
 def resolve_without_cuda(backend: str, device: str) -> str:
-    """Return "triton" or "reference" for an operation of which the CUDA library has no version.
-
-    For it, "cuda" means the same as "auto", so that one config value serves all operations.
-    """
+    """Return "triton" or "reference" for an operation that the CUDA library lacks, where "cuda" means "auto"."""
     if backend == "cuda":
         backend = "auto"
     return resolve(backend, device)
 
 
 def _require_triton(on_gpu: bool) -> None:
-    """Raise BackendUnavailable unless Triton is installed and there is a GPU or Triton's interpreter is switched
-    on.
-    """
     if not _has_triton():
         raise BackendUnavailable(
             "kernels.backend is triton, but Python finds no package `triton`: "
@@ -67,7 +58,6 @@ def _require_triton(on_gpu: bool) -> None:
 
 
 def _require_cuda(on_gpu: bool) -> None:
-    """Load the CUDA library; raise BackendUnavailable if there is no GPU or the library was not built."""
     if not on_gpu:
         raise BackendUnavailable(
             "kernels.backend is cuda, but this process has no CUDA device: "
@@ -79,4 +69,5 @@ def _require_cuda(on_gpu: bool) -> None:
 
 
 def _has_triton() -> bool:
+    """Return whether the package `triton` is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None

@@ -5,9 +5,10 @@ them from a generator with a state.
 
 Guarantee: the operators return the values of the eager functions, and cause no graph break.
 
-How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor: seed, step, and number of the layer;
-on the device where a Triton kernel reads it, on the host otherwise. The values of a tensor are not part of a compiled
-graph, so one graph serves every layer of a tower and every step. Python integers would become constants of the graph.
+How: torch.compile treats a custom operator as opaque. Its key is an int64 tensor [3]: seed, step, and number of the
+layer; on the device where a Triton kernel reads it, on the host otherwise. The values of a tensor are not part of a
+compiled graph, so one graph serves every layer of a tower and every step. Python integers would become constants of
+the graph.
 
 Limits: on a CPU, the backward pass of `dropout_add_norm` computes the input of the LayerNorm again.
 
@@ -29,27 +30,16 @@ SITES = 2  # number of places in a layer that call `dropout_add_norm`
 
 
 def layer_dropout(key_3: torch.Tensor, site: int, probability: float) -> LayerDropout:
-    """Return the dropout at one site, a place in a layer that applies dropout.
-
-    Every layer has `SITES` sites.
-
-    Args:
-        key_3: int64 [3]: seed, step and number of the layer.
-        site: Place within the layer, in [0, SITES).
-        probability: Chance of an element to be dropped, in [0, 1).
-    """
+    """Return the dropout at one site of a layer, in [0, SITES); no two sites of a tower share random numbers."""
     return LayerDropout(probability, key_3, site, SITES)
 
 
 @torch.library.custom_op("electra::keep_attention", mutates_args=())
 def keep_attention(key_3: torch.Tensor, row_B: torch.Tensor, size: int, probability: float) -> torch.Tensor:
-    """Return the factors that dropout multiplies the attention probabilities of B rows by, fp32 [B, size].
+    """Return the dropout factors of the attention probabilities of B rows, fp32 [B, size]: 0 or 1 / (1 - probability).
 
-    The factor is 0 for a dropped attention probability, and 1 / (1 - probability) for the others.
-
-    Args:
-        key_3: int64 [3]: seed, step and number of the layer. The function reads it on the host.
-        probability: Chance of an attention probability to be dropped, in [0, 1).
+    Layer i uses the random numbers i * size to (i + 1) * size - 1 of a row, so no two layers share one. `size` is a
+    multiple of 4. The key is read on the host.
     """
     seed, step, layer = key_3.tolist()
     return keep_grid(
@@ -81,18 +71,10 @@ def dropout_add_norm(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return LayerNorm(residual + dropout(x)) and the statistics for the backward pass, as a custom operator.
+    """Return the values of `dropout_add_norm.dropout_add_norm`, contiguous, and statistics for the backward pass.
 
-    The values are those of `electra_kernels.dropout_add_norm.dropout_add_norm`.
-
-    Args:
-        key_3: int64 [3]: seed, step and number of the layer; on the device under Triton, otherwise on the host.
-        site: Place within the layer, in [0, SITES).
-        probability: Chance of an element to be dropped, in [0, 1).
-
-    Returns:
-        The norm, contiguous, in `x_BSH`'s dtype; then mean and variance (with eps) of each token, fp32 [2, T]. Under
-        the reference, which keeps no statistics, the second is empty.
+    The statistics are mean and variance (with eps) of each token, fp32 [2, T]; the reference keeps none and returns
+    [2, 0]. `site` is the place within the layer, in [0, SITES).
     """
     dropout = layer_dropout(key_3, site, probability)
     if _uses_triton(backend, x_BSH):
@@ -127,7 +109,7 @@ def _backward(
     eps: float,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the weight and the bias of `dropout_add_norm`, as a custom operator."""
+    """Return the gradients of x, residual, weight and bias, contiguous, in their dtypes, with storage of their own."""
     dropout = layer_dropout(key_3, site, probability)
     if _uses_triton(backend, x_BSH):
         from electra_kernels.triton.dropout_add_norm import backward_pass
@@ -178,7 +160,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _autograd_backward(ctx: Any, grad_BSH: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return a gradient, or None, for each of the ten arguments of `dropout_add_norm`."""
+    """Ignore the gradient of the statistics, because no loss depends on them."""
     grad_x, grad_residual, grad_weight, grad_bias = _backward(grad_BSH, *ctx.saved_tensors, *ctx.options)
     no_grads = [None] * 6  # row_B, key_3, site, probability, eps, backend
     return grad_x, grad_residual, grad_weight, grad_bias, *no_grads
@@ -192,7 +174,7 @@ def _uses_triton(backend: str, x_BSH: torch.Tensor) -> bool:
 
 
 def _empty_statistics(x_BSH: torch.Tensor, backend: str) -> torch.Tensor:
-    """Return an uninitialised fp32 tensor for the statistics of the forward pass: mean and variance of each token."""
+    """Return [2, T] for Triton, else [2, 0]: a custom operator must return the same number of tensors."""
     num_rows, seq_len, _ = x_BSH.shape
     num_tokens = num_rows * seq_len if _uses_triton(backend, x_BSH) else 0
     return x_BSH.new_empty(2, num_tokens, dtype=torch.float32)

@@ -14,9 +14,6 @@ In Triton, backward computes residual + dropout(x) again from both inputs. To ke
 to keep that sum, because the sub-layer keeps its residual in any case. The reference keeps the sum and the factors of
 dropout, which take longer to compute again on a CPU.
 
-`dropout_add_norm` has gradients through autograd. `reference_forward` and `reference_backward` are the two passes by
-themselves, for autograd functions of a whole layer.
-
 Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward. On a CPU: 1 ns an element for the bits.
 
 Limits: H is a multiple of 4; site * S * H is below 2**34.
@@ -50,10 +47,9 @@ def dropout_add_norm(
 ) -> torch.Tensor:
     """Return LayerNorm(residual + dropout(x)), [B, S, H] in the dtype of `x_BSH`.
 
-    The computation is in fp32 (fp64 for fp64 input), and only the result is rounded to the dtype.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
+    The computation is in fp32 (fp64 for fp64 input). `x_BSH` is the output of a sub-layer and `residual_BSH` its
+    input, of one dtype. The first four arguments have gradients, but no second derivatives. `row_B` are int64 row
+    numbers within the global batch. Pass probability 0 in evaluation.
     """
     if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
         layer_dropout = LayerDropout.of_key(dropout, x_BSH.device)
@@ -70,10 +66,7 @@ def dropout_add_norm_reference(
     eps: float,
     dropout: DropoutKey,
 ) -> torch.Tensor:
-    """Return LayerNorm(residual + dropout(x)) in plain PyTorch; this is the definition of `dropout_add_norm`.
-
-    Arguments and result are those of `dropout_add_norm`. Autograd differentiates it. B rows, S tokens, H hidden.
-    """
+    """Return LayerNorm(residual + dropout(x)) in plain PyTorch; this is the definition of `dropout_add_norm`."""
     compute_dtype = torch.promote_types(x_BSH.dtype, torch.float32)
     dropped_BSH = x_BSH.to(compute_dtype)
     if dropout.probability:
@@ -87,10 +80,10 @@ def dropout_add_norm_reference(
 class KeptForBackward(NamedTuple):
     """Tensors of the forward pass that `reference_backward` needs, in the precision of the computation."""
 
-    summed: torch.Tensor
-    mean: torch.Tensor
-    inverse_deviation: torch.Tensor
-    keep: torch.Tensor | None
+    summed: torch.Tensor  # residual + dropout(x), [..., H]
+    mean: torch.Tensor  # of each token, [..., 1]
+    inverse_deviation: torch.Tensor  # 1 / sqrt(variance + eps) of each token, [..., 1]
+    keep: torch.Tensor | None  # factors of dropout, [..., H]; None if nothing is dropped
 
 
 def reference_forward(
@@ -104,7 +97,8 @@ def reference_forward(
 ) -> tuple[torch.Tensor, KeptForBackward]:
     """Return LayerNorm(residual + dropout(x)) in the dtype of `x`, and what `reference_backward` needs.
 
-    The arguments are those of `dropout_add_norm`; `x` and `residual` are [B, S, H] or [B * S, H].
+    Arguments and values are those of `dropout_add_norm`, but the shape may be [B * S, H], too. For an autograd
+    function of a whole layer: autograd does not record the computation.
     """
     hidden = x.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -127,13 +121,11 @@ def reference_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the residual, the weight and the bias, in the precision of the computation.
 
-    torch's own operator computes the gradient of the LayerNorm's input, which is also the gradient of the residual.
-
-    Args:
-        grad: Gradient of the norm, [..., H].
+    Without dropout, those of x and of the residual are one tensor.
     """
     compute_dtype = kept.summed.dtype
     wanted_grads = [True, True, True]  # input, weight, bias
+    # The gradient of the LayerNorm's input is also the gradient of the residual.
     grad_residual, grad_weight_H, grad_bias_H = torch.ops.aten.native_layer_norm_backward(
         grad.to(compute_dtype),
         kept.summed,
@@ -151,13 +143,8 @@ def reference_backward(
 def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> torch.Tensor:
     """Return the factors of dropout, fp32 [B, S, H]: 0 for dropped elements, 1 / (1 - probability) for the others.
 
-    A site is a place in the model that applies dropout; `dropout.site` is its number.
-
-    Args:
-        shape: [B, S, H] (rows, tokens, hidden), with S * H a multiple of 4.
-
-    Returns:
-        fp32 [B, S, H], on the device of `row_B`.
+    Seed, step and row number determine a sequence of random numbers. With n = S * H, which is a multiple of 4, site i
+    uses the n numbers from index i * n on, so no two sites with the same seed and step share a random number.
     """
     _, seq_len, hidden = shape
     elements_per_row = seq_len * hidden
@@ -174,7 +161,7 @@ def keep_scale(shape: torch.Size, row_B: torch.Tensor, dropout: DropoutKey) -> t
 
 
 class _DropoutAddNorm(torch.autograd.Function):
-    """Autograd function of LayerNorm(residual + dropout(x)) in Triton."""
+    """Autograd function in Triton; it keeps the inputs and each token's mean and variance, but no dropout mask."""
 
     @staticmethod
     def forward(
@@ -187,7 +174,6 @@ class _DropoutAddNorm(torch.autograd.Function):
         eps: float,
         dropout: LayerDropout,
     ) -> torch.Tensor:
-        """Return LayerNorm(residual + dropout(x)), contiguous, in the dtype of `x_BSH`; save inputs and statistics."""
         from electra_kernels.triton.dropout_add_norm import forward_pass
 
         x_BSH = x_BSH.contiguous()
@@ -201,7 +187,6 @@ class _DropoutAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient, or None, for each argument of `forward`; the dropped elements are drawn again."""
         from electra_kernels.triton.dropout_add_norm import backward_pass
 
         x_BSH, residual_BSH, statistics_2T, weight_H, row_B = ctx.saved_tensors

@@ -29,10 +29,8 @@ def keyed_dropout(
 ) -> torch.Tensor:
     """Return `x_BSH` with dropped elements set to 0 and the others multiplied by 1 / (1 - probability), [B, S, H].
 
-    The result has the dtype of `x_BSH`; its gradient is the upstream gradient with the same factors.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `x_BSH`.
+    `key` is int64 with seed and step as its first two elements, on the host or on the device of `x_BSH`. `row_B` are
+    int64 row numbers within the global batch. The probability is in (0, 1).
     """
     if resolve_without_cuda(backend, x_BSH.device.type) == "triton":
         device_key = key_on_device(key, x_BSH.device)
@@ -43,10 +41,7 @@ def keyed_dropout(
 def keyed_dropout_reference(
     x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float
 ) -> torch.Tensor:
-    """Return `x_BSH` after dropout in plain PyTorch; this is the definition of `keyed_dropout`.
-
-    Arguments and result are those of `keyed_dropout`; the products are computed in fp32, or in fp64 for fp64 input.
-    """
+    """Return `x_BSH` after dropout in plain PyTorch, in fp32 or wider; this is the definition of `keyed_dropout`."""
     seed, step = key[:2].tolist()
     num_elements = x_BSH.shape[1] * x_BSH.shape[2]
     num_drawn = -(-num_elements // _NUMBERS_OF_A_CALL) * _NUMBERS_OF_A_CALL
@@ -65,7 +60,7 @@ def keyed_dropout_reference(
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Autograd function of keyed dropout in Triton; it keeps only the key and the row numbers for backward."""
+    """Autograd function in Triton; it keeps only the key and the row numbers, and draws the bits again."""
 
     @staticmethod
     def forward(
@@ -80,7 +75,6 @@ class _KeyedDropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Return the gradient of `x_BSH`, and None for key, rows and probability; the bits are drawn again."""
         from electra_kernels.triton.keyed_dropout import scale_kept
 
         key, row_B = ctx.saved_tensors

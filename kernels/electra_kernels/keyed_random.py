@@ -13,6 +13,9 @@ split into rectangles that several threads fill, by the C library (`native/cpu_l
 core) or, where that was not built, by NumPy (10 ns).
 
 Limits: dropout inside torch's attention on a GPU takes only its seed from this module (`derive_seed`), not its bits.
+
+Arguments of all functions: the seed is that of the run or one that `derive_seed` returned, 64 bits. The step is the
+global step, in [0, 2**32). Rows are int64 [R], numbers within the global batch (never within the rank), in [0, 2**32).
 """
 
 from __future__ import annotations
@@ -65,14 +68,12 @@ class Purpose(enum.IntEnum):
 def philox4x32(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, Any, Any, Any]:
     """Return four random 32-bit words for each counter: the Philox4x32-10 function of Salmon et al. (SC 2011).
 
-    It works like a block cipher: the 64-bit key (two words) mixes the 128-bit counter (four words) in ten rounds.
+    It works like a block cipher: the 64-bit key (two words) mixes the 128-bit counter (four words) in ten rounds. A
+    round multiplies two of the words by constants and distributes the halves of the 64-bit products; the key is
+    incremented by constants after each round.
 
-    Args:
-        counter: Four words (tensor, array or int), each in [0, 2**32). At least one must be a tensor or an array.
-            Tensors are int64 and arrays are uint64.
-
-    Returns:
-        Four tensors (int64) or arrays (uint64) of the counters' broadcast shape, with values in [0, 2**32).
+    The words of the counter are in [0, 2**32): int64 tensors, uint64 arrays or integers, but at least one is a tensor
+    or an array. The results have their broadcast shape, in int64 or uint64.
     """
     word0, word1, word2, word3 = counter
     key0 = seed & _MASK32
@@ -98,15 +99,10 @@ def bits_grid(
     num_positions: int,
     first_position: int = 0,
 ) -> torch.Tensor:
-    """Return 32 random bits for each of R rows and each of `num_positions` positions of a row.
+    """Return 32 random bits for each row and position, [R, num_positions] int64 in [0, 2**32), on the rows' device.
 
-    Args:
-        step: Global step, in [0, 2**32), as an integer or as an int64 tensor of one element. A tensor on a GPU keeps
-            the number out of the arguments of all operators, so that a CUDA graph can be repeated for another step.
-        rows: int64 [R], row numbers within the global batch (never within the rank), each in [0, 2**32).
-
-    Returns:
-        [R, num_positions] int64 in [0, 2**32), on the device of `rows`.
+    `first_position` is a multiple of 4. A step in a tensor of one element on a GPU keeps the number out of the
+    arguments of all operators, so that a CUDA graph can be repeated for another step.
     """
     assert first_position % 4 == 0, f"the first position is {first_position}: pass a multiple of 4"
     num_rows = rows.numel()
@@ -136,15 +132,10 @@ def bits_grid(
 def keep_grid(
     seed: int, purpose: Purpose, step: int, rows: torch.Tensor, num_positions: int, first_position: int, drop: float
 ) -> torch.Tensor:
-    """Return the factors of dropout for each of R rows and each of `num_positions` positions of a row.
+    """Return the factors of dropout for each row and position, fp32 [R, num_positions], on the rows' device.
 
-    Args:
-        step: Global step, in [0, 2**32).
-        rows: int64 [R], row numbers within the global batch, each in [0, 2**32).
-        drop: Probability to drop an element, in [0, 1).
-
-    Returns:
-        fp32 [R, num_positions], on the device of `rows`.
+    With probability `drop`, in [0, 1), the bits of `bits_grid` are below drop * 2**32 and the factor is 0. Elsewhere
+    it is 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
     """
     assert num_positions % 4 == 0, f"the number of positions is {num_positions}: pass a multiple of 4"
     threshold = drop_threshold(drop)
@@ -161,9 +152,10 @@ def keep_grid(
 
 
 def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the key of random numbers on a device; the host does not wait for the copy to a GPU.
+    """Return an int64 key (seed, step) on a device; the host does not wait for the copy to a GPU.
 
-    A kernel that reads seed and step from memory has no argument that changes from step to step.
+    A kernel that reads seed and step from memory has no argument that changes from step to step. A CUDA graph of it
+    can be repeated for another step once the memory holds that step's number.
     """
     if key.device == device:
         return key
@@ -173,12 +165,9 @@ def key_on_device(key: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the threshold of dropout: an element is dropped if its 32 random bits, an unsigned number, are below it.
+    """Return probability * 2**32, rounded; an element is dropped if its 32 random bits are below it.
 
-    It is probability * 2**32, rounded to an integer.
-
-    Args:
-        probability: Chance of an element to be dropped, in [0, 1]; 1 gives 2**32, which is above all bits.
+    Probability 1 gives 2**32, which is above all bits.
     """
     return round(probability * 2**32)
 
@@ -186,7 +175,8 @@ def drop_threshold(probability: float) -> int:
 def _fill_in_slices(
     grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
 ) -> None:
-    """Fill `grid` with random numbers, one rectangle of it per call of `fill`, in as many threads as torch uses.
+    """Fill `grid` in rectangles, in as many threads as torch uses; the division has no effect on the values.
+
     Threads run in parallel because `fill` releases the interpreter lock while it computes.
     """
     num_rows = len(rows)
@@ -206,7 +196,7 @@ def _fill_in_slices(
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with keyed random bits, 32 for each row and position, in NumPy."""
+    """Fill the int64 grid [R, 4 * blocks] in place, in NumPy, where `cpu_library.fill_bits` was not built."""
     num_blocks = grid.shape[1] // 4
     blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64(first_block)
     # The words of the counter are not yet grids: a word that depends on one axis only stays small in the first rounds.
@@ -223,10 +213,7 @@ def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.nd
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """Return a 63-bit seed for a component that has a random generator of its own, such as a torch.Generator.
 
-    The result is a function of the arguments only; different arguments give unrelated seeds.
-
-    Args:
-        *numbers: Up to two numbers in [0, 2**32) that distinguish seeds of one purpose; an omitted number counts as 0.
+    Up to two numbers in [0, 2**32) distinguish the seeds of one purpose; an omitted number counts as 0.
     """
     assert len(numbers) <= 2, f"{len(numbers)} numbers distinguish the seed: pass at most 2"
     padded = (*numbers, 0, 0)

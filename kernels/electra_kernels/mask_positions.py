@@ -39,19 +39,21 @@ def mask_positions(
     key_2: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return position and weight of each slot, and the masked rows, for a draw without replacement.
+    """Return the slots' positions, int64 [B, N], their weights, fp32 [B, N], and the masked rows, int64 [B, S].
 
     Args:
+        ids_BS: int64 token ids.
+        row_B: int64 row numbers within the global batch.
         wanted_R: int64 [S + 1] on the device of the ids. Element r is the number of positions to mask in a row with r
-            tokens that are not [PAD], at most `num_slots`.
+            tokens that are not [PAD], at most `num_slots`. A row with fewer candidates masks all of them.
+        special: Ids of the special tokens.
+        num_slots: N, at most S.
         mask_token_prob: Share of the used slots that show [MASK]; the others show the original token.
+        seed: Seed of the run.
         step: Global step, in [0, 2**32).
-
-    Returns:
-        int64 positions [B, N]; float32 weights [B, N], 1 in used slots and 0 in empty ones; int64 ids [B, S].
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `ids_BS`.
+        key_2: int64 seed and step on the device of the ids. A kernel reads it instead of the two integers, so that a
+            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
+        backend: See `backend_choice`.
     """
     shown = round(mask_token_prob * 2**32)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
@@ -73,7 +75,10 @@ def mask_positions_reference(
     seed: int,
     step: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`."""
+    """Return positions, weights and masked rows in plain PyTorch; this is the definition of `mask_positions`.
+
+    A used slot shows [MASK] if its 32 random bits are below `shown`, which is the share times 2**32.
+    """
     candidate_BS = special.is_candidate(ids_BS)
     num_real_B = (ids_BS != special.pad).sum(1)
     num_used_B = torch.minimum(wanted_R[num_real_B], candidate_BS.sum(1))
@@ -97,9 +102,7 @@ def show_masks(
 ) -> torch.Tensor:
     """Return the rows with [MASK] in a random share of the used slots' positions, int64 [B, S].
 
-    Args:
-        mask_id: id of [MASK].
-        shown: a slot shows [MASK] if its 32 random bits are below this number.
+    A slot shows [MASK] if its 32 random bits are below `shown`. Several slots may share a position.
     """
     keep_bits_BN = bits_grid(seed, Purpose.MASK_KEEP, step, row_B, position_BN.shape[1])
     shows_mask_BN = is_used_BN & (keep_bits_BN < shown)
@@ -110,8 +113,11 @@ def show_masks(
 
 
 def _smallest_keys(bits_BS: torch.Tensor, candidate_BS: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order. If a row has
-    fewer than N candidates, its last entries are meaningless, and the caller must not use them.
+    """Return N different positions drawn from the candidates of each row, int64 [B, N], in random order.
+
+    A key is a 32-bit random word, followed by the token's position as its lowest `_POSITION_BITS` bits. The position
+    makes all keys of a row different, and it can be read from a sorted key. If a row has fewer than N candidates, its
+    last entries are meaningless, and the caller must not use them.
     """
     S = bits_BS.shape[1]
     assert S <= 1 << _POSITION_BITS

@@ -27,29 +27,17 @@ from electra_kernels.backend_choice import resolve_without_cuda
 def gather_masked(hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Return the hidden states at `positions_BN`, [B * N, H]; slot n of row b is row b * N + n of the result.
 
-    A slot is a place for one masked position of a row; a row with fewer than N masked positions has empty slots.
-
-    Args:
-        positions_BN: int64 in [0, S), the position of each of a row's N slots. Several slots may share a position.
-            Empty slots need a valid position, too.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `hidden_BSH`.
+    Positions are int64 in [0, S), also those of empty slots, and several slots may share one. There is a gradient with
+    respect to `hidden_BSH`, but no second derivative. The backend concerns the backward pass only.
     """
     return _GatherMasked.apply(hidden_BSH, positions_BN, resolve_without_cuda(backend, hidden_BSH.device.type))
 
 
 def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of the hidden states that `gather_masked` reads, in plain PyTorch.
+    """Return the gradient of the hidden states, [B, S, H], in plain PyTorch; this defines what kernels must compute.
 
-    This function defines what kernels must compute. A slot is a place for one masked position of a row.
-
-    Args:
-        grad_MH: Gradient of each slot, [B * N, H].
-        positions_BN: int64 in [0, seq_len), the position of each of the N slots of each of B rows.
-
-    Returns:
-        [B, S, H] in the dtype of `grad_MH`; the sums are in fp32, or in fp64 for fp64 gradients.
+    The gradient of a position is the sum over the slots at this position, in fp32 (fp64 for fp64), and 0 if there is
+    none.
     """
     num_rows = len(positions_BN)
     hidden = grad_MH.shape[1]
@@ -60,16 +48,14 @@ def scatter_add_reference(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq
 
 
 def _flat_positions(positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return int64 [B * N]: position s of row b is number b * seq_len + s."""
     first_position_B1 = torch.arange(len(positions_BN), device=positions_BN.device)[:, None] * seq_len
     return (positions_BN + first_position_B1).reshape(-1)
 
 
 class _GatherMasked(torch.autograd.Function):
-    """Autograd function that gathers hidden states at masked positions; it keeps only the positions for backward."""
-
     @staticmethod
     def forward(ctx: Any, hidden_BSH: torch.Tensor, positions_BN: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return the hidden states at the positions, [B * N, H]."""
         seq_len = hidden_BSH.shape[1]
         ctx.save_for_backward(positions_BN)
         ctx.seq_len = seq_len
@@ -79,7 +65,6 @@ class _GatherMasked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the hidden states, [B, S, H]; None for positions and backend, which have none."""
         (positions_BN,) = ctx.saved_tensors
         if ctx.backend == "triton":
             from electra_kernels.triton.masked_gather import scatter_add

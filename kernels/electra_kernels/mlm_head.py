@@ -13,8 +13,7 @@ and W. The row pass goes through each row of logits: it adds the bias, computes 
 sample, and overwrites the logits by (softmax - onehot) * weight. It is the reference in this file or the Triton kernel
 of `triton/mlm_head.py`. The matrix products are the vendor's in either case, and the logits of a chunk are stored. A
 kernel that fuses product and row pass would not store them, but has two drawbacks: with a computed left operand it can
-be miscompiled on Hopper, and it needs a fourth product to recompute the logits, only to save a quarter GB. Evaluation
-without gradients stores logits, too, in smaller chunks.
+be miscompiled on Hopper, and it needs a fourth product to recompute the logits, only to save a quarter GB.
 
 Samples: `sampling.py` documents what they depend on. On a CPU, the products run in fp32 for any input precision,
 because low-precision products are six times slower there. A chunk of fewer than 8 rows is padded to 8, because from 8
@@ -49,17 +48,16 @@ _CHUNK_WITHOUT_GRADIENT = 1024  # rows
 
 
 class MlmHeadOutput(NamedTuple):
-    """Loss, accuracy counts and samples of the masked-token head.
+    """Loss, accuracy counts and samples of the masked-token head; only `loss_sum` carries a gradient.
 
-    M masked tokens ("rows"). Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights. Only
-    `loss_sum` carries a gradient.
+    Sums are scalars in fp32 (fp64 for fp64 input), weighted by the rows' weights.
     """
 
-    loss_sum: torch.Tensor
-    weight_sum: torch.Tensor
-    sampled_M: torch.Tensor
-    correct_sum: torch.Tensor
-    sampled_correct_sum: torch.Tensor
+    loss_sum: torch.Tensor  # of the cross-entropies; divide by `weight_sum` for the mean
+    weight_sum: torch.Tensor  # number of masked tokens for weights of 0 and 1
+    sampled_M: torch.Tensor  # token drawn for each row, int64
+    correct_sum: torch.Tensor  # rows whose most likely token is the true one
+    sampled_correct_sum: torch.Tensor  # rows whose drawn token is the true one
 
 
 def mlm_head_loss_and_sample(
@@ -81,15 +79,26 @@ def mlm_head_loss_and_sample(
 ) -> MlmHeadOutput:
     """Compute the weighted loss sum of the masked-token head and draw a token for each row.
 
-    The logits of the M masked tokens are x W^T + bias, and the loss is the cross-entropy of the true tokens.
+    The loss is differentiable in x, weight and bias, once. Its gradients are computed in this call and kept until
+    backward; under torch.no_grad, none is computed.
 
     Args:
+        x_MD: Converted to the dtype of `weight_VD`. Under autocast on a GPU, both are converted to autocast's dtype.
+        weight_VD: Token table with padded rows at the end; a multiple of 8 rows keeps the GPU's loads wide.
+        bias_V: Bias with V or with `vocab_size` entries; -inf forbids a token.
         target_M: int64 true tokens in [0, vocab_size), also where the weight is 0.
+        weight_M: At least 0.
+        seed: Seed of the run.
         step: Global step, in [0, 2**32).
-        row_M: int64, number of each masked token within the global batch, in [0, 2**32); it keys the noise of the row.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `x_MD`.
+        row_M: int64 numbers of the masked tokens within the global batch, in [0, 2**32), which key the noise.
+        vocab_size: Number of tokens that exist, at most V.
+        key_2: int64 seed and step on the device of `x_MD`. A kernel reads it instead of the two integers, so that a
+            CUDA graph that repeats the launch draws for the step that is in memory then. None: made from the integers.
+        temperature: Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the
+            logits. The loss does not use it.
+        disallow_correct: Whether the true token is excluded from sampling.
+        chunk: Number of rows whose logits exist at a time; without gradients at most 1024.
+        backend: See `backend_choice`.
     """
     is_differentiable = any(tensor.requires_grad for tensor in (x_MD, weight_VD, bias_V))
     with_gradient = torch.is_grad_enabled() and is_differentiable
@@ -129,6 +138,12 @@ def mlm_head_loss_and_sample(
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:
+    """Return a number of rows per chunk at which the last chunk has at least an eighth of the wanted size.
+
+    ELECTRA-Large has 130 slots for masked tokens in each row of the corpus, so 32 of these give 4,160 slots: one chunk
+    instead of chunks of 4,096 and 64. A small chunk is inefficient on a GPU, because each chunk reads the whole table
+    and adds to its whole gradient.
+    """
     num_whole_chunks, rest = divmod(num_rows, chunk)
     if num_whole_chunks == 0 or rest == 0 or rest * 8 >= chunk:
         return chunk
@@ -136,6 +151,10 @@ def _without_small_rest(num_rows: int, chunk: int) -> int:
 
 
 def _product_dtype(device_type: str, weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the operands: that of the weights, but autocast's for fp32 weights on a GPU.
+
+    A product of fp32 matrices is many times slower there. Tensors on "meta" stand for those of a GPU.
+    """
     under_autocast = device_type != "cpu" and torch.is_autocast_enabled("cuda")
     if under_autocast and weight_dtype == torch.float32:
         return torch.get_autocast_dtype("cuda")
@@ -150,7 +169,19 @@ def row_pass_reference(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch."""
+    """Compute loss, most likely token and sample of each of M rows of logits, by the C library or by torch.
+
+    The C library is used for fp32 logits on a CPU where the library was built; it agrees with torch to fp32 rounding.
+
+    Args:
+        logits_MV: Logits without bias, padded columns at the end. With `options.with_gradient`, overwritten by
+            their gradient, (softmax - onehot) * weight, with 0 in the padded columns.
+        bias_V: Bias of the `options.vocab_size` tokens that exist.
+        target_M: int64 true tokens.
+        weight_M: fp32 or fp64, which is the dtype of the computation.
+        row_M: int64 row numbers within the global batch.
+        options: Seed, step and switches.
+    """
     on_cpu = logits_MV.device.type == "cpu"
     is_fp32 = logits_MV.dtype == weight_M.dtype == torch.float32
     if cpu_library.row_pass is None or not on_cpu or not is_fp32:
@@ -177,7 +208,7 @@ def _row_pass_torch(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Run the row pass (loss, most likely token, sample and gradient of each row of logits) in torch."""
+    """Run the row pass block by block; this defines what the C library and the Triton kernel compute."""
     rows_per_block = block_rows(logits_MV)
     stats = RowStats(
         loss_M=torch.empty_like(weight_M), best_M=torch.empty_like(target_M), sampled_M=torch.empty_like(target_M)
@@ -206,7 +237,6 @@ def _row_block(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Compute loss, most likely token and sample of each row of one block of logits, in torch."""
     compute_dtype = weight_M.dtype
     z_MV = logits_MV[:, : options.vocab_size].to(compute_dtype) + bias_V.to(compute_dtype)
     forbidden_M = target_M if options.disallow_correct else None
@@ -232,7 +262,7 @@ def _row_block(
 
 
 class _MlmHead(torch.autograd.Function):
-    """Autograd function of the masked-token head, which computes its gradients already in the forward pass."""
+    """Autograd function that computes its gradients in forward, because only then the logits exist."""
 
     @staticmethod
     def forward(
@@ -247,7 +277,7 @@ class _MlmHead(torch.autograd.Function):
         chunk: int,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the weighted loss sum (a scalar), the most likely tokens and the drawn tokens, int64 [M] each."""
+        """Return loss sum, most likely and drawn tokens; `bias_V` has `vocab_size` entries here."""
         on_cpu = x_MD.device.type == "cpu"
         compute_dtype = torch.promote_types(x_MD.dtype, torch.float32) if on_cpu else x_MD.dtype
         sum_dtype = weight_M.dtype
@@ -286,14 +316,12 @@ class _MlmHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient, or None, for each argument of `forward`."""
         # Autograd casts each gradient to the precision of its input.
         grads = [grad * grad_loss for grad in ctx.saved_tensors]
         return *grads, None, None, None, None, None, None  # targets to backend have no gradient
 
 
 def _choose_row_pass(backend: str) -> Any:
-    """Return the function that computes loss, sample and gradient of rows of logits, for "triton" or "reference"."""
     if backend == "triton":
         from electra_kernels.triton.mlm_head import row_pass
 
@@ -302,7 +330,7 @@ def _choose_row_pass(backend: str) -> Any:
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, buffer: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """Compute the logits x W^T of M rows in the first rows of `buffer`, and return that part of it, [M, V]."""
+    """Return the logits x W^T in the first rows of `buffer`, which every chunk reuses; on a CPU pad to 8 rows."""
     num_rows, num_features = x_MD.shape
     num_padding = _LEAST_ROWS_CPU - num_rows
     if on_cpu and num_padding > 0:
@@ -318,12 +346,14 @@ def _add_product(sum_VD: torch.Tensor, a_VM: torch.Tensor, b_MD: torch.Tensor) -
     elif _can_add_low_precision_products(a_VM.device, a_VM.dtype):
         torch.addmm(sum_VD, a_VM, b_MD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
+        # torch 2.8 cannot add a product of low-precision matrices in place, so there is a temporary matrix as large as
+        # the sum.
         sum_VD += torch.mm(a_VM, b_MD, out_dtype=sum_VD.dtype)
 
 
 @functools.cache
 def _can_add_low_precision_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch can add a product of `dtype` matrices to an fp32 matrix in place; 2.8 cannot."""
+    """Try, once, whether this torch can add a product of `dtype` matrices to an fp32 matrix in place."""
     factor = torch.zeros(8, 8, device=device, dtype=dtype)
     total = torch.zeros(8, 8, device=device)
     try:

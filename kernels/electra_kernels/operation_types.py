@@ -28,21 +28,25 @@ class MaskIds(NamedTuple):
 class RowOptions(NamedTuple):
     """Scalar arguments of the masked-token head's row pass: loss, sample and gradient of each row of logits."""
 
-    seed: int
-    step: int
-    vocab_size: int
+    seed: int  # of the run, the key of the sampling noise
+    step: int  # global step, in [0, 2**32)
+    vocab_size: int  # tokens that exist; columns of the logits from there on are padding
+    # Divisor of the logits before sampling, a number or a float64 scalar tensor on the device of the logits. The
+    # loss does not use it.
     temperature: float | torch.Tensor
-    disallow_correct: bool
-    with_gradient: bool
+    disallow_correct: bool  # whether the true token of a row is excluded from sampling
+    with_gradient: bool  # whether the gradient of the logits overwrites the logits
+    # int64 seed and step on the device of the logits, which a kernel reads instead of the two integers; None: made
+    # from them
     key_2: torch.Tensor | None = None
 
 
 class RowStats(NamedTuple):
     """Results of the row pass of the masked-token head, one element for each of M rows."""
 
-    loss_M: torch.Tensor
-    best_M: torch.Tensor
-    sampled_M: torch.Tensor
+    loss_M: torch.Tensor  # cross-entropy of the true token, not multiplied by the row's weight
+    best_M: torch.Tensor  # most likely token, int64
+    sampled_M: torch.Tensor  # token drawn from the softmax, int64
 
 
 class DropoutKey(NamedTuple):
@@ -52,30 +56,28 @@ class DropoutKey(NamedTuple):
     row's number within the global batch, and the element's place in the row.
     """
 
-    probability: float
-    seed: int
-    step: int
-    site: int
+    probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
+    seed: int  # of the tower, which the model derives from the seed of the run
+    step: int  # global step, in [0, 2**32)
+    site: int  # number of the place in the model, from 0; two places of a tower must not share one
 
 
 class LayerDropout(NamedTuple):
-    """Dropout at one place of a layer, with the key of its random numbers in a tensor.
+    """Dropout at one place of a layer: a `DropoutKey` as a tensor, which a kernel reads from device memory.
 
-    It holds the same numbers as `DropoutKey`, but a kernel can read them from the device's memory.
     `DropoutKey.site`, the number of the place within the tower, is layer * sites_per_layer + site.
     """
 
-    probability: float
+    probability: float  # chance of an element to be dropped, in [0, 1); at 0, no random number is drawn
+    # int64 [3], contiguous: seed, step and number of the layer. It is on the device where a kernel reads it, and
+    # on the host for the plain-PyTorch reference.
     key_3: torch.Tensor
-    site: int
-    sites_per_layer: int
+    site: int  # number of the place within the layer, from 0
+    sites_per_layer: int  # number of places of a layer
 
     @classmethod
     def of_key(cls, dropout: DropoutKey, device: torch.device) -> LayerDropout:
-        """Return the dropout of a key of integers, with the key as a tensor on `device`.
-
-        The key's site takes the place of the layer: the result has one site per layer.
-        """
+        """Return the dropout of a key of integers; the key's site becomes the layer, with one site per layer."""
         key_3 = key_on_device(torch.tensor([dropout.seed, dropout.step, dropout.site]), device)
         return cls(dropout.probability, key_3, site=0, sites_per_layer=1)
 

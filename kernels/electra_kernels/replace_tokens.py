@@ -8,8 +8,6 @@ samples, as in the reference code (`scatter_update` of Google's ELECTRA, and its
 on the order of slots. A sample that equals the original is labelled original. Shapes are static and nothing waits for
 the device.
 
-Cost at 64 x 512, N = 128: 0.7 MB of traffic; one launch with Triton.
-
 Shapes: B rows, S positions, N slots per row.
 """
 
@@ -28,18 +26,9 @@ def replace_and_label(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows with the sampled tokens in place, and the labels for the discriminator.
+    """Return the corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id was changed.
 
-    A slot is a place for one masked position of a row and its sample.
-
-    Args:
-        positions_BN: int64 in [0, S), the position of each of a row's N slots.
-
-    Returns:
-        The corrupted rows, int64 [B, S], and the labels, bool [B, S]: True where the id differs from the original.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `ids_BS`.
+    Ids, positions (in [0, S)) and samples are int64; the samples are B * N elements in any shape.
     """
     sampled_BN = sampled_BN.view(positions_BN.shape)
     if resolve_without_cuda(backend, ids_BS.device.type) == "triton":
@@ -52,10 +41,7 @@ def replace_and_label(
 def replace_and_label_reference(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`.
-
-    Arguments and results are those of `replace_and_label`, with `sampled_BN` in the shape [B, N].
-    """
+    """Return corrupted rows and labels in plain PyTorch; this is the definition of `replace_and_label`."""
     is_written_BN = (weight_BN > 0).to(ids_BS.dtype)
     # The number of written slots, and the sum of their samples, at each position.
     count_BS = torch.zeros_like(ids_BS).scatter_add_(1, positions_BN, is_written_BN)

@@ -39,17 +39,11 @@ def sample(
     temperature: float | torch.Tensor = 1.0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Draw one token for each row from softmax(logits / temperature), without gradient.
+    """Draw one token for each row from softmax(logits / temperature), int64 [M], without gradient.
 
-    Args:
-        step: Global step, in [0, 2**32).
-        row_M: int64, the number of each row within the global batch (not within the rank), in [0, 2**32).
-
-    Returns:
-        Token ids, int64 [M]. The same arguments always give the same tokens.
-
-    Raises:
-        BackendUnavailable: `backend` cannot run on the device of `logits_MV`.
+    The logits have any floating precision; the computation is in fp32 (fp64 in the reference for fp64 logits). `row_M`
+    are the row numbers within the global batch, in [0, 2**32). A temperature in a tensor is a float64 scalar on the
+    same device.
     """
     logits_MV = logits_MV.detach()
     if resolve_without_cuda(backend, logits_MV.device.type) == "triton":
@@ -72,17 +66,9 @@ def sample_reference(
     temperature: float | torch.Tensor = 1.0,
     forbidden_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token for each row from softmax(logits / temperature) in plain PyTorch; this defines `sample`.
+    """Draw the tokens in plain PyTorch; this defines `sample`. Token `forbidden_M[m]` is not drawn in row m.
 
-    The token with the largest logit / temperature + Gumbel noise is drawn. M rows, V tokens.
-
-    Args:
-        step: Global step, in [0, 2**32).
-        row_M: int64, the number of each row within the global batch, in [0, 2**32).
-        forbidden_M: int64, one token per row that must not be drawn; None forbids nothing.
-
-    Returns:
-        Token ids, int64 [M].
+    Temporaries are as large as the logits, so callers pass one block of `block_rows` rows at a time.
     """
     vocab_size = logits_MV.shape[1]
     score_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
@@ -96,6 +82,8 @@ def sample_reference(
 
 def block_rows(logits_MV: torch.Tensor) -> int:
     """Return how many rows of logits to sample at a time, at least 1, so that the temporaries stay small."""
+    # On a CPU, malloc reuses temporaries of this size, while larger ones cause page faults every time. On a GPU, the
+    # temporaries of this many logits take 1 GB.
     logits_per_block = 2**16 if logits_MV.device.type == "cpu" else 2**24
     logits_per_row = max(1, logits_MV.shape[1])
     return max(1, logits_per_block // logits_per_row)

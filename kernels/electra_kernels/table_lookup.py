@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 
 
 def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the table's entries at some indices, of the indices' shape with E as a last dimension.
+    """Return the table's entries at int64 indices in [0, R), of the indices' shape with E as a last dimension.
 
-    Args:
-        index: int64 in [0, R), any shape with T elements.
+    The table must have few rows: on a GPU, the one-hot matrix of the gradient has T x R elements. There is no second
+    derivative there.
     """
     if index.device.type == "cpu":
         return F.embedding(index, table_RE)
@@ -35,29 +35,19 @@ def table_lookup(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def lookup_with_product_gradient(table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table that `index` selects, [*index.shape, E] in the dtype of the table, on any device.
-
-    Args:
-        index: int64 row numbers of any shape, in [0, R).
-    """
+    """Return what `table_lookup` does, on any device with the matrix product as the gradient."""
     entries: torch.Tensor = _Lookup.apply(table_RE, index)
     return entries
 
 
 def table_gradient(grad_TE: torch.Tensor, index_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the gradient of a table whose entries were looked up, [R, E] in the dtype of `grad_TE`.
-
-    Args:
-        index_T: int64 row of the table for each of them, in [0, num_rows).
-    """
+    """Return the gradient of a table of `num_rows` rows whose entries `index_T` were looked up, [R, E]."""
     row_R = torch.arange(num_rows, device=index_T.device)
     one_hot_TR = (index_T[:, None] == row_R).to(grad_TE.dtype)
     return one_hot_TR.t() @ grad_TE
 
 
 class _Lookup(torch.autograd.Function):
-    """Autograd function of a lookup in a table; it keeps only the indices for backward."""
-
     @staticmethod
     def forward(ctx: Any, table_RE: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)

@@ -100,10 +100,10 @@ class Placement:
         return f"{self.ranks[0]} to {self.ranks[-1]} of {sum(self.slots)}"
 
     def command(self, state: Path, port: int, arguments: Sequence[str]) -> list[str]:
-        """Return the DeepSpeed command that starts this node's ranks; if needed, also write a host file into `state`.
+        """Return the DeepSpeed command that starts this node's ranks.
 
-        The ranks of all nodes meet at `port` on node 0, a new one for each start. `arguments` are for
-        launcher/pretrain.py.
+        The ranks of all nodes meet at `port` on node 0; pass a new one at each start. `arguments` are for
+        launcher/pretrain.py. A host file is written into `state` for several nodes, or where visible GPUs are set.
         """
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
         shown = os.environ.get(VISIBLE_DEVICES)

@@ -153,3 +153,8 @@ def run_cli(*arguments: str) -> str:
 
     result = CliRunner().invoke(app, list(arguments))
     return f"{result.exit_code} {result.output}"
+
+
+def test_losses_of_exactly_0_are_no_scale_for_spikes() -> None:
+    guard = Guard(GuardConfig(window=2, spike_sigma=3.0), [0.0, 0.0])
+    assert guard.fault(0.0) == guard.fault(1.0) == ""

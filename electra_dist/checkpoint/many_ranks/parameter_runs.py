@@ -36,7 +36,10 @@ class Parts(NamedTuple):
 
 
 def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) -> bool:
-    """Return whether a manifest holds a run-length code of part sizes, because a list of all tensors is too long."""
+    """Return whether a manifest that lists every part of every parameter would be too long.
+
+    It then holds the sizes of the parts, run-length encoded.
+    """
     return zero_stage in (0, 3) and 3 * num_parameters * world_size > _MOST_LISTED_TENSORS
 
 

@@ -15,7 +15,7 @@ NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
 
 
 class UnknownTokens(NamedTuple):
-    """Number of the tokens of a text, without special tokens, and of those that are [UNK]."""
+    """Counts for one text: its tokens without special tokens, and how many of them are [UNK]."""
 
     tokens: int
     unk_tokens: int

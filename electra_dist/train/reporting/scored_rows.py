@@ -46,7 +46,7 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Convert the ids of a row to `tokens`, which are in the order of ids; round its probabilities to 4 decimals."""
+    """Return the row as text: each id is replaced by `tokens[id]`, and probabilities are rounded to 4 decimals."""
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],
         shown=[_token(tokens, token_id) for token_id in row.shown_S],

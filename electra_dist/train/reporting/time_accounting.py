@@ -49,7 +49,7 @@ class Clock:
         self._spent["eval"] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
-        """Add seconds for which a save has held up the step loop: the wait for the last save, and the copy."""
+        """Add seconds for which a save has blocked the step loop: waiting for the last save, and copying the state."""
         self._spent["stall"] += seconds
 
     def waited_for_data(self, total_s: float) -> None:

@@ -39,7 +39,8 @@ def norm_forward(
 ) -> tuple[torch.Tensor, Kept]:
     """Return LayerNorm(residual + dropout(x)), [T, H] in the dtype of `x_TH`, and what the backward pass needs.
 
-    There are T tokens in B rows of T / B tokens each, and H is the hidden width.
+    The inputs are contiguous and of one dtype. The T tokens are those of B rows of equal length; `row_B` are int64 row
+    numbers within the global batch. The backend is "triton" or "reference".
     """
     if backend == "triton":
         from electra_kernels.triton.dropout_add_norm import forward_pass
@@ -62,17 +63,16 @@ class BackwardPasses(abc.ABC):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of x and of the residual, [T, H] in the dtype of `grad_TH`.
+        """Return the gradients of x and of the residual, [T, H], and collect three sums [H].
 
-        It collects three sums [H]: the gradients of the LayerNorm's weight, of its bias, and of a bias added to x.
+        The sums are the gradients of the LayerNorm's weight, of its bias, and of a bias added to x. Without dropout,
+        the two gradients are one tensor. `kept` is what `norm_forward` returned and may be overwritten; `grad_TH` is
+        contiguous.
         """
 
     @abc.abstractmethod
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of GELU's input, [T, I]; `grad_TI`, that of its output, may be overwritten.
-
-        It collects one sum [I], the gradient of a bias added to GELU's input.
-        """
+        """Return the gradient of GELU's input, [T, I], and collect one sum [I]; `grad_TI` may be overwritten."""
 
     @abc.abstractmethod
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -117,14 +117,13 @@ class TritonPasses(BackwardPasses):
     """Backward passes in Triton, whose kernels write their partial sums into one buffer."""
 
     def __init__(self, grad_TH: torch.Tensor, widths: Sequence[int]) -> None:
-        """Allocate the buffer of partial sums."""
+        """Allocate the partial sums: `widths` are those of the sums in the order in which the passes collect them."""
         from electra_kernels.triton.dropout_add_norm import num_strips
 
         self._widths = list(widths)
         self._next_column = 0
         self._partials_PC = torch.empty(num_strips(grad_TH), sum(widths), device=grad_TH.device)
 
-    @override
     def norm(
         self,
         grad_TH: torch.Tensor,
@@ -134,6 +133,7 @@ class TritonPasses(BackwardPasses):
         row_B: torch.Tensor,
         dropout: LayerDropout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients by one launch; with dropout, that of x is written over x."""
         from electra_kernels.triton.dropout_add_norm import backward_strips
 
         x_TH, residual_TH, statistics_2T = kept
@@ -152,20 +152,21 @@ class TritonPasses(BackwardPasses):
             in_layer=True,
         )
 
-    @override
     def gelu(self, grad_TI: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """Overwrite the gradient by that of GELU's input, by one launch, and return it."""
         from electra_kernels.triton.gelu_gradient import gradient_strips
 
         return gradient_strips(grad_TI, x_TI, self._partials_PC, self._take_columns(grad_TI.shape[1]))
 
-    @override
     def sums(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all collected sums as parts of one vector, by two launches."""
         assert self._next_column == sum(self._widths), (
             f"{self._next_column} of {sum(self._widths)} columns are written"
         )
         return sum_of_strips(self._partials_PC, dtype=dtype).split(self._widths)
 
     def _take_columns(self, width: int) -> int:
+        """Return the first of the next `width` columns of the buffer, and mark them as used."""
         first_column = self._next_column
         self._next_column += width
         return first_column

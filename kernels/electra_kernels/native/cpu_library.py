@@ -46,7 +46,8 @@ _Item = TypeVar("_Item")
 def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
     """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
 
-    Threads run in parallel only while `work` releases the interpreter lock.
+    Threads run in parallel only while `work` releases the interpreter lock. If calls raise exceptions, that of the
+    first such item in the order of `items` is raised. With one item or one thread, the calling thread makes the calls.
     """
     num_threads = min(torch.get_num_threads(), len(items))
     if num_threads <= 1:
@@ -60,11 +61,14 @@ def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
 
 @functools.cache
 def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
+    """Return the pool of a process; a fork inherits cached pools without their threads and gets a new one."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="electra-cpu-library")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the C library in the folder of this file and declare the argument types of its functions."""
+    """Return the library in the folder of this file; None without one of this machine and of `_VERSION`."""
+    # A library of another version has functions that take other arguments (`electra_cpu_library_version` in
+    # cpu_library.c).
     for path in Path(__file__).parent.glob("compiled_cpu_library*.so"):
         try:
             library = ctypes.CDLL(str(path))
@@ -78,9 +82,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _declare_arguments(library: ctypes.CDLL) -> None:
-    """Set the argument types of the functions of cpu_library.c, in the order of the C declarations. Without these
-    types, ctypes would pass 64-bit numbers as 32-bit ints.
-    """
+    """Declare the types, in the order of C; without them ctypes would pass 64-bit numbers as 32-bit ints."""
     key: list[Any] = [_WORD, _WORD32, _WORD32]  # seed, purpose, step
     grid: list[Any] = [*key, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE]  # rows, num_rows, first_block, num_blocks, stride
     library.electra_bits.argtypes = [*grid, _POINTER]
@@ -107,7 +109,11 @@ _library = _load()
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:
-    """Fill `grid` with the 32 random bits that `keyed_random.bits_grid` defines for each row and position, in C."""
+    """Fill `grid`, int64 [R, 4 * blocks], with the bits that `keyed_random.bits_grid` defines.
+
+    Columns of the grid are adjacent; its rows may be part of a wider array. `first_block` is the first position
+    divided by 4; `rows` are contiguous.
+    """
     assert _library is not None
     assert grid.dtype == np.int64
     arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
@@ -125,7 +131,7 @@ def _fill_kept(
     threshold: int,
     scale: float,
 ) -> None:
-    """Fill `grid` with the factors of dropout, in C: `scale` for kept elements, 0 for dropped ones."""
+    """Fill `grid`, fp32, with `scale` where the bits of `_fill_bits` are at least `threshold`, and 0 elsewhere."""
     assert _library is not None
     assert grid.dtype == np.float32
     arguments = _grid_arguments(grid, seed, purpose, step, rows, first_block)
@@ -147,7 +153,10 @@ def _grid_arguments(
 def _permute(
     index: np.ndarray, size: np.ndarray, epoch: np.ndarray, block: np.ndarray, seed: int, purpose: int, num_rounds: int
 ) -> np.ndarray:
-    """Return the place that a keyed permutation gives to each of several numbers, in C."""
+    """Return, uint64, where permutation (seed, purpose, epoch[i], block[i]) of length size[i] moves index[i].
+
+    `permute` of `electra_dist/data/row_order.py` is the same function in NumPy.
+    """
     assert _library is not None
     # C reads contiguous arrays. The names keep the converted arrays alive during the call.
     index = np.ascontiguousarray(index, np.uint64)
@@ -170,7 +179,11 @@ def _permute(
 
 
 def _row_checksums(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the checksum of each row, uint64 [k], in C; `electra_dist/data/row_checksums.py` defines it in NumPy."""
+    """Return the checksum of each row, uint64 [k]; `electra_dist/data/row_checksums.py` defines it in NumPy.
+
+    `rows` are contiguous [k, seq_len] integers, and may be a mapped file. `keys` are contiguous uint32, one for each
+    32-bit word of a row and for the bytes after the last whole word.
+    """
     assert _library is not None
     assert rows.flags.c_contiguous
     row_bytes = rows.shape[1] * rows.itemsize
@@ -187,8 +200,12 @@ def _gather_rows(
     out: np.ndarray,
     keys: np.ndarray | None,
 ) -> int | None:
-    """Copy row `rows[k]` of shard number `which[k]` to `out[k]`, for every k, in C, and verify the copies'
-    checksums.
+    """Copy row `rows[k]` of shard `which[k]` to `out[k]` for every k, and verify the copies' checksums.
+
+    The result is the first k whose copy has another checksum than its shard's table lists, or None. `tables` holds the
+    `table` of each `electra_dist.data.shard.Shard`: where its rows and their checksums lie in memory. The mappings
+    must stay open during the call. Without `keys`, checksums are not compared. IndexError: a row number is not in its
+    shard; the rows of `out` before it are filled.
     """
     assert _library is not None
     assert out.flags.c_contiguous
@@ -226,7 +243,10 @@ def _row_pass(
     disallow_correct: bool,
     with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the row pass of the masked-token head, `mlm_head.row_pass_reference`, on a CPU in fp32, in C."""
+    """Run `mlm_head.row_pass_reference` in fp32; return unweighted losses, most likely tokens and drawn tokens.
+
+    `key` is seed, purpose and step of the sampling noise. The columns of the logits are adjacent.
+    """
     library = _library
     assert library is not None
     assert logits_MV.dtype == weight_M.dtype == torch.float32
@@ -242,7 +262,6 @@ def _row_pass(
     sampled_M = torch.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
-        """Compute the results of up to `_ROWS_AT_A_TIME` rows of logits, from row `begin` on, by one call of C."""
         block = slice(begin, begin + _ROWS_AT_A_TIME)
         logits = logits_MV[block]
         library.electra_row_pass(

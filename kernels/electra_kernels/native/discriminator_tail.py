@@ -10,8 +10,6 @@ How: `python -m electra_kernels.native.discriminator_tail` builds `discriminator
 built from another version of the source is never loaded. The build is optional: only `kernels.backend: cuda` needs the
 library, and the error for a missing one names the command.
 
-Cost: the memory traffic is that of the Triton kernels.
-
 Limits: bf16 and fp32 dense outputs; H up to 2**31.
 
 Shapes: T tokens, H hidden, P thread blocks.
@@ -40,10 +38,7 @@ _BUILD = "python -m electra_kernels.native.discriminator_tail"
 def library_path() -> Path:
     """Return the path of the CUDA library for the present source file, whether or not it is built.
 
-    The name contains the digest of the source, so a changed source has another path and must be built again.
-
-    Raises:
-        BackendUnavailable: This user has no home folder.
+    BackendUnavailable: this user has no home folder.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     try:
@@ -59,10 +54,8 @@ def library_path() -> Path:
 def build(path: Path) -> str:
     """Compile the CUDA library to `path` with nvcc; return the report of registers and spills of each kernel.
 
-    The library is for GPUs of compute capability 8.x and 9.0.
-
-    Raises:
-        BackendUnavailable: nvcc is not on PATH, or it rejects the source; the text has its last line of errors.
+    The file appears under its name only when it is complete. BackendUnavailable: nvcc is not on PATH, or it rejects
+    the source; the text has its last line of errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
@@ -89,15 +82,9 @@ def build(path: Path) -> str:
 
 @functools.cache
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """Load the CUDA library of the discriminator tail and declare the argument types of its functions.
+    """Load the CUDA library, once per process; without a path, that of the present source file.
 
-    The result is cached, so a process loads a file only once.
-
-    Args:
-        path: File of the library; None stands for `library_path()`, the library of the present source file.
-
-    Raises:
-        BackendUnavailable: The file does not exist; the text names the command that builds it.
+    BackendUnavailable: the file does not exist; the text names the command that builds it.
     """
     if path is None:
         path = library_path()
@@ -128,13 +115,10 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token, fp32 [T] each, by the CUDA library.
+    """Return masked loss and logit of every token, fp32 [T] each, as `rtd_losses_reference` defines them.
 
-    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
-
-    Raises:
-        BackendUnavailable: The library is not built.
-        RuntimeError: CUDA did not start the kernel.
+    The dense output is contiguous bf16 or fp32; labels and masks are contiguous fp32. RuntimeError: CUDA did not start
+    the kernel.
     """
     bias_H = _as_fp32(bias_H)
     out_weight_H = _as_fp32(out_weight_H)
@@ -155,8 +139,10 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by the CUDA
-    library.
+    """Return the gradients of the dense output, its bias, the output weight and the output bias.
+
+    The first is in the dtype of the dense output, the others are fp32. `logits_T` is a result of `forward_pass`;
+    `upstream_T`, contiguous fp32, is the gradient of each token's masked loss.
     """
     num_tokens, hidden = dense_TH.shape
     num_blocks = min(NUM_BLOCKS, num_tokens)
@@ -174,12 +160,15 @@ def backward_pass(
 
 
 def _as_fp32(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter as contiguous fp32, the only form in which the CUDA library reads parameters."""
     return parameter.float().contiguous()
 
 
 def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ...], *more: int) -> None:
-    """Launch a function of the CUDA library on the current stream of torch; with no tokens, do nothing."""
+    """Launch a function of the library on torch's current stream; `tensors` and `more` are in the order of C.
+
+    The tensors must stay alive until the call returns. After that, the caller may free them although the kernel may
+    still run: torch gives their memory only to later work of the same stream.
+    """
     assert dense_TH.dtype in (torch.bfloat16, torch.float32), (
         f"the dense output is {dense_TH.dtype}: pass bf16 or fp32, or set kernels.backend to auto"
     )
@@ -188,7 +177,7 @@ def _call(function: Any, dense_TH: torch.Tensor, tensors: tuple[torch.Tensor, ..
         return
     is_bf16 = int(dense_TH.dtype == torch.bfloat16)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    stream = torch.cuda.current_stream().cuda_stream if dense_TH.is_cuda else None
+    stream = torch.cuda.current_stream(dense_TH.device).cuda_stream if dense_TH.is_cuda else None
     error = function(is_bf16, *pointers, num_tokens, hidden, *more, stream)
     if error:
         raise RuntimeError(

@@ -9,9 +9,7 @@ every operation. Approximate instructions of the GPU, `ex2.approx` (error up to 
 that are not made for it.
 
 How: products use fused multiply-adds (`tl.fma`), which give the exact remainder of a product, and sums use Knuth's
-two-sum. The exponential is a range reduction and a polynomial.
-
-Cost: `scaled_exp` takes 15 instructions and `two_sum` 8. Nothing accesses memory.
+two-sum. The exponential is a range reduction and a polynomial. `scaled_exp` takes 15 instructions and `two_sum` 8.
 
 Limits: `tl.fma` must round once; in Triton's interpreter, it does from version 3.9 on.
 """
@@ -37,7 +35,8 @@ _FRACTION_BITS: tl.constexpr = tl.constexpr(23)  # of an fp32 number; the expone
 def two_sum(a, b):
     """Return a + b rounded to fp32, and the exact rounding error (0 where the sum is not finite).
 
-    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger.
+    The algorithm is Knuth's two-sum; it is correct whichever of a and b is larger. The subtractions recover which
+    parts of a and of b the rounded total contains; the rest of each was lost.
     """
     total = a + b
     b_in_total = total - a
@@ -48,7 +47,13 @@ def two_sum(a, b):
 
 @triton.jit
 def scaled_exp(x, x_low, scale, scale_low):
-    """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0."""
+    """Return (scale + scale_low) * exp(x + x_low) as a pair (high, low) whose sum is the result, for x <= 0.
+
+    Range reduction: with the integer n nearest to x / log(2), exp(x) = 2^n * exp(r), where r = x - n * log(2) is at
+    most log(2) / 2 in size. 2^n is made from its bits, and exp(r) - 1 is a polynomial, so high = scale * 2^n and
+    low = high * (exp(r) - 1). For x of -88 or less, the result is 0. `x_low` and `scale_low` may be None, which means
+    0 and takes fewer instructions.
+    """
     x = tl.maximum(x, _LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     # fp32 numbers of the size of _TO_EXPONENT are spaced by 1, so the sum is rounded to an integer: its low bits hold
     # n + 127, which is the exponent field of the number 2^n.
@@ -74,7 +79,8 @@ def scaled_exp(x, x_low, scale, scale_low):
 def precise_log(high, low):
     """Return log(high + low) as a pair whose sum is the result, for numbers high + low of at least 1.
 
-    The first of the pair is the logarithm rounded to fp32.
+    The correction is one Newton step for exp(y) = high + low: (high + low) * exp(-estimate) - 1, where the estimate is
+    the logarithm of `high`.
     """
     estimate = tl.log(high)
     near_one, rest = scaled_exp(-estimate, None, high, low)
@@ -86,7 +92,8 @@ def precise_log(high, low):
 def precise_ratio(a, b, b_low):
     """Return a / (b + b_low) as a pair whose sum is the result: the rounded quotient a / b, and its correction.
 
-    The correction is the remainder of the division, a - ratio * (b + b_low), divided by b.
+    The correction is the remainder of the division, a - ratio * (b + b_low), divided by b. Fused multiply-adds compute
+    the remainder without the rounding error of the product.
     """
     ratio = a / b
     remainder = tl.fma(-ratio, b_low, tl.fma(-ratio, b, a))
@@ -97,7 +104,8 @@ def precise_ratio(a, b, b_low):
 def precise_inverse_root(x):
     """Return 1 / sqrt(x) as a pair whose sum is the result: the rounded value, and its correction by one Newton step.
 
-    The correction is root / 2 * (1 - x * root^2).
+    The correction is root / 2 * (1 - x * root^2). The product x * root is taken with its rounding error, because the
+    difference is tiny.
     """
     root = 1.0 / tl.sqrt(x)
     product = x * root
@@ -108,9 +116,11 @@ def precise_inverse_root(x):
 
 @triton.jit
 def precise_sum(x, x_low, bound):
-    """Return the sum of a vector of non-negative numbers x + x_low as a pair whose sum is the result.
+    """Return the sum of a vector of non-negative numbers x + x_low as a pair; `bound` is at least twice that of x.
 
-    To add and then subtract `bound` rounds each x to a multiple of bound's last digit.
+    To add and then subtract `bound` rounds each x to a multiple of bound's last digit. In decimal arithmetic of four
+    digits, for example, 1234 + 100000 - 100000 is 1200. The sum of these multiples has so few bits that it is exact in
+    any order. What the rounding took from each x is summed separately; that sum is small, so its own error is tiny.
     """
     coarse = (x + bound) - bound
     coarse_sum = tl.sum(coarse, 0)

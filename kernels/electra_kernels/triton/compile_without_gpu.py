@@ -50,20 +50,21 @@ _WARP_SIZE = 32  # threads
 class KernelCase(NamedTuple):
     """One Triton kernel with the argument types and constants to compile it for, but without the GPU architecture."""
 
-    name: str
-    kernel: Any
+    name: str  # first column of the printed table
+    kernel: Any  # function decorated by `triton.jit`
+    # Triton type of each argument, for example "*bf16"; names that the kernel does not have are ignored
     types: dict[str, str]
-    constants: dict[str, Any]
-    divisible: tuple[str, ...]
-    num_warps: int
-    dtype: str = "bf16"
+    constants: dict[str, Any]  # value of each compile-time argument
+    divisible: tuple[str, ...]  # integer arguments that the compiler may assume to be multiples of 16
+    num_warps: int  # of a program (thread block)
+    dtype: str = "bf16"  # of the model's tensors, one of `DTYPES`; "int64" for a kernel that has none of them
 
 
 class Compiled(NamedTuple):
     """Resources and instruction counts of one kernel, compiled for one GPU architecture.
 
-    Values that do not fit into registers are spilled to memory, which shows as a stack or as local accesses. None
-    of our kernels uses tensor cores, so `tensor_core` should be 0.
+    Values that do not fit into registers are spilled to memory, which shows as a stack or as local accesses. None of
+    our kernels uses tensor cores, so `tensor_core` should be 0.
     """
 
     name: str
@@ -102,7 +103,11 @@ _SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_colu
 
 
 def cases(all_dtypes: bool = False) -> list[KernelCase]:
-    """Return the kernels to compile, with their argument types and constants, in the order of the printed table."""
+    """Return the kernels to compile, in the order of the printed table, in bf16 or in all of `DTYPES`.
+
+    In fp32 there are always the two kernels whose code differs there: the training variant of the generator's head and
+    the forward kernel of the discriminator tail.
+    """
     head_train, head_evaluate, sample = _head_cases()
     scheduled = head_train.constants | {"TEMPERATURE_IN_MEMORY": True}
     scheduled_types = head_train.types | {"temperature_ptr": "*fp64"}
@@ -115,7 +120,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
-    """Return three variants of the kernel `mlm_head.row_kernel` to compile, as (train, evaluate, sample)."""
+    """Return the row kernel for training, for evaluation (without gradient), and for the sample only."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",
@@ -138,7 +143,6 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
     }
 
     def head_case(name: str, with_loss: bool, with_gradient: bool) -> KernelCase:
-        """Return the variant of the kernel with or without loss and gradient; `name` is its name in the report."""
         return KernelCase(
             name=name,
             kernel=mlm_head.row_kernel,
@@ -156,9 +160,6 @@ def _head_cases() -> tuple[KernelCase, KernelCase, KernelCase]:
 
 
 def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    """Return what to compile for the discriminator tail: its forward and its backward kernel, bf16, hidden size
-    1024.
-    """
     types = _SHARED_TYPES | {
         "dense_ptr": "*bf16",
         "out_weight_ptr": "*bf16",
@@ -185,7 +186,8 @@ def _tail_cases() -> tuple[KernelCase, KernelCase]:
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
     """Return a copy of a bf16 case that compiles the same kernel for tensors of `dtype`.
 
-    For fp32 the result also sets the constant PAIR where the kernel has it.
+    For fp32 it sets the constant PAIR where the kernel has it: the sum of a value and its bias is then a rounded sum
+    and its rounding error. For values of 16 bits one fp32 number is enough.
     """
     types = {argument: triton_type.replace("bf16", dtype) for argument, triton_type in case.types.items()}
     constants = case.constants
@@ -195,7 +197,6 @@ def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
 
 
 def _slot_cases() -> list[KernelCase]:
-    """Return what to compile for the two kernels that handle the masked positions of a row (slots), in bf16."""
     replace_types = _SHARED_TYPES | {
         "ids_ptr": "*i64",
         "weight_ptr": "*fp32",
@@ -231,7 +232,7 @@ def _slot_cases() -> list[KernelCase]:
 
 
 def _norm_cases() -> list[KernelCase]:
-    """Return what to compile for LayerNorm(residual + dropout(x)): its forward and its backward kernel."""
+    """Return both kernels for hidden sizes 256 and 1024; the suffix `_p0` stands for dropout probability 0."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
         **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
@@ -261,7 +262,6 @@ def _norm_cases() -> list[KernelCase]:
 
 
 def _embedding_case() -> KernelCase:
-    """Return what to compile for dropout on embeddings: its only kernel, in bf16."""
     types = {"x_ptr": "*bf16", "key_ptr": "*i64", "row_ptr": "*i64", "out_ptr": "*bf16", "scale": "fp32"}
     return KernelCase(
         name="keyed_dropout",
@@ -274,7 +274,6 @@ def _embedding_case() -> KernelCase:
 
 
 def _gelu_case() -> KernelCase:
-    """Return what to compile for GELU's gradient, in bf16: blocks of 1024 columns, as the large model has them."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("grad_ptr", "x_ptr"), "*bf16"),
         "partials_ptr": "*fp32",
@@ -291,7 +290,6 @@ def _gelu_case() -> KernelCase:
 
 
 def _mask_case() -> KernelCase:
-    """Return what to compile for the draw of masked positions: its only kernel."""
     types = _SHARED_TYPES | {
         **dict.fromkeys(("ids_ptr", "row_ptr", "key_ptr", "wanted_ptr", "position_ptr", "input_ptr"), "*i64"),
         "weight_ptr": "*fp32",
@@ -347,7 +345,7 @@ def _runtime_arguments(case: KernelCase) -> list[str]:
 
 
 def _kernel_source(case: KernelCase) -> ASTSource:
-    """Return the input of Triton's compiler for a kernel: function, argument types, constants and alignment."""
+    """Build the compiler's input, with types and alignment that a launch would read from the arguments."""
     names = case.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr") | {name: case.types[name] for name in _runtime_arguments(case)}
     pointers = [name for name in names if signature[name].startswith("*")]
@@ -363,7 +361,7 @@ def _kernel_source(case: KernelCase) -> ASTSource:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """Return resource usage and machine code of a kernel as text, by the `cuobjdump` in Triton's package."""
+    """Return resource usage and machine code of a .cubin as text, by the `cuobjdump` in Triton's package."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
     def dump(flag: str, path: str) -> str:
@@ -379,14 +377,16 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 
 def _number(pattern: str, text: str) -> str:
+    """Return what the first group of `pattern` matches in the disassembler's report, such as "96"."""
     match = re.search(pattern, text)
     assert match, f"cuobjdump's output has no match of {pattern!r}: adapt the pattern to this version of Triton"
     return match[1]
 
 
 def table(rows: Sequence[Compiled | Refused]) -> str:
-    """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed
-    width.
+    """Return the report as text: Triton's version, a header, and one line for each kernel, in columns of fixed width.
+
+    The test's snapshot (tests/kernels/compiled_kernels.txt) has this form.
     """
     header = (
         f"{'kernel':<16} dtype   arch {'regs':>5} {'stack':>6} {'shared':>7} {'ldg128':>7} {'stg128':>7} {'sass':>6}"
@@ -406,7 +406,7 @@ def table(rows: Sequence[Compiled | Refused]) -> str:
 def main() -> None:
     """Compile all kernels for the architectures on the command line and print the table.
 
-    With `--json FILE`, all counts of each kernel are written to the file, too.
+    With `--json FILE`, all counts are written to the file, too. The exit code is 1 if the compiler refuses a kernel.
     """
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument(

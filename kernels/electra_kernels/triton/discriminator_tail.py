@@ -15,9 +15,8 @@ with confidence keeps its gradient and its loss. GELU times a factor has two rou
 instructions. A tile has few tokens, so no sum within it has many terms. The additional cost is some fifty instructions
 for each token, not for each of its H elements.
 
-Cost at T = 32768, H = 1024 bf16: 67 MB read forward; 67 MB read and 67 MB written backward, and 8 MB of partial sums.
-
-Limits: H up to 8192, because all H elements of a token are held in registers; fp64 is computed in fp32.
+Limits: H up to 8192, because all H elements of a token are held in registers; fp64 is computed in fp32. All tensors
+are contiguous; labels, masks, logits and upstream gradients are fp32.
 
 Shapes: T tokens, H hidden, P programs.
 """
@@ -46,10 +45,7 @@ _DENSITY_AT_0: tl.constexpr = tl.constexpr(0.3989422804014327)  # of the normal 
 
 @triton.jit
 def gelu_times(a, erf, factor):
-    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2)).
-
-    The caller passes `erf`, because the derivative of GELU needs it, too.
-    """
+    """Return factor * gelu(a) = factor * a / 2 * (1 + erf), with two roundings; `erf` is erf(a / sqrt(2))."""
     half = a * (0.5 * factor)
     return tl.fma(half, erf, half)
 
@@ -65,10 +61,7 @@ def gelu_slope(a, erf):
 
 @triton.jit
 def exp_of_minus_abs(logit):
-    """Return exp(-abs(logit)), in (0, 1], with an error of about one rounding.
-
-    The GPU's own exponential would have an error of two.
-    """
+    """Return exp(-abs(logit)), in (0, 1], with an error of about one rounding; the GPU's own has two."""
     high, low = scaled_exp(-tl.abs(logit), None, 1.0, None)
     return high + low
 
@@ -77,7 +70,8 @@ def exp_of_minus_abs(logit):
 def sigmoid_minus(logit, label):
     """Return sigmoid(logit) - label as one quotient over the common denominator 1 + e, with e = exp(-abs(logit)).
 
-    The plain difference would round to 0 for a token that is predicted correctly with confidence.
+    The plain difference would round to 0 for a token that is predicted correctly with confidence. The numerator is
+    (1 - label) - label * e for a logit of at least 0, and (1 - label) * e - label for a negative one.
     """
     small = exp_of_minus_abs(logit)
     is_positive = logit >= 0.0
@@ -93,7 +87,9 @@ def sigmoid_minus(logit, label):
 def sigmoid_cross_entropy(logit, logit_low, label):
     """Return the loss softplus(z) - label * z of the logit z = logit + logit_low, rounded about once.
 
-    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))).
+    softplus(z) = max(z, 0) + log(1 + exp(-abs(z))). For a label of 0 or 1, the part without the logarithm, max(logit,
+    0) - label * logit, is exact. `logit_low`, the rounding error of the logit, changes the loss by `logit_low` times
+    the loss's derivative, sigmoid(logit) - label.
     """
     one_plus_exp, one_plus_exp_low = two_sum(1.0, exp_of_minus_abs(logit))
     log, log_low = precise_log(one_plus_exp, one_plus_exp_low)
@@ -120,9 +116,10 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the masked loss and the logit of every token of a strip, the tokens that one program handles.
+    """Write the masked loss and the logit of every token of a strip, the tiles of BLOCK_T tokens of one program.
 
-    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
+    With PAIR, the rounding errors of dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and
+    at least H.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -170,7 +167,8 @@ def tail_backward_kernel(
 ):
     """Write the gradient of the dense output for a strip of tokens, and the strip's gradients of the parameters.
 
-    The forward pass is logit = out_weight . gelu(dense + bias) + out_bias, then the masked sigmoid cross-entropy.
+    `upstream_ptr` has the gradient of each token's masked loss. Program p writes row p of the partial sums of the
+    parameters' gradients.
     """
     column = tl.arange(0, BLOCK_H)
     bias = tl.load(bias_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -213,10 +211,7 @@ def forward_pass(
     label_T: torch.Tensor,
     mask_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masked loss and logit of every token, fp32 [T] each, by one launch of the Triton kernel.
-
-    The logit is out_weight . gelu(dense + bias) + out_bias; the loss is its sigmoid cross-entropy times the mask.
-    """
+    """Return what `rtd_losses_reference` does, masked loss and logit of every token, by one launch."""
     num_tokens, hidden = dense_TH.shape
     loss_T = torch.empty_like(label_T)
     logits_T = torch.empty_like(label_T)
@@ -248,7 +243,10 @@ def backward_pass(
     logits_T: torch.Tensor,
     upstream_T: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch."""
+    """Return the gradients of the dense output, its bias, the output weight and the output bias, by one launch.
+
+    The first is in the dtype of the dense output, the others are fp32.
+    """
     num_tokens, hidden = dense_TH.shape
     num_programs, tile_options = _launch_shape(num_tokens, hidden)
     grad_dense_TH = torch.empty_like(dense_TH)
@@ -279,7 +277,7 @@ def backward_pass(
 
 
 def _launch_shape(num_tokens: int, hidden: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs of a launch, and the kernel arguments that set tile shape and compilation."""
+    """Return the number of programs and the tile: BLOCK_H covers a whole token, because its columns are summed."""
     block_h = triton.next_power_of_2(hidden)
     block_t = max(1, min(_MAX_ROWS_PER_TILE, _ELEMENTS_PER_TILE // block_h))
     num_tiles = triton.cdiv(num_tokens, block_t)

@@ -19,9 +19,9 @@ Exactness: multiplications and the additions that follow them are fused. 1 / sqr
 plus a correction (see `compensated_arithmetic.py`). That costs six instructions a token and avoids the error of
 `sqrt.approx`.
 
-Cost at 32768 x 1024 in bf16: 201 MB forward, 336 MB backward, 6 or 10 MB of partial sums (P = 792, on an H200).
+Cost beside that of the operation, at 32768 x 1024: 6 or 10 MB of partial sums (P = 792, on an H200).
 
-Shapes: T = B * S tokens, H hidden, P programs, C columns of the partial sums.
+All tensors are contiguous. Shapes: T = B * S tokens, H hidden, P programs, C columns of the partial sums.
 """
 
 # Kernels are in Triton's language: their arguments have no Python types.
@@ -50,9 +50,21 @@ _PURPOSE: tl.constexpr = tl.constexpr(int(Purpose.DROPOUT))
 
 @triton.jit
 def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, seq_len, hidden, BLOCK_H: tl.constexpr):
-    """Return the factor of dropout, 0 or `scale`, for each column of a token, fp32 [BLOCK_H].
+    """Return `dropout_add_norm.keep_scale` for each column of a token, fp32 [BLOCK_H]: 0 or `scale`.
 
-    The values are those of `dropout_add_norm.keep_scale` in torch.
+    An element is dropped if its 32 random bits, read as an unsigned number, are below `limit`.
+
+    Args:
+        key_ptr: int64 seed, global step, and number of the layer.
+        row_ptr: int64 numbers of the rows within the global batch, one for each `seq_len` tokens.
+        token: Number of the token among all rows of this launch.
+        layer_quads: How many random numbers of each row a layer uses, divided by 4.
+        site_quads: First random number of this site in each row, divided by 4 and counted from the layer's first.
+        limit: `keyed_random.drop_threshold`: the 32 bits of the unsigned number, passed as int32.
+        scale: 1 / (1 - probability).
+        seq_len: Tokens of a row.
+        hidden: Columns of a token, a multiple of 4.
+        BLOCK_H: A power of 2 and at least `hidden`.
     """
     seed = tl.load(key_ptr)
     seed_low = seed.to(tl.int32)
@@ -67,9 +79,10 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
 
 @triton.jit
 def normalised(summed, mean, variance, inside):
-    """Return three values (normed, root, root_low) for one token: its normalised vector, and 1 / sqrt(variance).
+    """Return normed = (summed - mean) / sqrt(variance) of a token, 0 outside, and 1 / sqrt(variance) as a pair.
 
-    The vector is normed = (summed - mean) / sqrt(variance).
+    `variance` includes eps. `inside` is true for the columns below H, false for those that fill the block up to a
+    power of 2. The sum root + root_low is more accurate than the rounded value `root`.
     """
     root, root_low = precise_inverse_root(variance)
     centred = tl.where(inside, summed - mean, 0.0)
@@ -100,7 +113,7 @@ def norm_forward_kernel(
 ):
     """Write LayerNorm(residual + dropout(x)), mean and variance of one token; program t handles token t.
 
-    The random bits follow from key, row and site; `keep_scale` takes the same arguments and explains them.
+    `keep_scale` explains the arguments of dropout. DROP is false at probability 0, where no bits are drawn.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
@@ -153,7 +166,9 @@ def norm_backward_kernel(
 ):
     """Write the gradients of both inputs for a strip of tokens, and the strip's gradients of the parameters.
 
-    The inputs are `x`, which dropout applies to, and `residual`.
+    The sums over strip p are row p of `partials_ptr`, from `first_column` on: H columns of the LayerNorm's weight, H
+    of its bias and, with SUM_X, H sums of the gradient of x. With DROP false, both inputs have the same gradient and
+    only `grad_residual_ptr` is written. `keep_scale` explains the arguments of dropout.
     """
     column = tl.arange(0, BLOCK_H)
     inside = column < hidden
@@ -208,13 +223,9 @@ def forward_pass(
     eps: float,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return LayerNorm(residual + dropout(x)), and the statistics of each token, by one launch.
+    """Return LayerNorm(residual + dropout(x)) for x [B, S, H] or [T, H], and its statistics, by one launch.
 
-    Args:
-        x: Contiguous output of a sub-layer, [B, S, H] or [T, H]: B rows of S tokens. H is a multiple of 4.
-
-    Returns:
-        The norm in the dtype of `x`; and fp32 [2, T] with each token's mean, and variance with eps.
+    The statistics are fp32 [2, T]: each token's mean, and variance with eps.
     """
     hidden = x.shape[-1]
     num_tokens = x.numel() // hidden
@@ -250,12 +261,9 @@ def backward_pass(
     row_B: torch.Tensor,
     dropout: LayerDropout,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, the residual, the LayerNorm's weight and its bias, by one launch and two for sums.
+    """Return the gradients of x, the residual, the weight and the bias, by one launch and two for sums.
 
-    All tensors are contiguous: B rows, S tokens in each, T = B * S, H hidden. The dropped elements are drawn again.
-
-    Args:
-        grad: Gradient of the forward pass's result, [B, S, H] or [T, H].
+    Those of weight and bias are fp32. At probability 0, those of x and the residual are one tensor.
     """
     hidden = grad.shape[-1]
     partials_PC = torch.empty(num_strips(grad), 2 * hidden, device=grad.device)
@@ -267,7 +275,10 @@ def backward_pass(
 
 
 def num_strips(grad: torch.Tensor) -> int:
-    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H]."""
+    """Return the number of programs P of the backward kernel for a gradient [B, S, H] or [T, H].
+
+    A strip has about `_TOKENS_PER_STRIP` tokens or more, so that the partial sums take few bytes.
+    """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
     most_programs = resident_programs(grad.device, _launch_options(hidden)["num_warps"])
@@ -288,7 +299,9 @@ def backward_strips(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x and of the residual, and write the partial sums of the parameters' gradients.
 
-    The first seven arguments are those of `backward_pass`. At probability 0 both gradients are one tensor.
+    `partials_PC` is fp32. Several kernels may share it, each with columns of its own from `first_column` on, so that
+    one sum over P serves all. With `in_layer`, the gradient of x is summed, too, and written over `x`, which a layer
+    does not need any more. At probability 0 both gradients are one tensor.
     """
     hidden = grad.shape[-1]
     num_tokens = grad.numel() // hidden
@@ -323,7 +336,13 @@ def backward_strips(
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
-    """Return how many programs of the backward kernel a GPU runs at the same time."""
+    """Return how many programs of the backward kernel a GPU runs at the same time; other devices count as an H200.
+
+    If exactly so many are launched, all begin at once, and none waits for a second round, in which most processors
+    would be idle. The number follows from the kernel's registers, which leave room for `_RESIDENT_WARPS` warps on each
+    processor (measured by compiling for sm_90: 6 programs of 4 warps). It determines the order in which a parameter's
+    gradient is added, so the gradients of two kinds of GPU may differ by rounding.
+    """
     num_processors = _H200_PROCESSORS
     if device.type == "cuda":
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -331,7 +350,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict[str, Any]:
-    """Return the arguments of both kernels that follow from the dropout's probability and site, integers as int32."""
+    """Return the arguments of dropout that `keep_scale` explains; sites and layers follow one another."""
     assert hidden % 4 == 0, f"the hidden size is {hidden}: choose a multiple of 4"
     quads_of_a_site = seq_len * hidden // 4
     return {
@@ -344,9 +363,6 @@ def _dropout_arguments(dropout: LayerDropout, seq_len: int, hidden: int) -> dict
 
 
 def _launch_options(hidden: int) -> dict[str, Any]:
-    """Return the block width and the launch options of both kernels. A program has one warp if BLOCK_H is at most 256,
-    otherwise `NUM_WARPS`.
-    """
     width = triton.next_power_of_2(hidden)
     return {
         "BLOCK_H": max(4, width),  # one random call gives four columns

@@ -43,7 +43,7 @@ def gelu_gradient_kernel(
 ):
     """Replace the gradient of GELU's output by that of its input x, and write the sums over a strip of tokens.
 
-    Program (p, c) of P strips handles tokens p, p + P and so on, in the columns from c * BLOCK on.
+    Row p of `partials_ptr` receives the sums of strip p, from column `first_column` on. `width` is I.
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -63,8 +63,9 @@ def gelu_gradient_kernel(
 def gradient_strips(
     grad_TI: torch.Tensor, x_TI: torch.Tensor, partials_PC: torch.Tensor, first_column: int
 ) -> torch.Tensor:
-    """Overwrite the gradient of GELU's output by that of its input, and write the partial sums; return the
-    gradient.
+    """Overwrite the contiguous gradient by that of GELU's input, and write the partial sums; return the gradient.
+
+    The sums fill I columns of `partials_PC`, fp32, from `first_column` on.
     """
     num_tokens, width = grad_TI.shape
     num_strips, num_columns = partials_PC.shape

@@ -39,7 +39,11 @@ def keyed_dropout_kernel(
     scale,
     BLOCK: tl.constexpr,
 ):
-    """Write BLOCK elements of one row after dropout; program (row, block) handles elements from block * BLOCK on."""
+    """Write BLOCK elements of one row after dropout; program (row, block) handles elements from block * BLOCK on.
+
+    An element is dropped if its 32 random bits, read as an unsigned number, are below `limit`, which is passed as the
+    int32 of the same bits. `num_elements` is S * H, the elements of a row.
+    """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     element = first + tl.arange(0, BLOCK)
@@ -53,7 +57,7 @@ def keyed_dropout_kernel(
 
 
 def scale_kept(x_BSH: torch.Tensor, key: torch.Tensor, row_B: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return a contiguous tensor after dropout, by one launch: dropped elements are 0, the others are scaled up."""
+    """Return values or gradients after dropout by one launch; tensors are contiguous, and the key is on the device."""
     out_BSH = torch.empty_like(x_BSH)
     num_rows, seq_len, hidden = x_BSH.shape
     num_elements = seq_len * hidden

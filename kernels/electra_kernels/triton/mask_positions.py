@@ -61,7 +61,10 @@ def mask_kernel(
 ):
     """Write the slots and the masked ids of BLOCK_S positions of one row; program (row, block) has its own positions.
 
-    A slot is a place for one masked position.
+    The program writes the slots that its masked positions take, and makes those slots empty whose numbers are among
+    its positions and that no position takes. A used slot shows [MASK] if its 32 random bits are at most `last_shown`,
+    an unsigned number passed as int32; with SHOWS false no slot does. `wanted_ptr` has the number of positions to mask
+    by the row's number of tokens that are not [PAD].
     """
     program_row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_S
@@ -118,14 +121,7 @@ def mask_positions(
     shown: int,
     key_2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions [B, N] and weights [B, N] of the slots, and masked ids [B, S], by one launch.
-
-    The results equal those of `mask_positions.mask_positions_reference` in every element.
-
-    Args:
-        wanted_R: int64 [S + 1], number of positions to mask by the number of tokens that are not [PAD].
-        shown: a used slot shows [MASK] if its 32 random bits are below this number, in [0, 2**32].
-    """
+    """Run `mask_positions.mask_positions_reference` by one launch, with seed and step in device memory (`key_2`)."""
     num_rows, seq_len = ids_BS.shape
     assert num_slots <= seq_len, f"{num_slots} slots in a row of {seq_len} tokens: pass at most as many slots"
     device = ids_BS.device

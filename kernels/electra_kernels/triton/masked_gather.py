@@ -1,15 +1,10 @@
 """Run the masked gather's backward pass in Triton: one program per position of a row writes its gradient once.
 
-The masked gather copies the hidden states at the masked positions out of each row. A row has N slots, places for one
-masked position each; slots that a row does not need are empty. Backward adds each slot's gradient at its position.
-
 Guarantee: the result is that of `masked_gather.scatter_add_reference`. Gradients are added in slot order, in fp32, so
 the result is the same in every run. No atomics and no zero fill beforehand are needed.
 
 How: a program compares its position with the row's N slots, then goes through the slots that match. Most positions
 have none or one. Only position 0 of short rows has many, at most N, because the empty slots point there.
-
-Cost at 64 x 512 x 256 bf16, N = 128: 4 MB read, 17 MB written.
 
 Shapes: B rows, S positions, N slots per row, M = B * N, H hidden.
 """
@@ -39,7 +34,9 @@ def scatter_add_kernel(
 ):
     """Write the gradient of one position of one row: the sum over the slots that point to it, or zeros.
 
-    A slot is a place for one masked position.
+    Slot n of row b points to positions[b, n], and its gradient is row b * N + n of `grad_ptr`. Program p handles
+    position p % seq_len of row p // seq_len. BLOCK_N and BLOCK_H are powers of 2, at least the number of slots and the
+    hidden size.
     """
     flat_position = tl.program_id(0).to(tl.int64)
     row = flat_position // seq_len
@@ -58,14 +55,7 @@ def scatter_add_kernel(
 
 
 def scatter_add(grad_MH: torch.Tensor, positions_BN: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the gradient of the masked gather's input, [B, S, H] in the dtype of `grad_MH`, by one launch.
-
-    The result is that of `masked_gather.scatter_add_reference`; the sums are in fp32, in slot order.
-
-    Args:
-        grad_MH: Gradient of each slot, [B * N, H]; row b * N + n is slot n of row b.
-        positions_BN: int64 in [0, seq_len), the position that each slot points to. Slots may share a position.
-    """
+    """Return `masked_gather.scatter_add_reference` by one launch, with sums in slot order."""
     num_rows, num_slots = positions_BN.shape
     hidden = grad_MH.shape[1]
     out_BSH = grad_MH.new_empty(num_rows, seq_len, hidden)

@@ -19,9 +19,7 @@ times. The exponential of the second reading is a polynomial that includes the f
 approximate one has 7). logit + bias is kept with its rounding error as well, except for bf16 logits, where fp32 almost
 always holds the sum exactly.
 
-Cost at 8192 rows of 30592 bf16 logits: 1.5 GB of HBM traffic, including the write of the logits by the matrix product,
-if the second reading hits L2. Registers and shared memory are in the compile snapshot (tests/kernels). The time has
-not been measured.
+Registers and shared memory are in the compile snapshot (tests/kernels). The time has not been measured.
 
 Limits: fp64 is computed in fp32; rows must be contiguous (stride 1 between tokens).
 
@@ -69,7 +67,8 @@ _UNIT: tl.constexpr = tl.constexpr(2.0**-32)  # width of the interval of u that 
 def noise_log(x, APPROXIMATE: tl.constexpr):
     """Return the natural logarithm of x for Gumbel noise, with an absolute error of 2e-7 or a relative one of 2.4e-7.
 
-    With APPROXIMATE it takes one instruction of the GPU instead of 20.
+    With APPROXIMATE it takes one instruction of the GPU instead of 20. That instruction is inline assembly, which
+    Triton's interpreter cannot run.
     """
     if APPROXIMATE:
         log2 = tl.inline_asm_elementwise(
@@ -81,10 +80,7 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Turn uint32 random bits into draws from the exponential distribution Exp(1), accurate also where they are small.
-
-    A draw is -log(1 - u) with u = (bits + 1/2) / 2**32.
-    """
+    """Turn uint32 random bits into draws from Exp(1) by the formula of `gumbel_noise.gumbel_from_bits`."""
     u = (bits.to(tl.float32) + 0.5) * _UNIT
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
     # The complement of the bits gives 1 - u without a subtraction, which would cancel digits where u is near 1.
@@ -94,17 +90,17 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK]."""
+    """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
+
+    The other arguments are those of `philox.four_way_bits`; `start` is a multiple of 4.
+    """
     bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
 
 
 @triton.jit
 def merge_best(value, index):
-    """Return the largest value over the lanes of a block, and its index; among equal values, the lowest index.
-
-    Each lane holds the largest value of its own columns, and the column's index.
-    """
+    """Return the largest value over the lanes of a block, and its index; among equal values, the lowest index."""
     best = tl.max(value, 0)
     best_index = tl.min(tl.where(value == best, index, _LARGEST_INT32), 0)
     return best, best_index
@@ -112,17 +108,20 @@ def merge_best(value, index):
 
 @triton.jit
 def biased(logit, bias, PAIR: tl.constexpr):
-    """Return logit + bias as a pair: the sum rounded to fp32 and its rounding error, which together are exact.
-
-    With PAIR false, which suits bf16 logits, the error is taken as 0 and costs no instructions.
-    """
+    """Return logit + bias rounded to fp32, and its rounding error; without PAIR, for bf16, the error counts as 0."""
     z, z_low = two_sum(logit.to(tl.float32), bias.to(tl.float32))
     return z, z_low if PAIR else 0.0
 
 
 @triton.jit
 def add_to_sums(z, z_low, index, top, top_index, total):
-    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total)."""
+    """Add one logit per lane to the lane's online softmax state, and return the new state (top, top_index, total).
+
+    A lane's state is its largest logit so far (top), that logit's index, and the sum of exp(logit - top) over its
+    logits so far (total). One exponential per logit is enough: exp(-abs(z - top)) rescales the old sum where z is the
+    new maximum, and is the new term of the sum elsewhere. `z_low` is the rounding error of z; exp(z_low) = 1 + z_low
+    to first order.
+    """
     is_new_top = z > top
     decay = tl.exp(-tl.abs(z - top))
     correction = 1.0 + z_low
@@ -136,7 +135,8 @@ def add_to_sums(z, z_low, index, top, top_index, total):
 def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
     """Return the sum of exp(logit - row_top) over a row of WIDTH logits, as a pair whose sum is the result.
 
-    A lane is a column of the blocks that the row is read in.
+    Each lane's total is first rescaled from the lane's maximum `top` to that of the row. No term is then above 1, so
+    the sum is at most WIDTH; `precise_sum` needs a bound of twice that.
     """
     gap, gap_low = two_sum(top, -row_top)
     lane_total, lane_total_low = scaled_exp(gap, gap_low, total, None)
@@ -146,7 +146,10 @@ def merge_sums(top, total, row_top, WIDTH: tl.constexpr):
 
 @triton.jit
 def cross_entropy(row_top, row_total, row_total_low, z_target, z_target_low):
-    """Return log(sum of exp(logit)) - logit of the true token, fp32, rounded about once."""
+    """Return log(sum of exp(logit)) - logit of the true token, fp32, rounded about once.
+
+    `row_total` is the sum of exp(logit - row_top); each `_low` is the rounding error of its number.
+    """
     log_total, log_total_low = precise_log(row_total, row_total_low)
     gap, gap_low = two_sum(row_top, -z_target)
     loss, loss_low = two_sum(gap, log_total)
@@ -194,7 +197,12 @@ def row_kernel(
 ):
     """Write loss, most likely token and sample of one row of logits; program m handles row m of the M rows.
 
-    Pass 1 reads the row in blocks.
+    Pass 1 reads the row in blocks; each lane (column of the block) keeps its own results, which are merged at the end.
+    Pass 2, only with WITH_GRADIENT, overwrites each logit by its gradient, (softmax - onehot) * weight.
+
+    With WITH_LOSS false, only the sample is written, and bias, target and weight are not read. With DISALLOW_CORRECT,
+    the true token is not sampled. With TEMPERATURE_IN_MEMORY, the temperature is read from device memory, so that its
+    value may change between launches.
     """
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
@@ -266,10 +274,7 @@ def row_pass(
     row_M: torch.Tensor,
     options: RowOptions,
 ) -> RowStats:
-    """Return loss, most likely token and sample of M rows of logits, by one launch of the Triton kernel.
-
-    Arguments and result are those of `mlm_head.row_pass_reference`.
-    """
+    """Run `mlm_head.row_pass_reference` by one launch; the columns of the logits are adjacent."""
     num_columns = logits_MV.shape[1]
     # The bias gets the width of the logits: a mask that ends within 16 bytes would make every load 2 bytes wide.
     padded_bias_V = F.pad(bias_V, (0, num_columns - len(bias_V)), value=-torch.inf)
@@ -294,10 +299,7 @@ def row_pass(
 def sample(
     logits_MV: torch.Tensor, seed: int, step: int, row_M: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """Draw one token for each row from softmax(logits / temperature), int64 [M], by one launch of the Triton kernel.
-
-    Arguments are those of `sampling.sample`. Logits whose columns are not adjacent in memory are copied.
-    """
+    """Run `sampling.sample` by one launch; logits whose columns are not adjacent in memory are copied."""
     if logits_MV.stride(-1) != 1:
         logits_MV = logits_MV.contiguous()
     sampled_M = torch.empty(len(logits_MV), dtype=torch.int64, device=logits_MV.device)
@@ -337,7 +339,7 @@ def _launch(
     options: RowOptions,
     with_loss: bool,
 ) -> None:
-    """Launch the row kernel with one program for each of the M rows of logits."""
+    """Launch the row kernel; all tensors but the logits are contiguous, and the bias is padded with -inf."""
     num_rows, num_columns = logits_MV.shape
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     block = BLOCK

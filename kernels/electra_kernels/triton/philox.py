@@ -1,6 +1,7 @@
 """Draw keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`.
 
-Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state.
+Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state. Seed (its low and
+high 32 bits) and step are int32 with the bits of the unsigned words; `load_key` reads them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +17,8 @@ _SIGN_BIT = 0x80000000  # of a 32-bit word
 def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
     """Return 32 random bits for each of BLOCK neighbouring positions of a row, as uint32 [BLOCK].
 
-    They equal those of `keyed_random.bits_grid`.
+    One call of Philox gives four numbers, those of the positions 4 * quad to 4 * quad + 3. `first_quad` is the first
+    position, divided by 4; BLOCK is a power of 2 and at least 4.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -29,9 +31,9 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 
 @triton.jit
 def bits_at(seed_low, seed_high, position, row, step, purpose):
-    """Return 32 random bits for each of some positions of a row, in any order, as uint32 of the positions' shape.
+    """Return 32 random bits for int32 positions of a row in any order, as uint32 of the positions' shape.
 
-    They equal those of `keyed_random.bits_grid`.
+    Each position takes a call of Philox, of whose four numbers one is used; `four_way_bits` is cheaper for neighbours.
     """
     seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (position // 4).to(tl.uint32)
@@ -44,7 +46,7 @@ def bits_at(seed_low, seed_high, position, row, step, purpose):
 
 @triton.jit
 def load_key(key_ptr):
-    """Return the low and high 32 bits of the seed, and the step, as int32, from a key in device memory.
+    """Return the low and high 32 bits of the seed, and the step, from an int64 key in device memory.
 
     A launch that a CUDA graph repeats thus draws the numbers of the step that the memory holds by then.
     """
@@ -54,7 +56,11 @@ def load_key(key_ptr):
 
 
 def as_int32(word: int) -> int:
-    """Return the low 32 bits of `word` as a signed number in [-2**31, 2**31)."""
+    """Return the low 32 bits of `word` as a signed number: 5 gives 5, and 2**32 - 1 gives -1.
+
+    Triton chooses the type of an integer argument by its size; with this, every launch has the same argument type and
+    uses the same compiled kernel.
+    """
     low = word & 0xFFFFFFFF
     # Flipping the top bit and subtracting its value makes numbers of 2**31 and more negative.
     return (low ^ _SIGN_BIT) - _SIGN_BIT

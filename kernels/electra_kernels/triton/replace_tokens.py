@@ -1,7 +1,5 @@
 """Write sampled tokens into the rows and label what changed, in Triton: one program per 64 positions of a row.
 
-A slot is a place for one masked position of a row and its sampled token. Every output is written once.
-
 Guarantee: the results equal those of `replace_tokens.replace_and_label_reference` exactly, because they are integers.
 
 How: a program compares its positions with the row's N slots, 32 slots at a time. A [64, 32] table in registers counts
@@ -44,7 +42,8 @@ def replace_kernel(
 ):
     """Write corrupted token ids, and labels (true where the id changed), of BLOCK_S positions of one row.
 
-    A slot holds a position of the row, a weight and a sampled token.
+    Program (row, block) handles the positions from block * BLOCK_S on, and reads the slots in groups of BLOCK_N, a
+    power of 2.
     """
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -71,13 +70,7 @@ def replace_kernel(
 def replace_and_label(
     ids_BS: torch.Tensor, positions_BN: torch.Tensor, weight_BN: torch.Tensor, sampled_BN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows with sampled tokens in place, int64 [B, S], and the labels, bool [B, S], by one launch.
-
-    The results equal those of `replace_tokens.replace_and_label_reference` in every element.
-
-    Args:
-        positions_BN: int64 in [0, S), the position of each of a row's N slots; several slots may share a position.
-    """
+    """Run `replace_tokens.replace_and_label_reference` by one launch."""
     num_rows, seq_len = ids_BS.shape
     num_slots = positions_BN.shape[1]
     corrupted_BS = torch.empty_like(ids_BS, memory_format=torch.contiguous_format)

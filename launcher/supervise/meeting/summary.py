@@ -41,7 +41,7 @@ _ANSWER_S = 1.0  # how long node 0 waits until the summary is written
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Content of summary.json: the newest start of the ranks, its port, and the reports of nodes whose ranks ended."""
+    """Content of summary.json: number and port of the newest start, and a report of each node whose ranks ended."""
 
     start: Annotated[int, Field(ge=0)]  # number of the newest start; 0: none yet
     port: Annotated[int, Field(ge=0, lt=1 << 16)]  # where the ranks meet; 0: unknown, read it from the announcement

@@ -87,9 +87,9 @@ class DropRecorder:
 
 
 class ExclusionWriter:
-    """Exclusion writer for a step of datatrove, which counts what it receives instead of writing it.
+    """Counts the documents that a step of datatrove excludes; the step gets it as its exclusion writer.
 
-    The deduplication of sentences also hands over a copy of each document that it changes; copies are not counted.
+    Copies of changed documents, which the deduplication of sentences hands over, too, are not counted.
     """
 
     def __init__(self, recorder: DropRecorder, step: str, reason: str) -> None:
