@@ -198,7 +198,7 @@ def become_pytest(copy: Path, tests: list[str], output: IO[bytes]) -> NoReturn:
         for name in [name for name in sys.modules if name.partition(".")[0] in OWN_PACKAGES]:
             del sys.modules[name]
         importlib.invalidate_caches()
-        sys.argv[:] = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        sys.argv[:] = ["pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not cluster and not drill", *tests]
         code = int(pytest.main(sys.argv[1:]))
     except BaseException:  # noqa: BLE001  (a fork must not return into the drill)
         traceback.print_exc()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config_file import dump_yaml, load_config
@@ -341,6 +341,7 @@ def test_the_picture_of_the_curves_is_a_png_of_1500_by_900_pixels(run_dir: Path,
 
 
 @settings(max_examples=50, deadline=None)
+@example([1.0] * 30 + [-9.0] + [1.0] * 30, 2)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 40))
 def test_a_thinned_curve_has_points_of_the_curve_in_order_with_its_ends_and_extremes(
     values: list[float], num_buckets: int
