@@ -77,7 +77,12 @@ def named_places(text: str, folder: Path) -> str:
 
 
 def train(
-    config: Path, run_dir: Path, ranks: int, stop_at: int | None = None, spikes: Sequence[int] = ()
+    config: Path,
+    run_dir: Path,
+    ranks: int,
+    stop_at: int | None = None,
+    spikes: Sequence[int] = (),
+    first_loss_scale: float = 1.0,
 ) -> tuple[list[int], str]:
     """Train to the end in forks, with a stop and a restart at a step; return the exit codes and what was printed."""
     config.write_text(with_plants(config.read_text()))
@@ -85,9 +90,17 @@ def train(
     output.unlink(missing_ok=True)
     codes = [0] * ranks
     if stop_at is not None:
-        codes = start(config, run_dir.parent, ranks, output, Interruption("SIGTERM", 0, stop_at), spikes)
+        codes = start(
+            config,
+            run_dir.parent,
+            ranks,
+            output,
+            Interruption("SIGTERM", 0, stop_at),
+            spikes,
+            first_loss_scale=first_loss_scale,
+        )
     if set(codes) <= {0, 75}:
-        codes = start(config, run_dir.parent, ranks, output, None, spikes)
+        codes = start(config, run_dir.parent, ranks, output, None, spikes, first_loss_scale=first_loss_scale)
     return codes, output.read_text(errors="replace") if output.exists() else ""
 
 

@@ -27,6 +27,7 @@ from electra_dist.train.loss_guard import Guard
 from electra_dist.train.trainer import Trainer
 
 LIMIT_S = 300.0  # for one start, on a busy machine
+OVERFLOWING_SCALE = 2.0**24  # at which the gradients of tiny runs overflow fp16
 
 
 class CountedChanges(OperationLog):
@@ -62,6 +63,7 @@ def start(
     interruption: Interruption | None = None,
     spikes: Sequence[int] = (),
     from_scratch: bool = False,
+    first_loss_scale: float = OVERFLOWING_SCALE,
 ) -> list[int]:
     """Start a run, and return the exit codes of its ranks; negative: the signal that ended one.
 
@@ -73,11 +75,12 @@ def start(
         interruption: what ends it; None: nothing.
         spikes: steps that the guard takes for spikes.
         from_scratch: whether the run begins again.
+        first_loss_scale: scale of the loss in fp16 with which the run begins.
     """
 
     def rank_main(rank: int) -> int:
         hit = interruption if interruption is not None and interruption.rank == rank else None
-        _prepare_process(hit, watched, rank, frozenset(spikes))
+        _prepare_process(hit, watched, rank, frozenset(spikes), first_loss_scale)
         return launcher.pretrain.main(["--config", str(config), *["--from-scratch"] * from_scratch])
 
     variables = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -102,13 +105,15 @@ def run_command(arguments: Sequence[str], output: Path) -> int:
     return wait_for({fork(main, output, {}): 0}, LIMIT_S)[0]
 
 
-def _prepare_process(hit: Interruption | None, watched: Path, rank: int, spikes: frozenset[int]) -> None:
+def _prepare_process(
+    hit: Interruption | None, watched: Path, rank: int, spikes: frozenset[int], first_loss_scale: float
+) -> None:
     """Let this rank meet its interruption and the spikes; allow fp16, which torch computes on every CPU.
 
-    The loss scale of fp16 is so high, and grows so soon, that some steps overflow.
+    The loss scale of fp16 grows so soon that some steps overflow.
     """
     get_accelerator().is_fp16_supported = lambda: True
-    loss_scale.INITIAL_SCALE, loss_scale.STEPS_UNTIL_GROWTH = 2.0**24, 3
+    loss_scale.INITIAL_SCALE, loss_scale.STEPS_UNTIL_GROWTH = first_loss_scale, 3
     launcher.pretrain._write_report = lambda run_dir: None
     changes = CountedChanges(watched, rank) if hit is not None and hit.kind == "kill at a change" else None
     pending = [hit] if hit is not None else []
