@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from golden.doors import has_cpu_library
 
 RECORDS = Path(__file__).parent / "records"
 Entries = dict[str, Any]
@@ -32,7 +33,7 @@ class Kind(NamedTuple):
 
 
 def machine() -> str:
-    """Return what the bits of a training depend on: the instructions of the CPU, and the version of torch."""
+    """Return what the bits of a training depend on: the CPU's instructions, the kernels' C library, and torch."""
     flags: set[str] = set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
@@ -42,7 +43,8 @@ def machine() -> str:
     else:
         vendor = platform.processor()
     found = [name for name in _INSTRUCTIONS if name in flags]
-    return f"{vendor} {' '.join(found)}, torch {torch.__version__.split('+')[0]}"
+    library = "C library" if has_cpu_library() else "no C library"
+    return f"{vendor} {' '.join(found)}, {library}, torch {torch.__version__.split('+')[0]}"
 
 
 def _vendor() -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from drills.campaign.cases import Interruption
 from drills.campaign.forked_starts import read_lines, run_command, start
 from drills.kill_matrix.comparison import NOT_COMPARED
+from electra_kernels.native import cpu_library
 from support.real_runs import REPOSITORY
 
 from electra_dist.config import canonical_json
@@ -38,6 +39,11 @@ def with_plants(text: str) -> str:
     for old, new in _planted:
         text = text.replace(old, new)
     return text
+
+
+def has_cpu_library() -> bool:
+    """Return whether the kernels' C library was built, whose sums round in another order than torch's."""
+    return cpu_library.permute is not None
 
 
 def sha256(data: bytes) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from golden.comparison import Kind
-from golden.doors import command
+from golden.doors import command, named_places
 from support.real_runs import write_tiny_config
 
 OPTIONS: dict[str, list[str]] = {
@@ -38,7 +38,8 @@ def make(name: str, folder: Path) -> list[str]:
     config = write_tiny_config(folder / "run.yaml", folder / "run", str(folder / "corpus"), **settings)
     options = [str(folder / "setup.sh") if option == "SETUP" else option for option in OPTIONS[name]]
     text = command(folder, "submit", "--config", str(config), *options, "--dry-run")
-    text = text.replace(sys.executable, "PYTHON")
+    text = text.replace(named_places(sys.executable, folder), "PYTHON")
+    text = re.sub(r"environment-[0-9a-f]{16}", "environment-DIGEST", text)  # of the installed packages
     return re.sub(r"(--job-name=.*-)[0-9a-f]{8}\b", r"\1DIGEST", text).splitlines()
 
 

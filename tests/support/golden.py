@@ -39,12 +39,17 @@ def made(kind: Kind, names: Sequence[str]) -> Entries:
     return entries
 
 
+def chosen(names: Sequence[str], part: str) -> list[str]:
+    """Return the entry of this name or, if there is none, those whose names contain it."""
+    return [part] if part in names else [name for name in dict.fromkeys(names) if part in name]
+
+
 def check(kind: Kind, part: str = "") -> list[str] | None:
     """Return a line for each difference from the record; None if the record is of another kind of CPU."""
     made_on, expected = read_record(kind)
     if kind.is_of_a_cpu and made_on != machine():
         return None
-    names = [name for name in dict.fromkeys([*expected, *kind.names()]) if part in name]
+    names = chosen([*expected, *kind.names()], part)
     found = made(kind, [name for name in names if name in kind.names()])
     wanted = {name: expected[name] for name in names if name in expected}
     return list(differences(wanted, found))
@@ -69,7 +74,7 @@ def main() -> int:
     for name in options.kind or KINDS:
         kind, begin = KINDS[name], time.monotonic()
         if options.write:
-            entries = made(kind, [entry for entry in kind.names() if options.entry in entry])
+            entries = made(kind, chosen(kind.names(), options.entry))
             if options.entry:
                 entries = {**read_record(kind)[1], **entries}
             write_record(kind, entries)
