@@ -1,8 +1,9 @@
 """Judge by its context AUC whether a run's discriminator has learnt more than how frequent tokens are.
 
 The context AUC is the ROC-AUC of the discriminator's scores on held-out rows whose replacements come from the unigram
-distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. A discriminator that starts
-beside a generator at temperature 1 may stay there; a falling temperature avoids this.
+distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. Beside a generator at temperature
+1 a discriminator may stay there: the generator samples by frequency within some hundred steps, and then there is
+nothing more to learn from its samples. A falling temperature avoids this.
 
 This module imports neither torch nor numpy, so that `electra-dist status` answers quickly.
 """
@@ -23,7 +24,8 @@ _JUDGED_AFTER_TOKENS = 1e9  # or after these tokens, pads included, if that is e
 
 
 def first_judged_step(config: Config) -> int:
-    """Return the number of steps after which a low context AUC is reported."""
+    """Return the step from which a low context AUC is reported: 30 % of the discriminator's steps, or 1 B tokens."""
+    # In two-stage training the discriminator begins to learn with the second stage.
     stage_begin = config.objective.generator_only_steps
     discriminator_steps = config.train.num_steps - stage_begin
     tokens_per_step = config.train.global_batch * config.data.seq_len
@@ -32,13 +34,13 @@ def first_judged_step(config: Config) -> int:
 
 
 def is_stuck(record: Record, config: Config) -> bool:
-    """Return whether an evaluation shows a context AUC below 0.52 when the run should be above it."""
+    """Return whether an evaluation of metrics.jsonl shows a context AUC below 0.52 when the run should be above it."""
     context_auc = record.get("context_auc", math.nan)
     return bool(record["step"] >= first_judged_step(config) and context_auc < STUCK_BELOW)
 
 
 def was_reported(records: Iterable[Record], config: Config) -> bool:
-    """Return whether the log already has the warning, because an evaluation in metrics.jsonl was stuck."""
+    """Return whether an evaluation in these records of metrics.jsonl was stuck, so that the log has the warning."""
     return any(record["kind"] == "eval" and is_stuck(record, config) for record in records)
 
 
@@ -53,7 +55,6 @@ def stuck_warning(record: Record, config: Config) -> str:
 
 
 def _advice(config: Config) -> str:
-    """Return what to change in the config of a stuck run, as the end of a sentence."""
     objective = config.objective
     if isinstance(objective.temperature, Schedule):
         return "start a new run with a higher `from` or `tau` of objective.temperature, or with more steps"

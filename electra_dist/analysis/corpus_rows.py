@@ -19,7 +19,10 @@ from electra_dist.store.interface import Store
 def rows_of_shards(
     store: Store, manifest: CorpusManifest, shards: Iterable[int]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len]."""
+    """Yield for each shard its index in the manifest and its token ids, [rows of the shard, seq_len], verified.
+    A shard on S3 is downloaded to a temporary file, a few times if its SHA-256 is wrong; then ManifestMismatch is
+    raised. `shards` is consumed one by one, so a progress bar may wrap it.
+    """
     from electra_dist.data.shard import Shard  # This module imports torch, which takes seconds.
 
     with tempfile.TemporaryDirectory(prefix="electra-rows-") as folder:

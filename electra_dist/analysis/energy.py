@@ -1,10 +1,11 @@
-"""Estimate the electric energy of a run from the recorded power of its GPUs.
+"""Estimate the electric energy of a run from the power of its GPUs, which a run records where a driver gives it.
 
-How: the energy is the mean recorded power, times the time in which the run's processes existed, times the number of
-nodes. Evaluations, saves, restores and repeated steps count; time in the queue does not.
+How: the energy is the product of the mean recorded power, the time in which the run's processes existed, and the
+number
+of nodes. Evaluations, saves, restores and repeated steps thus count as training does; time in the queue does not.
 
-Limits: the GPUs alone, without processors, network and cooling. The power is that of the first rank's node; the other
-nodes are assumed to need as much.
+Limits: the GPUs alone, without processors, network and cooling. Only the power of the first rank's node is known; the
+other nodes are assumed to need as much.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from electra_dist.run.jsonl import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """Estimated energy of the GPUs of a run: the product of mean power per node, number of nodes and time."""
+    """Estimated energy of the GPUs of a run."""
 
     mean_power_w: float  # of all GPUs of one node
     num_nodes: int
@@ -31,7 +32,9 @@ class Energy:
 
 
 def energy_of(train: Iterable[Record], account: Goodput, environment: Record) -> Energy | None:
-    """Return the estimated energy of the GPUs of a run; None if no record has their power."""
+    """Return the estimated energy; None without recorded power, or if no time with processes is known.
+    `train` are training records of metrics.jsonl, oldest first; `environment` is the content of environment.json.
+    """
     weighted_power = 0.0
     weight_s = 0.0
     step_before = 0

@@ -1,10 +1,13 @@
 """Detect hung ranks: a rank is hung if its last heartbeat is older than the limit of the phase that it is in.
 
+A heartbeat is a small record that each rank writes at every step and at every change of its phase. It contains the
+phase: setup, step, checkpoint, eval, storage or done. In phase storage a rank waits for storage that is full or away.
+
 Guarantee: `hung` is a pure function of its arguments. The limit of a step is a multiple of the rank's own step time,
 which is measured during the run; the other phases have fixed limits in seconds.
 
-All times are seconds of the clock of the heartbeats. Heartbeats have Unix times; the supervisor, which a jump of the
-wall clock must not mislead, first translates them to its monotonic clock.
+All times are seconds of one clock, that of the heartbeats. Heartbeats have Unix times; the supervisor, which must not
+be misled by a wall clock that jumps, first translates them to its monotonic clock.
 """
 
 from __future__ import annotations
@@ -45,14 +48,16 @@ class HangLimits:
         return self.setup_s
 
     def of_its_collective(self, beat: Beat) -> float:
-        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks."""
+        """Return the seconds that a collective may take, judged from the newest heartbeat of one of its ranks.
+        In the first step after a checkpoint or evaluation, other ranks may still be in that: the longest limit holds.
+        """
         if _is_first_of_step_phase(beat) and beat.step_s is not None:
             return max(self.of(beat), self.checkpoint_s, self.eval_s)
         return self.of(beat)
 
 
 def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits of silence that the keys `hang_...` in the `cluster` section of the config set."""
+    """Return the limits that the keys `hang_...` in the `cluster` section of the config set."""
     return HangLimits(
         setup_s=cluster.hang_setup_s,
         step_factor=cluster.hang_step_factor,
@@ -65,7 +70,7 @@ def hang_limits(cluster: ClusterConfig) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Hung:
-    """A rank whose silence `quiet_s` exceeds its limit `limit_s`, with its newest phase and step."""
+    """How long a rank has sent no heartbeat, and how long it may; `hung` returns only those above their limit."""
 
     rank: int
     host: str  # "" if the rank never sent a heartbeat
@@ -76,7 +81,7 @@ class Hung:
 
     @property
     def is_too_long(self) -> bool:
-        """Return whether the rank has been silent for longer than its limit allows, `quiet_s` > `limit_s`."""
+        """Return whether the rank has been silent for longer than its limit allows."""
         return self.quiet_s > self.limit_s
 
 
@@ -90,7 +95,14 @@ def hung(
     read_all_beats: Callable[[], Iterable[Beat]] = tuple,
     not_before: float = float("-inf"),
 ) -> list[Hung]:
-    """Return the hung ranks, the likely culprit first: ordered by fewest steps, then by longest silence."""
+    """Return the hung ranks, the likely culprit first: by fewest steps, then by longest silence.
+    The others usually wait for the culprit in a collective. A rank that may wait so for ranks with no more steps
+    (which still save, or wait for storage) is judged by their newest heartbeat and the longest of all these limits.
+    For this, `read_all_beats` returns the heartbeats of all nodes; it is called at most once, if a rank exceeds its
+    own limit.
+    Heartbeats before `started` are ignored; each of `ranks` without a newer one counts as in setup since then. No
+    silence is counted from before `not_before`, until which no heartbeat could be written.
+    """
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     own_silences = {beat.rank: _own_silence(beat, now, limits, not_before) for beat in beat_of_rank.values()}
     has_silent_rank = any(silence.is_too_long for silence in own_silences.values())
@@ -116,7 +128,7 @@ def _own_silence(beat: Beat, now: float, limits: HangLimits, not_before: float) 
 def _silence_among_others(
     beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
 ) -> Hung:
-    """Return how long a rank and all ranks that it may wait for have been silent, with the longest of their limits."""
+    """Return the silence of a rank and all ranks that it may wait for, with the longest of their limits."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
@@ -132,12 +144,16 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
+    """Return whether a rank may wait in a collective for another; one with more steps has already taken part in it."""
+    # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 
 
 def _silent_since(beat: Beat) -> float:
+    # A rank that waits for storage goes on sending heartbeats: only the length of the wait shows that it hangs.
     return beat.phase_since if beat.phase == "storage" else beat.time
 
 
 def _is_first_of_step_phase(beat: Beat) -> bool:
+    """Return whether the rank has completed no step since it entered the phase "step"."""
     return beat.phase == "step" and beat.time == beat.phase_since

@@ -1,6 +1,4 @@
-"""Hold the numbers of many metrics records as columns of float64, which take much less memory than parsed records.
-
-A number takes 8 bytes here, a whole parsed record 6 KB.
+"""Hold the numbers of many metrics records as columns of float64: 8 bytes a number, where a parsed record takes 6 KB.
 
 Guarantee: a column has the numbers of the records bit for bit, in their order. What is missing, null or no number is
 NaN there.
@@ -18,10 +16,9 @@ from electra_dist.run.jsonl import Record
 
 
 class MetricColumns:
-    """Columns of numbers, one for each field, to which records are appended one by one."""
+    """Columns of numbers, one for "step" and each field, to which records are appended one by one."""
 
     def __init__(self, fields: Sequence[str]) -> None:
-        """Begin without records."""
         self._fields = tuple(dict.fromkeys(["step", *fields]))
         self._numbers = array("d")  # record by record
 
@@ -33,7 +30,7 @@ class MetricColumns:
         return len(self._numbers) // len(self._fields)
 
     def column(self, field: str) -> np.ndarray:
-        """Return the numbers of a field, float64 [n], a copy; NaN for a record without it and for an unknown field."""
+        """Return the numbers of a field, float64 [n], a copy; all NaN for an unknown field."""
         if field not in self._fields:
             return np.full(len(self), math.nan)
         rows = np.frombuffer(self._numbers, dtype=np.float64).reshape(len(self), len(self._fields))
@@ -47,7 +44,7 @@ class MetricColumns:
 
 
 def _number(value: object) -> float:
-    """Return a number of a record as a float; NaN for anything else, and for an integer that no float can hold."""
+    """Return a number as a float; NaN for anything else, and for an integer that no float can hold."""
     if type(value) is float:
         return value
     if not isinstance(value, int):

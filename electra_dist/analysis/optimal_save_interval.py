@@ -1,8 +1,9 @@
-"""Choose the interval between checkpoints by the formula of Young and Daly, from the events in the run's own ledger.
+"""Choose the interval between checkpoints by the formula of Young (1974) and Daly (2006), from the run's own ledger.
 
 A save pauses training (the stall), and an interruption loses half an interval of work on average. The two together
 lose the least time at the interval sqrt(2 x stall x time between interruptions). The stall is the median over the
-run's newest checkpoints and includes the wait for the previous save, so a slow store makes the interval longer.
+newest checkpoints; it includes the wait for the previous save. If a slow store needs longer for a save than the
+interval, the stall therefore grows, and with it the interval.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNKNOWN_END = "none"  # a start whose end the ledger does not record (yet)
 
 
 def automatic_steps(ledger: Sequence[Record]) -> int:
-    """Return the number of optimizer steps between checkpoints that `checkpoint.every_steps: auto` stands for."""
+    """Return the steps that `checkpoint.every_steps: auto` stands for: 10 or more, at most an hour; 100 at first."""
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts_of(ledger))
     if stall_s is None or step_s <= 0:
@@ -38,7 +39,7 @@ def automatic_steps(ledger: Sequence[Record]) -> int:
 
 
 def interruptions(ledger: Sequence[Record]) -> int:
-    """Return how often a run was interrupted and started again: after crashes, kills and unhealthy nodes."""
+    """Return how often a run started again after a crash, a kill (no end in the ledger) or an unhealthy node."""
     num_interruptions = 0
     previous_end: str | None = None  # how the previous start ended; None before the first start
     for event in ledger:
@@ -52,7 +53,7 @@ def interruptions(ledger: Sequence[Record]) -> int:
 
 
 def mean_time_between_interruptions_s(ledger: Sequence[Record]) -> float:
-    """Return the mean seconds for which the run ran between two interruptions (crashes, kills, unhealthy nodes)."""
+    """Return (running time + 1 day) / (interruptions + 1); the added day and interruption are a first guess."""
     # A wall clock that was set back lets a start end before it began.
     running_s = sum(max(0.0, start.last - start.began) for start in starts_of(ledger))
     num_interruptions = interruptions(ledger) + 1
@@ -69,7 +70,7 @@ def measured_stall_s(ledger: Sequence[Record]) -> float | None:
 
 
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
-    """Return the steps between checkpoints that lose the least time; `most` if `step_s` is not positive."""
+    """Return the steps between checkpoints by the formula, in [least, most]; `most` if `step_s` is not positive."""
     if step_s <= 0:
         return most
     interval_s = math.sqrt(2.0 * stall_s * interruption_s)

@@ -1,9 +1,11 @@
 """Compute the receipt that a run must have for the rows of one phase of its data, up to any position.
 
-Guarantee: the receipt is that of exactly the rows that the run's row order puts at the positions of the phase.
+A receipt is the number of used rows and the sum of the hashes of their ids (`data/row_receipt.py`). A phase is a range
+of steps that read one corpus (`data.phases`).
 
-How: a receipt does not depend on the order of the rows. Receipts of whole epochs and of whole shuffle windows are
-therefore sums of the receipts of their shards. Rows are looked up one by one only in a window that is used in part.
+How: a receipt does not depend on the order of the rows. Receipts of a whole epoch, and of a whole shuffle window (a
+group of shards whose rows are shuffled together), are therefore sums of the receipts of their shards. Only in a window
+that is used in part are the rows looked up one by one, which takes 3 us each.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ _CHUNK = 1 << 16  # positions whose rows are looked up together
 
 
 class PhaseReceipts:
-    """Computes the receipts of one phase; a query for a later position costs only the rows since the newest one."""
+    """Calculator of receipts for one phase. Creating it hashes every row id of the phase's corpus once."""
 
     def __init__(self, phase: OrderPhase) -> None:
-        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch."""
         self._phase = phase
         self._order = phase.order
         # Id of the first row of each shard, and the id after the last row.
@@ -32,7 +33,9 @@ class PhaseReceipts:
         self._newest_query = (0, Receipt())  # position in the phase, receipt of all rows of the phase before it
 
     def before(self, position: int) -> Receipt:
-        """Return the receipt of this phase's rows at the first `position` positions of the run."""
+        """Return the receipt of this phase's rows at the first `position` positions of the run, with skipped steps.
+        A query for a later position than the newest one continues from its result; any other begins anew.
+        """
         if self._phase.end_position is not None:
             position = min(position, self._phase.end_position)
         end_of_query = max(0, position - self._phase.first_position)

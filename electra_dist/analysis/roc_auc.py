@@ -2,7 +2,7 @@
 
 Guarantee: the AUC is the exact probability that a random replaced token scores higher than a random original one,
 where a tie counts one half (the Mann-Whitney statistic). Scores are not put into bins, so it equals scikit-learn's
-`roc_auc_score`.
+`roc_auc_score`. Labels [N] that are true or non-zero mean a positive, which is a replaced token.
 
 Limits: all scores of an evaluation must be in memory at once (8 bytes a token).
 """
@@ -18,10 +18,7 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Quality of the discriminator's scores; a positive is a replaced token, and the decision is "score > 0".
-
-    The AUC is NaN if all tokens are of one class. Precision and recall are 0 where they are 0 / 0.
-    """
+    """Quality of the discriminator's scores: ROC-AUC, and the other three for the decision "score > 0"."""
 
     auc: float  # NaN if one of the two classes is empty
     accuracy: float
@@ -30,10 +27,7 @@ class Separation:
 
 
 def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
-    """Return the exact probability that a positive scores above a negative; NaN if a class is empty or a score is NaN.
-
-    Scores [N] are larger for likely positives; labels [N] are true or non-zero for positives.
-    """
+    """Return the exact area under the ROC curve of scores [N]; NaN if a class is empty or a score is NaN."""
     score = np.asarray(scores, dtype=np.float64)
     positive = np.asarray(labels).astype(bool)
     assert score.ndim == 1, score.shape
@@ -59,7 +53,7 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Return the quality of logits [N] for labels [N], which are true or non-zero for replaced tokens."""
+    """Return the quality of logits [N], where larger means more likely replaced. Raises ValueError if N is 0."""
     positive = np.asarray(labels).astype(bool)
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
@@ -76,9 +70,11 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error.
-
-    Scores of one cluster (int64 [N], such as the row of a token) need not be independent.
+    """Return the ROC-AUC and its standard error, for scores that are dependent within a cluster (int64 [N]).
+    To first order, the AUC's deviation from its expected value is a sum of terms: (share of negatives below it - AUC)
+    / number of positives for a positive, (share of positives above it - AUC) / number of negatives for a negative. The
+    error is that of their sums by cluster, which count as independent (Obuchowski, Biometrics 1997, for one model). It
+    is NaN with fewer than two clusters; both results are NaN if a class is empty.
     """
     score = np.asarray(scores, np.float64)
     positive = np.asarray(labels).astype(bool)
@@ -98,6 +94,7 @@ def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np
 
 
 def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each value the share of `others` that are lower, where an equal one counts one half."""
     ordered = np.sort(others)
     num_below = np.searchsorted(ordered, values, side="left")
     num_at_most = np.searchsorted(ordered, values, side="right")

@@ -1,12 +1,15 @@
 """Audit which corpus rows a run was trained on, from its records; used by the command `electra-dist verify RUN`.
 
-Guarantee: each receipt that the run recorded is compared with the one that its row order gives after that many steps,
-over all restarts and without the skipped steps. If the last one is right, it proves how often each row was used. If
-one is wrong, the audit reports the first range of steps that deviates, and names a row that is missing, too many or
-replaced in it.
+A receipt is the number of rows that a run has used so far, and the sum of the hashes of their ids. The run records its
+receipt in metrics.jsonl and in every checkpoint. A mark is one recorded receipt together with its step.
+
+Guarantee: the receipt of each mark is compared with the one that the run's row order gives after that many steps, over
+all restarts and without the skipped steps. If the last mark is right, it proves how often each row was used. If a mark
+is wrong, the audit reports the first range of steps that deviates. If in this range one row is missing, one is too
+many, or one replaces another, it also names these rows.
 
 How: `prescribed_receipts.py` computes the receipts that the run should have. If a run used more than
-`_ALL_MARKS_ROWS` rows, only evenly spaced ones are checked, and the first wrong one is found by bisection.
+`_ALL_MARKS_ROWS` rows, only evenly spaced marks are checked, and the first wrong mark is found by bisection.
 
 Limits: it proves which rows were used, not what was computed from them.
 """
@@ -31,7 +34,7 @@ _NUM_MARKS = 200  # marks that are checked in a longer run
 
 @dataclass(frozen=True, order=True, slots=True)
 class Mark:
-    """Receipt that a run recorded after `step` optimizer steps, and the place where it is recorded; sorts by step."""
+    """Receipt that a run recorded after `step` optimizer steps. Marks sort by step."""
 
     step: int  # optimizer steps done, from the start of the run
     source: str  # where it is recorded, for messages
@@ -40,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """First range of steps, first_step to end_step - 1, in which a run did not use the rows of its row order."""
+    """First range of steps, [first_step, end_step), in which a run did not use the rows that its row order gives."""
 
     first_step: int
     end_step: int
@@ -50,7 +53,7 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """Number of receipts that were checked, and the first deviation; the run is good if that is None."""
+    """Result of an audit; the run is good if `deviation` is None."""
 
     num_marks: int  # marks that were checked
     last: Mark | None  # None if the run has no mark
@@ -58,10 +61,9 @@ class AuditResult:
 
 
 class Expected:
-    """Computes the receipt that a run must have after a number of steps: the sum of the receipts of its phases."""
+    """Calculator of the receipt that a run must have after a number of steps: the sum over the phases of its data."""
 
     def __init__(self, order: RowSequence, global_batch: int, skipped: Iterable[int]) -> None:
-        """Compute the receipt (number and digest of row ids) of each whole shard and of a whole epoch."""
         self.order = order
         self.global_batch = global_batch
         self.skipped = sorted(skipped)
@@ -69,7 +71,7 @@ class Expected:
         self._phases = [PhaseReceipts(phase) for phase in order.phases]
 
     def after(self, step: int) -> Receipt:
-        """Return the receipt of the rows of steps 0 to `step` - 1, without those of skipped steps."""
+        """Return the receipt of the rows of steps [0, step), without skipped steps. Ascending steps are cheap."""
         receipt = sum((phase.before(step * self.global_batch) for phase in self._phases), Receipt())
         for skipped_step in self.skipped:
             if skipped_step < step:
@@ -81,7 +83,6 @@ class Expected:
         return self._row_ids_at(first_step * self.global_batch, end_step * self.global_batch)
 
     def _row_ids_at(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the ids of the rows at positions [first, end) of the run's row order, int64 [end - first]."""
         _, shards, rows = self.order.locate(np.arange(first, end))
         return self.order.row_ids(shards, rows)
 
@@ -95,7 +96,7 @@ def verify(
     corpus: CorpusManifest,
     advance: Callable[[int, int], None] = _no_progress,
 ) -> AuditResult:
-    """Check the receipts that a run recorded, in the order of their steps, up to the first wrong one."""
+    """Check the marks, sorted by step, up to the first wrong one; `advance` receives (marks checked, to check)."""
     last_mark = marks[-1] if marks else None
     indexes = _indexes_to_check(marks, expected.global_batch)
     last_good = -1  # index of the newest mark that was found right
@@ -117,7 +118,7 @@ def _is_good(mark: Mark, expected: Expected) -> bool:
 
 
 def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
-    """Return the indexes of the recorded receipts to check: all, or 200 evenly spaced ones of a long run."""
+    """Return the indexes of the marks to check: all, or 200 of a long run with the first and the last."""
     if not marks:
         return []
     num_rows = marks[-1].step * global_batch
@@ -128,7 +129,9 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 
 
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
-    """Return the index of a wrong receipt whose predecessor is right, by bisection."""
+    """Return the first wrong mark by bisection between `good` (-1: the start) and `bad`.
+    Later receipts are wrong, too, unless a second error cancels the first.
+    """
     while bad - good > 1:
         middle = (good + bad) // 2
         if _is_good(marks[middle], expected):
@@ -139,6 +142,7 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest) -> Deviation:
+    """Describe the rows between two marks, whose receipt is the difference of theirs."""
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
     skipped = set(expected.skipped)
@@ -157,7 +161,7 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpus: CorpusManifest
 
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpus: CorpusManifest) -> str:
-    """Describe in words which rows a run used too many or too few, by their names if there is at most one of each."""
+    """Name the row that is missing or taken too often, if at most one of each is; otherwise give the number."""
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
         if missing is not None:
@@ -181,7 +185,7 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
-    """Return the id of the one row that was due and not used; None if no single row explains the receipt."""
+    """Return the id of the one due row [k] that was not used: its receipt has the digest -hash(id), modulo 2**64."""
     missing_hash = np.uint64((Receipt() - surplus).digest)
     hits = np.flatnonzero(row_hash(due) == missing_hash)
     if hits.size == 0:
@@ -190,7 +194,7 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
-    """Return (id of the missing row, id of the row used in its place); None if no such pair explains the receipt."""
+    """Return (missing row, row used in its place): the digest is hash(extra) - hash(missing), modulo 2**64."""
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)
     if extra is None:

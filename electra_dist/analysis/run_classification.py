@@ -1,7 +1,7 @@
 """Classify the state of a run: living, waiting, held, stopped, dead, finished or not begun.
 
-Guarantee: a pure function of the ledger, the newest sign of life (a heartbeat, a metrics record or a ledger event)
-and, with Slurm, the run's jobs in the queue, which have precedence: a running job is a living run, even if silent.
+The evidence is the ledger (the run's event log), the newest sign of life (a heartbeat, a metrics record or a ledger
+event) and, with Slurm, the queue. If a job runs, the run is living, even if it is silent.
 
 Limits: without Slurm, a killed run looks like a run in a long step until the newest sign of life is older than
 `RunEvidence.patience_s`.
@@ -20,7 +20,7 @@ State = Literal["finished", "living", "held", "waiting", "stopped", "dead", "not
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvidence:
-    """What is known of a run apart from its ledger; without Slurm the three fields about jobs stay False."""
+    """What is known of a run apart from its ledger. Without Slurm the three fields about jobs stay False."""
 
     now: float  # Unix seconds
     sign_of_life: float | None  # Unix seconds of the newest heartbeat, metrics record or event; None: never
@@ -31,7 +31,9 @@ class RunEvidence:
 
 
 def run_state(ledger: Sequence[Record], evidence: RunEvidence) -> State:
-    """Classify the state of a run from its ledger and other evidence."""
+    """Return the state by the first evidence that decides: "done" in the ledger, queue, last event, sign of life.
+    "stopped" is on request or because storage stayed away; "dead" is after a fault or after too long a silence.
+    """
     if any(event["event"] == "done" for event in ledger):
         return "finished"
 

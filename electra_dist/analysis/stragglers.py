@@ -1,11 +1,10 @@
-"""Find stragglers, the ranks that are repeatedly slower than the median rank.
+"""Find stragglers, the ranks that are repeatedly slower than the median rank, from gathered step times.
 
-Guarantee: a rank is reported only if it was slower by the given factor in each of the last looks (gatherings of the
-step times of all ranks). One slow shard, garbage collection or checkpoint is therefore not enough.
+The step times of all ranks are gathered at intervals; each gathering is called a look. One slow shard, garbage
+collection or checkpoint is not enough.
 
-Limits: in synchronous training all ranks take as long as the slowest. Gather the time of a rank's own work (from the
-end of the data wait to just before the first collective), not the time between steps. With two ranks the factor must
-be below 2, because the median is the mean of both times.
+Limits: all ranks take as long as the slowest, so gather the time of a rank's own work (from the end of the data wait
+to just before the first collective). With two ranks the median is the mean of both: the factor must be below 2.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from collections.abc import Sequence
 
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
-    """Return the ranks that took more than `factor` times the median rank's time in each of the last looks.
-
-    Each look, the newest last, has the seconds of each rank's own work in a step, [W].
+    """Return the ranks that took more than `factor` times the median in each of the last looks ([W] seconds each).
+    The newest look is last; the result begins with the rank that is slowest in it. With too few looks it is empty.
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:

@@ -3,9 +3,6 @@
 Guarantee: exactly those rows are found that contain at least `least` consecutive tokens of the text. Special tokens in
 a row are passed over, so a text may go on in the second segment.
 
-How: NumPy finds, for a whole shard at once, the rows that contain all tokens of some part of the text that is `least`
-tokens long, in any order. Only these rows are then compared token by token.
-
 Limits: a text that is divided between rows is found by its longer part only. Text within one word is not found.
 """
 
@@ -29,7 +26,7 @@ class FoundRow(NamedTuple):
 def rows_with_tokens(
     blocks: Iterable[tuple[int, NDArray[np.integer]]], tokens: list[int], special_ids: set[int], least: int
 ) -> Iterator[FoundRow]:
-    """Yield the rows with at least `least` consecutive tokens of a text; `special_ids` in rows are passed over."""
+    """Yield the rows of blocks (shard, [rows, seq_len]) that hold at least `least` consecutive `tokens` of a text."""
     assert 1 <= least <= len(tokens)
     for shard, rows in blocks:
         for row in _possible_rows(rows, tokens, least):
@@ -40,7 +37,7 @@ def rows_with_tokens(
 
 
 def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> NDArray[np.int64]:
-    """Return the numbers, ascending, of the rows that may contain `least` consecutive tokens of the text."""
+    """Return the rows that contain all tokens of some part of the text, in any order: a superset of those sought."""
     num_rows = len(rows)
     has_token: dict[int, NDArray[np.bool_]] = {token: (rows == token).any(axis=1) for token in set(tokens)}
     found = np.zeros(num_rows, np.bool_)
@@ -53,7 +50,6 @@ def _possible_rows(rows: NDArray[np.integer], tokens: list[int], least: int) -> 
 
 
 def _longest_common_run(row: list[int], tokens: list[int]) -> int:
-    """Return the length of the longest sequence of consecutive tokens that both lists contain."""
     longest = 0
     previous = [0] * (len(tokens) + 1)  # length of the common run that ends at each token, for the last row token
     for row_token in row:

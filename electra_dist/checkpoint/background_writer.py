@@ -5,6 +5,9 @@ target is a store (a folder or a bucket) that receives every checkpoint. Each ra
 state once, then uploads that file to the other targets. `CheckpointWriter.on_commit` is called when all targets have
 the checkpoint. A second thread then deletes old checkpoints; the next save may begin while it does.
 
+Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. At most one
+save is in flight: the next one waits for it, and reports how long it waited.
+
 Limits: a target that stays full or away for longer than `cluster.storage_patience_s` ends the run, once the other
 targets have the checkpoint. To go on would leave the user with fewer copies than the config asks for, without notice.
 """
@@ -36,21 +39,14 @@ _WAIT_SLICE_S = 1.0  # seconds between two calls of `on_wait`
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTiming:
-    """How long one save held up the training loop, in seconds.
-
-    The two parts are the wait for the previous save to finish, and the copy of the state to host memory.
-    """
+    """How long one save held up the training loop, in seconds."""
 
     wait_s: float  # until the previous save was finished
     stall_s: float  # for the copy to host memory
 
 
 class CheckpointWriter:
-    """Writer of checkpoints: `save` copies the training state to host memory, and a thread stores the copy.
-
-    Every rank has one writer, which stores the part of the training state that this rank holds. The methods take no
-    locks, so call all of them from the training thread.
-    """
+    """Writer of one rank's part of every checkpoint. Call all methods from the training thread: they take no locks."""
 
     def __init__(
         self,
@@ -63,10 +59,11 @@ class CheckpointWriter:
         patience: Patience | None = None,
         clears_staging: bool = True,
     ) -> None:
-        """Create the writer; with `clears_staging`, also delete the files that earlier starts left in `staging`.
+        """Rank 0 also commits, and then deletes what `policy` and `rollback_steps` (see `superfluous`) do not keep.
 
-        Args:
-            patience: how long a save waits for targets that are full or away; None: not at all.
+        `staging` holds a file before its upload if no target is a local folder. The ranks of a node share it, so one
+        of them has `clears_staging`: it deletes what starts before `attempt` left there. A save waits `patience` for
+        targets that are full or away; None: not at all.
         """
         self._patience = Patience(0.0) if patience is None else patience
         self._targets = targets
@@ -94,7 +91,9 @@ class CheckpointWriter:
                 self._staging.delete(key)
 
     def reserve(self, fragments: Sequence[Fragment]) -> None:
-        """Allocate the host buffer for `fragments` and write zeros to it, so that the first save is not slower."""
+        """Allocate the host buffer for `fragments` (12 bytes per element: fp32 master and two moments) and zero it.
+        Without it the first save does so, and is slower. Call it while no save is in flight.
+        """
         num_values = sum(fragment.numel for fragment in fragments) * len(KINDS)
         if self._buffer is not None and self._buffer.numel() == num_values:
             return
@@ -104,9 +103,9 @@ class CheckpointWriter:
 
     def save(self, state: RunState, fragments: Sequence[Fragment]) -> SaveTiming:
         """Copy this rank's part of the training state to host memory, and start writing it in the background.
-
-        Returns:
-            The seconds that the call waited for the previous save, and the seconds that the copy took.
+        Call it on every rank at the same step, with the same `state`. It first waits for the previous save, and raises
+        what that raised. Afterwards the fragments may change, but the checkpoint exists only when `on_commit` is
+        called on rank 0.
         """
         wait_begin = time.perf_counter()
         self.wait()
@@ -119,13 +118,15 @@ class CheckpointWriter:
         return timing
 
     def wait(self) -> None:
-        """Wait until no save is in flight, then raise the error of a save or of a deletion, if there was one."""
+        """Wait until no save is in flight, then raise (once) the error of a save or of a deletion, if there was one.
+        Without an error, on rank 0 all targets have the checkpoint; another rank knows only that its own file is
+        stored. The deletion of old checkpoints may still go on.
+        """
         self._join(self._thread)
         self._thread = None
         self._raise_error()
 
     def _join(self, thread: threading.Thread | None) -> None:
-        """Wait until a thread has ended, and call `on_wait` about every second meanwhile."""
         if thread is None:
             return
         begin = time.perf_counter()
@@ -146,7 +147,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def close(self) -> None:
-        """Wait for the last save and the deletion of old checkpoints, then free the host buffer."""
+        """Wait for the last save and deletion, free the host buffer, and raise what the two threads have raised."""
         try:
             self.wait()
         finally:
@@ -156,8 +157,8 @@ class CheckpointWriter:
         self._buffer = None
 
     def space_shortage(self, num_ranks: int, ranks_on_node: int) -> str:
-        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have
-        enough.
+        """Return which disk has too little space for the next checkpoint, and how much it has; "" if all have enough.
+        Call it on rank 0, after `reserve`. It assumes that every rank saves as much as this one.
         """
         assert self._buffer is not None
         own_bytes = self._buffer.numel() * self._buffer.element_size()
@@ -167,9 +168,7 @@ class CheckpointWriter:
         return shortage(folders, own_bytes * num_writers)
 
     def _copy_to_host(self, fragments: Sequence[Fragment]) -> list[Tensor]:
-        """Copy the fragments (this rank's ranges of parameters) into the host buffer; return parts of it as
-        tensors.
-        """
+        """Copy the fragments into the host buffer; return its parts in file order: masters, first, second moments."""
         self.reserve(fragments)
         assert self._buffer is not None
         tensors = []
@@ -186,7 +185,6 @@ class CheckpointWriter:
         return tensors
 
     def _run(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Run one save in the writing thread: store this rank's file and, on rank 0, commit the checkpoint."""
         try:
             begin = time.perf_counter()
             self._store_everywhere(state, tensors)
@@ -197,7 +195,7 @@ class CheckpointWriter:
             self._error = error
 
     def _store_everywhere(self, state: RunState, tensors: Sequence[Tensor]) -> None:
-        """Store this rank's file in every target and, on rank 0, commit the checkpoint on every target."""
+        """Store this rank's file in every target; a leader of ranks also merges entries, and rank 0 commits."""
         save = Save(self._rank, state, tensors, self._staging, self._targets)
         stages: list[Callable[[], Exception | None]] = [save.store, lambda: save.merge(self._must_give_up)]
         if self._rank == 0:
@@ -215,14 +213,12 @@ class CheckpointWriter:
         return self._patience.is_abandoned
 
     def _start_deletion(self, attempt: int) -> None:
-        """Start a thread that deletes the checkpoints that need not be kept."""
         if self._deletion is not None:
             self._deletion.join()
         self._deletion = threading.Thread(target=self._delete_old, args=(attempt,), name="checkpoint-deletion")
         self._deletion.start()
 
     def _delete_old(self, attempt: int) -> None:
-        """Delete the checkpoints that need not be kept, on every target."""
         try:
             for target, scores in zip(self._targets, self._scores):
                 self._patience.call(
@@ -235,7 +231,10 @@ class CheckpointWriter:
 
 
 def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exception | None:
-    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed."""
+    """Run the stages of a save, and return the first failure that is worth a wait; None if all succeed.
+    If storing fails, the later stages still run, for the targets that have the file. After any other failure none
+    runs: nothing is committed before `before_commit` has brought the metrics to the disk.
+    """
     first_failure = None
     for stage in stages:
         failure = stage()
@@ -249,7 +248,6 @@ def _first_failure(stages: Sequence[Callable[[], Exception | None]]) -> Exceptio
 
 
 def _failure_of(action: Callable[[], None]) -> Exception | None:
-    """Call `action`, and return its error if that is worth a wait; None if it succeeds."""
     try:
         action()
     except Exception as error:

@@ -57,10 +57,7 @@ class _Frozen(BaseModel):
 
 
 class TensorEntry(_Frozen):
-    """Manifest entry of one fp32 tensor in a rank's file: what it holds, where it begins in the file, and its digest.
-
-    The tensor holds elements [start, start + numel) of a flattened parameter, or of one of its optimizer moments.
-    """
+    """Manifest entry of one fp32 tensor in a rank's file: elements [start, start + numel) of a flattened parameter."""
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -76,10 +73,7 @@ class TensorEntry(_Frozen):
 
 
 class FileEntry(_Frozen):
-    """Manifest entry of one rank's safetensors file: its size, its header's digest, and an entry for each tensor.
-
-    In the file, the tensors follow the header without a gap, up to the end.
-    """
+    """Manifest entry of one rank's safetensors file, whose tensors follow the header without a gap, up to the end."""
 
     name: str  # file name, such as rank-00003.safetensors
     size_bytes: int  # of the whole file
@@ -89,11 +83,11 @@ class FileEntry(_Frozen):
 
     @property
     def is_listed_in_header(self) -> bool:
-        """Return whether the file has tensors that are listed only in its own header, not in this entry."""
+        """Return whether only the header of the file lists its tensors (format 3); `with_tensors` then reads it."""
         return not self.tensors and self.size_bytes > self.header_bytes
 
     def check_layout(self) -> None:
-        """Verify that the header and the tensors of this entry cover every byte of the file exactly once."""
+        """Raise TornCheckpoint unless this entry's header and tensors cover each byte of the file exactly once."""
         end = self.header_bytes
         for tensor in self.tensors:
             if tensor.offset != end:
@@ -118,11 +112,7 @@ class LossScaleState(_Frozen):
 
 
 class RunState(_Frozen):
-    """Part of a checkpoint that is not tensors: identity of the run, its progress, and a digest of its training rows.
-
-    It is stored in the manifest. A run loads a checkpoint only if its own identity, corpus, parameter shapes,
-    shared parameters and skipped steps are those recorded here (`check_belongs`).
-    """
+    """Part of a checkpoint that is not tensors, equal on all ranks; a run loads the checkpoint only if it matches."""
 
     step: int  # steps done or skipped; the next one has this number
     attempt: int  # start of the run that wrote the checkpoint, from 1
@@ -158,18 +148,22 @@ class Manifest(_Frozen):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size in bytes of all tensor files together, headers included; the manifest is not counted."""
+        """Return the size of all tensor files together, headers included; the manifest is not counted."""
         return sum(file.size_bytes for file in self.files)
 
     def dump(self) -> bytes:
-        """Return the manifest as bytes: canonical JSON (keys sorted, no spaces) that ends with a newline."""
+        """Return the manifest as canonical JSON (keys sorted, no spaces) that ends with a newline.
+        The key `sha256` holds the digest of the same JSON without that key. A loss that is not finite becomes null.
+        """
         fields_of_format_3 = {"runs"} if self.runs is None else set()
         tree = json.loads(self.model_dump_json(exclude=fields_of_format_3))  # through JSON text: NaN becomes null
         return canonical_json({**tree, "sha256": _sha256(tree)}).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Return the manifest that `data` contains, after verifying it; `data` must be exactly what `dump` wrote."""
+        """Return the manifest in `data`, which must be exactly what `dump` wrote; verify its digest and coverage.
+        Raises TornCheckpoint if a byte was changed, the format is unknown, or a part of a parameter is not covered.
+        """
         try:
             tree = parse_json(data)
             # Equal numbers can be written in several ways in JSON; only the way of `dump` is accepted.
@@ -193,7 +187,10 @@ class Manifest(_Frozen):
         return manifest
 
     def check_coverage(self) -> None:
-        """Verify that the files hold every element of every parameter, and of both its moments, exactly once."""
+        """Raise TornCheckpoint unless the files hold every element of every parameter and its moments exactly once.
+        Format 2 also shows whether each byte of a file is covered; in format 3 the header of the file does, when it is
+        read.
+        """
         if self.runs is not None:
             self._check_runs(self.runs)
             return
@@ -213,7 +210,6 @@ class Manifest(_Frozen):
                 _check_ranges(f"{kind} of {name}", math.prod(shape), ranges[kind, name])
 
     def _check_runs(self, runs: dict[str, tuple[Run, ...]]) -> None:
-        """Verify that the part sizes in a manifest of format 3 divide every parameter completely between the files."""
         if set(runs) != set(self.state.shapes):
             names = sorted(set(runs) ^ set(self.state.shapes))[:3]
             raise TornCheckpoint(f"{MANIFEST} is inconsistent: `runs` and `shapes` differ in the parameters {names}")
@@ -225,7 +221,7 @@ class Manifest(_Frozen):
 
 
 def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None:
-    """Verify that ranges of elements [start, end) cover the elements [0, numel) exactly once."""
+    """Raise TornCheckpoint unless the ranges [start, end) cover the elements [0, numel) exactly once."""
     covered = 0  # elements [0, covered) are in exactly one of the ranges so far
     for start, end in sorted(ranges):
         if start != covered:
@@ -239,7 +235,7 @@ def _check_ranges(label: str, numel: int, ranges: list[tuple[int, int]]) -> None
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the folder name of a checkpoint, such as step-00000400-a0003."""
+    """Return the folder name of a checkpoint after `step` steps by start `attempt` of the run: step-00000400-a0003."""
     return f"step-{step:08d}-a{attempt:04d}"
 
 
@@ -252,7 +248,9 @@ def parse_folder(folder: str) -> tuple[int, int] | None:
 
 
 def committed(store: Store) -> list[tuple[int, int, str]]:
-    """Return (step, attempt, folder) of every committed checkpoint in a store, sorted by step, the newest last."""
+    """Return (step, attempt, folder) of every checkpoint with a manifest in a store, the newest last.
+    It costs one listing. No manifest is read, so the checkpoints may be damaged.
+    """
     checkpoints = []
     for key in store.list("step-"):
         folder, _, name = key.partition("/")  # step-00000400-a0003/manifest.json
@@ -263,7 +261,9 @@ def committed(store: Store) -> list[tuple[int, int, str]]:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """Read the manifest of a committed checkpoint and verify it; the tensor files are not read."""
+    """Read and verify the manifest of a checkpoint (again after a fault); the tensor files are not read.
+    Raises TornCheckpoint if it is damaged or of another folder, StoreMissing if there is none.
+    """
     manifest = _read_until_it_parses(store, f"{folder}/{MANIFEST}")
     if folder_name(manifest.state.step, manifest.state.attempt) != folder:
         raise TornCheckpoint(
@@ -274,10 +274,9 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def _read_until_it_parses(store: Store, key: str) -> Manifest:
-    """Read a manifest until a reading passes all checks of `Manifest.parse`, or fails twice with the same bytes."""
+    """Read a manifest until a reading passes, or two fail with the same bytes: a bit may flip on its way."""
 
     def read_once() -> tuple[Manifest | TornCheckpoint, str]:
-        """Return the manifest and no fault, or the error and a fault that names the bytes."""
         data = store.read(key, must_exist=True)
         try:
             return Manifest.parse(data), ""
@@ -291,7 +290,9 @@ def _read_until_it_parses(store: Store, key: str) -> Manifest:
 
 
 def set_aside(store: Store, folder: str, reason: str) -> None:
-    """Withdraw a damaged checkpoint without deleting its data: rename its manifest, so that no load takes it."""
+    """Withdraw a checkpoint without deleting data: rename its manifest, so that no load takes it.
+    A repair may restore it. `reason` is stored in set-aside.txt. Raises StoreMissing if there is no manifest.
+    """
     data = store.read(f"{folder}/{MANIFEST}")
     # The copy is complete before the original is deleted, so that a kill in between loses nothing.
     store.write(f"{folder}/{SET_ASIDE_REASON}", (reason + "\n").encode())
@@ -300,5 +301,4 @@ def set_aside(store: Store, folder: str, reason: str) -> None:
 
 
 def _sha256(tree: dict[str, object]) -> str:
-    """Return the SHA-256, in hexadecimal, of a JSON value that is written with sorted keys and without spaces."""
     return hashlib.sha256(canonical_json(tree).encode()).hexdigest()

@@ -1,13 +1,11 @@
 """Open the stores ("targets") that a run writes its checkpoints to, and tell whether a checkpoint is of that run.
 
-Each target receives every checkpoint.
-
 Guarantee: whoever reads the checkpoints of a run folder outside a start of the run (export, fine-tuning, another run
 that begins with the weights, a verification, a repair) compares their identity and corpus with the folder first. A
 checkpoint of another run is refused in one line, and nothing is changed.
 
-Limits: a start compares more, and sets aside what is not its own (`restore_state.check_belongs`). The folder of a run
-without identity.json says nothing about the corpus, so nothing is compared.
+Limits: a start compares more, and sets aside what is not its own (`restore_state.check_belongs`). A run folder without
+identity.json does not say which corpus it used, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -27,13 +25,16 @@ _WRITE_TEST = "write-test"  # one name, so that the next start deletes the objec
 
 
 def open_targets(config: Config) -> list[Store]:
-    """Open the stores that every checkpoint is written to, in the order in which a load tries them."""
+    """Open the stores that receive every checkpoint, in the order in which a load tries them. Nothing is read yet.
+    Raises UserError if a URL is malformed, or S3 is named without boto3 being installed.
+    """
     return [open_store(url, config.checkpoint.endpoint_url) for url in config.checkpoint_urls]
 
 
 def check_targets(config: Config) -> None:
-    """Write a small object into each store of `checkpoint.targets` and delete it again, before a run writes
-    anything.
+    """Write an object to each store of `checkpoint.targets` and delete it: a bad store is found before a run begins.
+    Raises UserError if an object appears in two stores, which are then one place by two names (such as a bind mount).
+    The default target is not checked: it is inside the run folder. Call it on rank 0 only.
     """
     if not config.checkpoint.targets:
         return
@@ -76,7 +77,7 @@ class Owner:
     corpora: frozenset[str]  # fingerprint of its corpus
 
     def fault(self, state: RunState) -> str:
-        """Return why a checkpoint is not of this run; an empty string if it is."""
+        """Return why a checkpoint is not of this run; "" if it is."""
         if state.identity_sha256 not in self.identities:
             return "a run with another config (model, objective, optimizer, seed, steps, batch) wrote it"
         if state.corpus_fingerprint not in self.corpora:
@@ -84,7 +85,7 @@ class Owner:
         return ""
 
     def check(self, state: RunState, url: str) -> None:
-        """Raise OtherRun unless a checkpoint is of this run; `url` is its place, or that of its stores."""
+        """Raise OtherRun unless a checkpoint is of this run; `url` is its place, for the message."""
         fault = self.fault(state)
         if fault:
             raise OtherRun(
@@ -93,7 +94,7 @@ class Owner:
             )
 
     def check_all(self, targets: Iterable[Store]) -> None:
-        """Read the manifests of all checkpoints in some stores, and raise OtherRun if one is not of this run."""
+        """Raise OtherRun if a manifest in these stores is of another run; damaged manifests are passed over."""
         for target in targets:
             for _, _, folder in committed(target):
                 try:
@@ -104,7 +105,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the run of a run folder; None if its identity is not known."""
+    """Return the run of a run folder, from its config and its identity.json; None if `identity` is empty."""
     if not identity:
         return None
     numerics = {*range(FIRST_NUMERICS, config.numerics + 1), identity.get("numerics", FIRST_NUMERICS)}

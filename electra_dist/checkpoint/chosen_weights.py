@@ -6,6 +6,9 @@ next one in the order of the choice is read; if a certain step is asked for, tha
 How: the best checkpoint is the one that `checkpoint.keep_best` would keep first. A mean is that of the chosen
 checkpoint and the good ones before it, summed in float64 and rounded to fp32 once.
 
+Cost: a mean of n checkpoints reads n of them, one after another, and holds a float64 sum and the fp32 weights of one
+in memory. To find the best one costs one request for each checkpoint, which reads its scores.
+
 Source of the mean: Izmailov et al., "Averaging weights leads to wider optima and better generalization", UAI 2018.
 """
 
@@ -49,10 +52,9 @@ def read_chosen(
     progress: CheckpointProgress = report_nothing,
     owner: Owner | None = None,
 ) -> ChosenWeights:
-    """Read the fp32 master weights of the chosen checkpoint, or their mean with the checkpoints before it.
-
-    Args:
-        owner: the run that must have written the checkpoints; None if it is not known.
+    """Read the fp32 master weights of the chosen checkpoint, or the mean of `num_averaged` that end with it.
+    The best checkpoint has the highest context AUC on held-out rows or, without a discriminator, the lowest loss.
+    Raises OtherRun if another run than `owner` wrote one of them, UserError if there are too few good checkpoints.
     """
     progress(0, num_averaged)
     if choice == "best":
@@ -83,7 +85,6 @@ def read_chosen(
 
 
 def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the best undamaged checkpoint that was evaluated on held-out rows."""
     damaged: list[str] = []
     for state, weights in _read_good(targets, _best_first(targets), damaged, owner):
         return state, weights, damaged
@@ -99,7 +100,7 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
 ) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
-    """Yield run state and weights of the undamaged checkpoints of some steps, in the order of `steps`."""
+    """Yield the undamaged checkpoints of `steps`, each read when asked for; add a line to `damaged` for each other."""
     for step in steps:
         try:
             state, weights, damaged_copies = assemble(targets, step)
@@ -115,7 +116,6 @@ def _read_good(
 
 
 def _best_first(targets: Sequence[Store]) -> list[int]:
-    """Return the steps of the checkpoints with an evaluation, the best first, each once."""
     checkpoints = []
     for target in targets:
         for step, attempt, folder in committed(target):

@@ -12,7 +12,8 @@ again before it deletes anything. If the new attempt begins just after the first
 of the checkpoint that the older attempt then commits. The next load finds that checkpoint damaged and takes an earlier
 one, which still exists because the second check prevented its deletion.
 
-Limits: only rank 0, or a command outside the run, calls these functions.
+Limits: only rank 0, or a command outside the run, calls these functions. A commit takes rank 0 a number of requests
+that grows with the square root of the number of ranks (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -50,10 +51,8 @@ _NO_OLDER_RUNS: Mapping[int, dict[str, str]] = MappingProxyType({})
 
 
 class Fenced(UserError):
-    """Error raised in a start of a run ("attempt") when a newer start of the same run has replaced it.
-
-    The process that receives it must end without committing or deleting anything. No other action is needed: the
-    newer attempt goes on from the newest committed checkpoint.
+    """Error raised in a start of a run when a newer start has replaced it: end, and commit or delete nothing.
+    It counts as a user's error, so that the process ends with one line and is not started again.
     """
 
 
@@ -63,7 +62,13 @@ def begin_attempt(
     older_runs: Mapping[int, dict[str, str]] = _NO_OLDER_RUNS,
     accept_new_numerics: bool = False,
 ) -> int:
-    """Take a number for this start of the run (its "attempt") and delete what earlier starts left uncommitted."""
+    """Take a number for this start of the run, and delete what earlier starts left uncommitted. Once, on rank 0.
+    The number is above all in the targets. To take it is to create `attempts/NNNN.json`, which contains `run`, on
+    every target: a store creates it only if it is absent, so two starts never get the same number. `older_runs` maps
+    an older numerics (version of random draws and rounding) to what identified this run with it.
+    Raises UserError if a target holds another run's checkpoints or cannot create a file only if it is absent;
+    OtherNumerics if the newest start had older numerics and `accept_new_numerics` is not set.
+    """
     document = _attempt_document(run)
     for _ in range(_MOST_TRIES):
         newest_numbers = [newest_attempt(target) for target in targets]
@@ -113,12 +118,18 @@ def _attempt_document(run: dict[str, str]) -> bytes:
 
 
 def _take_number(targets: Sequence[Store], attempt: int, document: bytes) -> bool:
+    """Try to create the file of an attempt number on every target; return whether this call created all of them.
+    The files that it has created on some targets stay, and the caller tries the next number.
+    """
     key = _attempt_key(attempt)
     return all(target.write_new(key, document) for target in targets)
 
 
 def check_exclusive(target: Store, key: str, document: bytes) -> None:
-    """Raise unless a store refuses to create a file that exists; the file's content does not change in any case."""
+    """Raise UserError if a store replaces the file `key`, which this process has just created with this content.
+    Some S3 services ignore the header If-None-Match of a PUT. There, two starts of a run could take the same number,
+    and one that was replaced could commit a checkpoint over its successor's.
+    """
     if target.write_new(key, document):
         raise UserError(
             f"{target.url}: the service has replaced {key}, although the request said to create it only if there is "
@@ -128,7 +139,7 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of the run (its "attempt") in a target; 0 before the first start."""
+    """Return the number of the newest start of the run in a target, 0 before the first, from one listing."""
     numbers = [0]
     for key in target.list(_ATTEMPTS):
         name = _ATTEMPT_KEY.fullmatch(key)
@@ -138,7 +149,7 @@ def newest_attempt(target: Store) -> int:
 
 
 def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
-    """Return what identified the run in a start of it, as `begin_attempt` has stored it; None if it is not there."""
+    """Return what `begin_attempt` stored as the run of a start; None if the file is missing or damaged."""
     try:
         document = parse_json(target.read(_attempt_key(attempt)))
     except (StoreMissing, DamagedJson):
@@ -149,7 +160,10 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Return the keys of a target's files that no checkpoint needs ("leftovers"), sorted; nothing is deleted."""
+    """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
+    These are file entries of checkpoints that are committed or set aside, and all files of a folder without a manifest
+    that a start before `attempt` (the newest one) wrote. Later folders may still be written to.
+    """
     keys = target.list("step-")
     finished_folders = {key.partition("/")[0] for key in keys if key.endswith((f"/{MANIFEST}", f"/{SET_ASIDE}"))}
     leftover_keys = []
@@ -164,7 +178,7 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete a target's files that no checkpoint needs (`leftovers`), and unfinished uploads of earlier starts."""
+    """Delete `leftovers`, and unfinished uploads of starts before `attempt`; return the keys of the leftovers."""
     leftover_keys = leftovers(target, attempt)
     target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)
@@ -177,12 +191,13 @@ def _attempt_of(key: str) -> float:
 
 
 def _is_of_checkpoint(key: str) -> bool:
+    """Return whether a key in a checkpoint folder is that of a file that a save writes, and not one of the user."""
     _, _, name = key.partition("/")
     return name in (MANIFEST, SET_ASIDE, SET_ASIDE_REASON) or is_entry(name) or bool(_TENSORS.fullmatch(name))
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in a checkpoint folder that a start of the run before number `attempt` wrote."""
+    """Return whether a key is in a checkpoint folder that a start before `attempt` wrote; False outside any."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -199,7 +214,13 @@ def commit(
     is_repeated: bool = False,
     give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only."""
+    """Commit a checkpoint on one target: wait for the file entries of all ranks, create the manifest. Rank 0 only.
+    Call `is_repeated` if this process has tried it before: an existing manifest is then its own. With more than 16
+    ranks it waits for the merged entries of `merge_group`. `saved_at` is UTC in ISO 8601, the same in all targets.
+    Raises Fenced if a newer start exists (if that began during the commit, the checkpoint exists nevertheless) or
+    another process has created the manifest; TimeoutError after `ENTRY_TIMEOUT_S`, or if `give_up` returned True
+    meanwhile; TornCheckpoint if the entries do not cover every parameter once.
+    """
     folder = folder_name(state.step, state.attempt)
     keys = keys_of_rank_0(folder, state.world_size)
     if is_repeated and target.exists(f"{folder}/{MANIFEST}"):
@@ -229,7 +250,7 @@ def _delete_entries(target: Store, attempt: int, keys: Sequence[str]) -> None:
 
 
 def check_fence(target: Store, attempt: int) -> None:
-    """Raise `Fenced` if a newer start of the run than the caller's has taken a number in a target."""
+    """Raise Fenced if a newer start than `attempt` has taken a number. Call it before each commit and deletion."""
     newest = newest_attempt(target)
     if newest > attempt:
         raise Fenced(
@@ -241,7 +262,10 @@ def check_fence(target: Store, attempt: int) -> None:
 def retain(
     target: Store, policy: CheckpointConfig, rollback_steps: int, attempt: int, scores: dict[str, HeldOutScore]
 ) -> None:
-    """Delete the checkpoints of a target that the retention policy does not keep. Rank 0 only."""
+    """Delete the checkpoints of a target that `superfluous` names; those that were set aside stay. Rank 0 only.
+    `scores` caches the scores by folder; missing ones are read from the manifests if the policy has `keep_best`.
+    Raises Fenced if a newer start of the run exists; nothing was deleted then.
+    """
     checkpoints = []
     for step, writing_attempt, folder in committed(target):
         if policy.keep_best and folder not in scores:
@@ -255,7 +279,9 @@ def retain(
 
 
 def held_out_score(target: Store, folder: str) -> HeldOutScore:
-    """Return the context AUC and the loss on held-out rows that a checkpoint's manifest records."""
+    """Return the scores in a checkpoint's manifest; `NOT_EVALUATED` also if it is damaged or cannot be read.
+    Raises StoreAway if the store is full or away: the best checkpoint must not be deleted for that.
+    """
     try:
         state = read_manifest(target, folder).state
     except StoreAway:

@@ -4,9 +4,13 @@ Guarantee: callers receive exactly the bytes that the manifest describes. A file
 `file_faults`. All of its other bytes are in tensors (`Manifest.check_coverage`), each of which has a digest. A header
 or a tensor that does not match its digest is read again, with pauses, and counts as damaged only if two readings agree
 (`store/retry.py`); so a bit that was flipped on the way from the store does not count as damage of the checkpoint.
+Functions return damage as lines of text, "faults"; one `Rereading` serves all readings of a checkpoint.
 
 A manifest of format 3 does not list the tensors of a file. They are listed in the header of the file, which is read
 and verified before its tensors.
+
+Cost: tensors that are neighbours in a file are read by one request of at most `REQUEST_BYTES`. There are `THREADS`
+requests at a time, so a rank holds at most 256 MB.
 """
 
 from __future__ import annotations
@@ -40,12 +44,14 @@ class Request:
 
     @property
     def size_bytes(self) -> int:
-        """Return the number of bytes to read: the sum over the tensors, because there are no gaps between them."""
+        """Return the number of bytes to read."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda tensor: True) -> Iterator[Request]:
-    """Group the wanted tensors of a file into as few reads as possible, in the order of the file."""
+    """Group the tensors of a file that `wanted` accepts into as few reads as possible, in the order of the file.
+    A request has at most `REQUEST_BYTES`, unless a single tensor is larger.
+    """
     neighbours: list[TensorEntry] = []  # wanted tensors without a gap between them, not yet in a request
     size_bytes = 0  # of the neighbours
     for tensor in file.tensors:
@@ -64,18 +70,14 @@ def requests(file: FileEntry, wanted: Callable[[TensorEntry], bool] = lambda ten
 
 
 def file_faults(store: Store, folder: str, file: FileEntry, rereading: Rereading) -> list[str]:
-    """Compare the size and the header of a tensor file with its manifest entry; the tensors are not read.
-
-    Returns:
-        One line for each fault of the last reading, empty for a good file; exactly `[missing(file.name)]` if there is
-        no such file.
+    """Compare size and header of a tensor file with its manifest entry; return faults, [] for a good file.
+    For a missing file the result is exactly `[missing(file.name)]`.
     """
     key = f"{folder}/{file.name}"
     return _repeat_while_faulty(lambda: _file_faults(store, key, file), f"{store.url}/{key}", rereading)
 
 
 def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
-    """Make one reading of a tensor file's size and header, and compare them with the file's manifest entry."""
     _, header_fault = _read_header(store, key, file)
     try:
         size = store.size(key)
@@ -90,7 +92,7 @@ def _file_faults(store: Store, key: str, file: FileEntry) -> list[str]:
 
 
 def _read_header(store: Store, key: str, file: FileEntry) -> tuple[bytes, str]:
-    """Read the header of a tensor file once, and compare it with the digest in the file's manifest entry."""
+    """Return the header of a tensor file (b"" if there is no such file) and its fault; "" if it matches its digest."""
     try:
         header = bytes(store.read_range(key, 0, file.header_bytes, must_exist=True))
     except StoreMissing:
@@ -108,11 +110,8 @@ def read_tensors(
     use: Callable[[TensorEntry, memoryview], None],
     rereading: Rereading,
 ) -> list[str]:
-    """Read the tensors of a request, compare each with its digest, and pass those that match to `use`.
-
-    Args:
-        use: called with the manifest entry and the bytes (little-endian fp32) of a tensor. After a fault it is called
-            again for tensors of the request that it has received before.
+    """Pass each tensor of a request that matches its digest to `use`, and return a fault for each other.
+    `use` receives little-endian fp32 bytes; after a fault it is called again for tensors that it has received before.
     """
     name = f"{store.url}/{folder}/{request.file}"
     return _repeat_while_faulty(lambda: _read_tensors(store, folder, request, use), name, rereading)
@@ -121,9 +120,6 @@ def read_tensors(
 def _read_tensors(
     store: Store, folder: str, request: Request, use: Callable[[TensorEntry, memoryview], None]
 ) -> list[str]:
-    """Make one reading of a request: pass each tensor that matches its digest to `use`, return the others as
-    faults.
-    """
     first_byte = request.tensors[0].offset
     try:
         key = f"{folder}/{request.file}"
@@ -146,7 +142,11 @@ def _read_tensors(
 def fill(
     store: Store, folder: str, manifest: Manifest, fragments: Sequence[Fragment], check: Sequence[FileEntry]
 ) -> list[str]:
-    """Fill ranges of parameters ("fragments") from a checkpoint; each tensor is verified before it is used."""
+    """Fill the views of `fragments` from a checkpoint, each tensor verified, and return the faults.
+    With faults the views are partly overwritten. The checkpoint may cut the parameters into other ranges. Only stored
+    tensors that share elements with a fragment are read. `check` are files whose size and header are compared, too:
+    each rank passes its share. Not collective.
+    """
     destinations = _Destinations(fragments)
     rereading = Rereading(store.reread_pauses_s)
     needed_requests: list[Request] = []
@@ -170,7 +170,7 @@ def fill(
 def _files_of(
     files: Sequence[FileEntry], runs: Mapping[str, Sequence[Run]], fragments: Sequence[Fragment]
 ) -> list[FileEntry]:
-    """Return the files of a checkpoint with a manifest of format 3 that hold any element of the given fragments."""
+    """Return the files of a checkpoint of format 3 that hold any element of the fragments."""
     file_numbers: set[int] = set()
     for fragment in fragments:
         end = fragment.start + fragment.numel
@@ -181,12 +181,12 @@ def _files_of(
 def with_tensors(
     store: Store, folder: str, files: Sequence[FileEntry], rereading: Rereading
 ) -> tuple[list[FileEntry], list[str]]:
-    """Complete manifest entries of files with the tensors that the files hold; read the files' headers if
-    necessary.
+    """Add to manifest entries of format 3 the tensors that their files' headers list; leave other entries as they are.
+    Returns the entries without those whose header is missing or damaged, and one fault for each of these. Raises
+    TornCheckpoint if a header's tensors do not cover its file.
     """
 
     def complete(file: FileEntry) -> tuple[FileEntry, str]:
-        """Return the completed entry of one file and "", or its unchanged entry and the fault of its header."""
         if not file.is_listed_in_header:
             return file, ""
         key = f"{folder}/{file.name}"
@@ -206,7 +206,9 @@ def with_tensors(
 
 
 class _Destinations:
-    """Ranges of parameters ("fragments") that a load fills, with a lookup of those that a stored tensor overlaps."""
+    """Fragments that a load fills, found by the stored tensors that overlap them.
+    Several threads may use it at once: the lookup does not change, and no element is in two stored tensors.
+    """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
@@ -215,11 +217,11 @@ class _Destinations:
                 self._fragments[kind, fragment.name].append(fragment)
 
     def need(self, tensor: TensorEntry) -> bool:
-        """Return whether a stored tensor must be read, because at least one fragment shares elements with it."""
+        """Return whether a fragment shares elements with a stored tensor, which must therefore be read."""
         return len(self._overlapping(tensor)) > 0
 
     def copy(self, tensor: TensorEntry, data: memoryview) -> None:
-        """Copy a stored tensor into the views of the fragments, as far as they share elements with it."""
+        """Copy the shared elements of a stored tensor, verified little-endian fp32 bytes, into the fragments."""
         values = torch.frombuffer(data, dtype=torch.float32)
         for fragment in self._overlapping(tensor):
             # The shared elements are [begin, end) of the flattened parameter.
@@ -229,9 +231,6 @@ class _Destinations:
             view.copy_(values[begin - tensor.start : end - tensor.start])
 
     def _overlapping(self, tensor: TensorEntry) -> list[Fragment]:
-        """Return the fragments that overlap a stored tensor: same kind, same parameter, at least one shared
-        element.
-        """
         tensor_end = tensor.start + tensor.numel
         overlapping = []
         for fragment in self._fragments.get((tensor.kind, tensor.name), []):
@@ -244,13 +243,9 @@ class _Destinations:
 def verify(
     store: Store, folder: str, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Verify every byte of a checkpoint: the manifest, then all files. Nothing is changed.
-
-    Args:
-        advance: called with the number of bytes read since its last call, to show progress; from several threads.
-
-    Returns:
-        The manifest, None if it is damaged or missing; and one line for each fault, empty for a good checkpoint.
+    """Verify every byte of a checkpoint; return its manifest (None if damaged or missing) and the faults.
+    `advance` is called from several threads, with the bytes read since its last call. A StoreError says nothing about
+    the checkpoint: it may be good.
     """
     try:
         manifest = read_manifest(store, folder)
@@ -265,11 +260,7 @@ def verify(
 def verify_file(
     store: Store, folder: str, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Verify every byte of one tensor file against its manifest entry.
-
-    Args:
-        advance: called with the number of bytes read since its last call, to show progress; from several threads.
-    """
+    """Verify every byte of one tensor file against its manifest entry, and return the faults, [] for a good file."""
 
     def verify_request(request: Request) -> list[str]:
         request_faults = read_tensors(store, folder, request, lambda tensor, data: None, rereading)
@@ -294,7 +285,7 @@ def verify_file(
 
 
 def missing(file: str) -> str:
-    """Return the fault that reports a file as missing, "FILE is missing"."""
+    """Return the fault of a missing file, by which a caller distinguishes it from a damaged one."""
     return f"{file} is missing"
 
 

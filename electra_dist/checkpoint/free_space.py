@@ -1,7 +1,5 @@
 """Compare the free space of the disks that a run saves to with what its next checkpoint needs, before the save.
 
-Cost: one `statvfs` for each local folder and call.
-
 Limits: quotas are not seen, nor what other processes will write until the save. A target on S3 has no limit.
 """
 
@@ -15,7 +13,7 @@ from electra_dist.store.interface import Store
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return a folder, or its nearest existing parent if it does not exist yet: the path whose disk is checked."""
+    """Return the folder itself if it exists, otherwise its nearest existing parent, on whose disk it will be."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -23,14 +21,17 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def save_folders(targets: Sequence[Store], staging: Path) -> list[Path]:
-    """Return the local folders to which a rank writes the file of a checkpoint."""
+    """Return the local folders that a rank writes its file to: all local targets, or else the staging folder."""
     local_paths = [target.local_path("checkpoint") for target in targets]
     local_folders = [path.parent for path in local_paths if path is not None]
     return local_folders or [staging]
 
 
 def shortage(folders: Sequence[Path], needed_bytes: int) -> str:
-    """Return which disk has too little space for a checkpoint, and how much it has; "" if all have enough."""
+    """Return which disk lacks space for `needed_bytes` in each of the folders, and how much it has; "" if none does.
+    Folders on the same disk add up, and need not exist. A disk that does not answer is passed over: the save reports
+    it.
+    """
     folders_by_disk: dict[int, list[Path]] = {}
     for folder in folders:
         try:

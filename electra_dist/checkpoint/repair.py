@@ -40,11 +40,7 @@ Status = Literal["committed", "damaged", "of another run", "set aside", "leftove
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint folder that was found in a store, and its status.
-
-    The status is determined from the file names and the manifest. The tensor files are not read, so a checkpoint
-    with the status "committed" may have damaged tensors.
-    """
+    """A checkpoint folder found in a store. Its tensor files were not read: a "committed" one may be damaged."""
 
     target: Store  # the store
     folder: str  # name of the folder in the store
@@ -62,9 +58,7 @@ class Found:
 
 def survey(target: Store, owner: Owner | None = None) -> list[Found]:
     """List every checkpoint folder of a store with its status, oldest first, without reading tensor files.
-
-    Args:
-        owner: the run whose checkpoints are expected; None if it is not known.
+    It costs one listing, and one request for each folder that has a manifest or was set aside.
     """
     names_by_folder: dict[str, set[str]] = {}
     for key in target.list("step-"):
@@ -110,12 +104,11 @@ def repair(
     advance: Callable[[int], None] = lambda num_bytes: None,
     owner: Owner | None = None,
 ) -> Iterator[str]:
-    """Repair the checkpoints of all targets, and yield one line of text for each change.
-
-    Args:
-        advance: called with the number of bytes verified since its last call, from several threads.
-        owner: the run whose checkpoints they are; None if the targets do not lie in a run folder. The files that the
-            starts of the run have written to a target then say it.
+    """Repair the checkpoints of all targets while the caller iterates; yield one line for each change.
+    A damaged checkpoint is restored from another target or a donor, or set aside if none has a good copy; then files
+    that no checkpoint needs are deleted. With `dry_run` the lines say what would be done. `advance` receives, from
+    several threads, the bytes verified since its last call. Without `owner`, the files of the starts name the run.
+    Raises OtherRun before any change if a checkpoint in a target or a donor is of another run.
     """
     surveys = [survey(target) for target in targets]
     for found in itertools.chain(*surveys):
@@ -170,8 +163,8 @@ def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
 
 
 def copy_to_all(targets: Sequence[Store], folder: str) -> None:
-    """Copy a checkpoint to each target that lacks it, because a start was killed between the commits on two
-    targets.
+    """Copy a checkpoint to each target that lacks it because a start was killed between the commits on two targets.
+    At least one target must have it, and must have been verified. The manifest is copied last.
     """
     has_it = [target.exists(f"{folder}/{MANIFEST}") for target in targets]
     donor = targets[has_it.index(True)]
@@ -194,9 +187,7 @@ def _repair_checkpoint(
     advance: Callable[[int], None],
     owner: Owner | None,
 ) -> Iterator[str]:
-    """Verify one checkpoint; if it is damaged, restore it from a good copy or, if there is none, set it aside. To set
-    a checkpoint aside is to rename its manifest, so that no load takes it.
-    """
+    """Verify a checkpoint; restore a damaged one from a good copy or, without one, set it aside. Yield changes."""
     if found.status == "leftover" or found.note.startswith(WITHDRAWN):
         return
     is_set_aside = found.status == "set aside"
@@ -240,7 +231,7 @@ def _is_good(target: Store, folder: str, advance: Callable[[int], None]) -> bool
 
 
 def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -> Iterator[str]:
-    """Restore a damaged checkpoint from a donor, a store with a good copy; yield one line of text for each file."""
+    """Copy the damaged files from a donor, then the manifest, so that the checkpoint exists only when all are good."""
     target = found.target
     folder = found.folder
     manifest = read_manifest(donor, folder)
@@ -268,7 +259,6 @@ def _restore(found: Found, donor: Store, faults: Sequence[str], dry_run: bool) -
 
 
 def _copy(source: Store, destination: Store, key: str) -> None:
-    """Copy an object to the same key of another store."""
     path = source.local_path(key)
     if path is not None:
         destination.upload(path, key)

@@ -9,6 +9,9 @@ discarded all of them, it begins again at step 0. No pickle is read.
 
 A checkpoint that cannot be read at all (the service is down, a permission is missing) does not count as damaged. The
 copy in another target is taken; if there is none, the run ends with the store's error instead of losing steps.
+
+Cost: at stages 1 to 3 the ranks together read the checkpoint once, except that each rank that holds a part of a stored
+tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class _Candidate(NamedTuple):
     folder: str
 
     def is_copy_of(self, candidate: _Candidate) -> bool:
+        """Return whether two candidates are the same checkpoint, possibly in two stores."""
         return self.step == candidate.step and self.attempt == candidate.attempt
 
 
@@ -60,7 +64,7 @@ class _Discarded(TornCheckpoint):
 
 
 class _Fault(NamedTuple):
-    """Reason why a rank cannot load a checkpoint, and whether it proves that the checkpoint is unusable."""
+    """Reason why a rank cannot load a checkpoint: a fault of the checkpoint, or of a store that cannot be read."""
 
     text: str
     proves_damage: bool  # False: the store could not be read, and the checkpoint may be good
@@ -75,14 +79,14 @@ def load_newest(
     older_identities: Collection[str] = (),
     stopped: Collection[int] = (),
 ) -> tuple[RunState | None, list[str]]:
-    """Load the newest good checkpoint into this rank's part of the training state. Collective.
-
-    Args:
-        fragments: views of the ranges of master weights and moments that this rank holds; written in place.
-
-    Returns:
-        The state of the loaded checkpoint, None if there is none or a rollback has discarded all; and one line for
-        each checkpoint that was set aside.
+    """Load the newest good checkpoint into the views of `fragments`, this rank's part of the state. Collective.
+    Returns its state and a line for each checkpoint that was set aside. The state is None, and the run begins at step
+    0, if there is no checkpoint or a rollback has discarded all. `older_identities` are digests of this run's identity
+    with older numerics, a change that `commit.begin_attempt` has had accepted. `stopped` are the skipped steps that
+    the guard or a rollback chose: a checkpoint that was trained on one is discarded, and any other difference in
+    skipped steps is an error.
+    Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
+    be read and no target has a copy; it is StoreAway, on all ranks, if the call may be repeated later.
     """
     rejected: list[tuple[_Candidate, _Fault]] = []  # each checkpoint that cannot be used, and why
     unreadable: _Candidate | None = None
@@ -115,7 +119,10 @@ def load_newest(
 
 
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
-    """Rename the manifest of every committed checkpoint in all stores, so that a run begins again at step 0."""
+    """Rename the manifest of every checkpoint in all stores, so that a run begins again at step 0; return log lines.
+    Checkpoints that were set aside before are marked, too, so that no repair restores them. The tensor files stay.
+    Rank 0 only, while no save is under way.
+    """
     reason = f"{WITHDRAWN}the run was begun again from scratch"
     lines = []
     for target in targets:
@@ -130,10 +137,9 @@ def set_all_aside(targets: Sequence[Store]) -> list[str]:
 
 
 def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Read the whole fp32 master weights of the newest good checkpoint, verified. Needs no process group.
-
-    Args:
-        step: number of steps after which the checkpoint was taken; None: the newest good one.
+    """Read the whole fp32 weights of the newest good checkpoint, or of `step`, onto the CPU. Needs no process group.
+    Nothing is written: damaged checkpoints are passed over, and returned as one line each. The order of `targets` is
+    that of preference. Raises UserError if there is no good checkpoint.
     """
     damaged: list[str] = []
     for candidate in _newest_first(targets):
@@ -150,7 +156,6 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:
-    """Return the error of `assemble` if no store has a good checkpoint, or none that was taken after `step` steps."""
     urls = " and ".join(target.url for target in targets)
     if damaged:
         return UserError(
@@ -168,7 +173,6 @@ def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Se
 
 
 def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch.Tensor]]:
-    """Read and verify the fp32 master weights of one checkpoint."""
     manifest = read_manifest(target, folder)
     weights = {name: torch.empty(shape) for name, shape in manifest.state.shapes.items()}
     fragments = [
@@ -184,7 +188,10 @@ def _read_weights(target: Store, folder: str) -> tuple[RunState, dict[str, torch
 def check_belongs(
     found: RunState, expected: RunState, older_identities: Collection[str] = (), stopped: Collection[int] = ()
 ) -> None:
-    """Raise if this run cannot resume from a checkpoint: another run wrote it, or the skipped steps differ."""
+    """Raise TornCheckpoint if this run cannot resume from a checkpoint: another run wrote it, or skipped steps differ.
+    Only steps below the checkpoint's are compared, and neither step nor world size. The error is `_Discarded` if the
+    difference comes from a rollback of this run, whose steps `stopped` contains.
+    """
     identities = frozenset([expected.identity_sha256, *older_identities])
     fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
     for field, description in _FURTHER_FIELDS_OF_A_RUN.items():
@@ -208,7 +215,7 @@ def check_belongs(
 
 
 def _newest_first(targets: Sequence[Store]) -> list[_Candidate]:
-    """Return the committed checkpoints of all targets, sorted: the highest step first, then the highest attempt."""
+    """Return the committed checkpoints of all targets, newest first; copies of one in the order of the targets."""
     candidates = []
     for target_index, target in enumerate(targets):
         for step, attempt, folder in committed(target):
@@ -224,7 +231,9 @@ def _read_own_part(
     older_identities: Collection[str],
     stopped: Collection[int],
 ) -> tuple[RunState | None, _Fault | None]:
-    """Read the part of a checkpoint that this rank holds into `fragments` and verify it."""
+    """Fill this rank's `fragments` and verify them and every W-th file's size and header (W ranks). Not collective.
+    Returns the checkpoint's run state and None, or None and the first fault.
+    """
     try:
         manifest = read_manifest(target, folder)
         check_belongs(manifest.state, expected, older_identities, stopped)
@@ -243,7 +252,7 @@ def _read_own_part(
 def _set_aside(
     targets: Sequence[Store], unusable: _Candidate, fault: _Fault, used_step: int, used_target: Store | None
 ) -> str:
-    """Rename the manifest of a checkpoint that cannot be used on rank 0, so that no later load takes it."""
+    """Rename the manifest of an unusable checkpoint on rank 0, and return the line for the log. Collective."""
     target = targets[unusable.target_index]
     reason = f"{WITHDRAWN}{fault.text}" if fault.is_discarded else fault.text
     from_rank_0(lambda: set_aside(target, unusable.folder, reason))
@@ -258,7 +267,6 @@ def _set_aside(
 
 
 def _none_is_good(targets: Sequence[Store], rejected: Sequence[tuple[_Candidate, _Fault]]) -> UserError:
-    """Return the error for a run that has checkpoints of which none can be used."""
     faults = "; ".join(
         f"{targets[candidate.target_index].url}/{candidate.folder}: {fault.text}" for candidate, fault in rejected
     )

@@ -21,10 +21,7 @@ NOT_EVALUATED = HeldOutScore()
 
 @dataclass(frozen=True, order=True)
 class CheckpointInfo:
-    """Facts about a committed checkpoint that decide whether it is kept. Instances sort by step, then by attempt.
-
-    The attempt is the number of the start of the run that wrote the checkpoint.
-    """
+    """Facts about a committed checkpoint that decide whether it is kept. Instances sort by step, then by attempt."""
 
     step: int
     attempt: int  # number of the start of the run that wrote it
@@ -35,7 +32,12 @@ class CheckpointInfo:
 def superfluous(
     checkpoints: Sequence[CheckpointInfo], policy: CheckpointConfig, rollback_steps: int
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that the retention policy does not keep, oldest first. Nothing is deleted."""
+    """Return the checkpoints of one store that the retention policy does not keep, oldest first. Nothing is deleted.
+    A checkpoint is kept if it is one of the newest `keep_last`, if `keep_every_steps` divides its step, if
+    `keep_steps` names its step, or if it is one of the first `keep_best` in `best_first`. Two are always kept: the
+    newest, and the newest that is at least `rollback_steps` (`guard.most_skipped`) older. A rollback skips at most so
+    many steps before the newest checkpoint, so it finds one that has not been trained on a skipped step.
+    """
     ordered = sorted(checkpoints)
     num_newest = max(1, policy.keep_last)
     keep = set(ordered[-num_newest:])
@@ -49,7 +51,9 @@ def superfluous(
 
 
 def best_first(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first."""
+    """Return the checkpoints with an evaluation, the best first; of equal ones the newest first.
+    Those with a context AUC come first, the highest first; the others follow by their loss, the lowest first.
+    """
     ranked = []
     for checkpoint in checkpoints:
         score = checkpoint.score

@@ -41,12 +41,14 @@ class _Copy:
 
 
 class Save:
-    """One checkpoint on its way to all targets, as one rank stores it."""
+    """One checkpoint on its way to all targets, as one rank stores it.
+    Its stages return the first error that may pass, such as a full disk, so that the caller can wait and repeat the
+    stage; None means success. All other errors are raised.
+    """
 
     def __init__(
         self, rank: int, state: RunState, tensors: Sequence[Tensor], staging: LocalStore, targets: Sequence[Store]
     ) -> None:
-        """Begin with nothing stored."""
         self._rank = rank
         self._state = state
         self._tensors = tensors
@@ -60,13 +62,7 @@ class Save:
         self._written: tuple[Path, FileEntry] | None = None  # the file that was written, and its manifest entry
 
     def store(self) -> Exception | None:
-        """Store this rank's tensor file and then its manifest entry in every target that lacks them.
-
-        Returns:
-            None if all targets have both. Otherwise the first error that may pass, such as a full disk or a store that
-            does not respond: it is returned and not raised, so that the caller can wait and call again. All other
-            errors are raised.
-        """
+        """Store this rank's tensor file and then its manifest entry in every target that lacks them."""
         failures: list[Exception | None] = []
         for copy in self._copies:
             if self._written is not None:
@@ -75,11 +71,8 @@ class Save:
         return self._for_each(self._store, failures)
 
     def merge(self, give_up: Callable[[], bool]) -> Exception | None:
-        """Merge the entries of the group of ranks that this rank leads, in every target where this is not done yet.
-
-        Returns:
-            None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
-            is returned and not raised, so that the caller can wait and call again. All other errors are raised.
+        """Merge the entries of the group of ranks that this rank leads, if any, in every target that has its own file.
+        While entries of other ranks are missing, `give_up` is called; if it returns True, TimeoutError is raised.
         """
         group = led_group(self._rank, self._state.world_size)
         if group is None:
@@ -88,10 +81,7 @@ class Save:
 
     def commit(self, give_up: Callable[[], bool]) -> Exception | None:
         """Commit the checkpoint on every target that has this rank's file and no manifest. Rank 0 only.
-
-        Returns:
-            None if nothing failed. Otherwise the first error that may pass, such as a store that does not respond: it
-            is returned and not raised, so that the caller can wait and call again. All other errors are raised.
+        `give_up` is as for `merge`.
         """
         return self._for_each(lambda copy: self._commit(copy, give_up))
 
@@ -101,13 +91,12 @@ class Save:
             self._staging.delete(self._key)
 
     def _for_each(self, stage: Callable[[_Copy], None], failures: Sequence[Exception | None] = ()) -> Exception | None:
-        """Run a stage of the save for the copy in every target, up to 16 at a time."""
+        """Run a stage for the copy in every target, up to 16 at a time; `failures` are results of the first copies."""
         remaining_copies = self._copies[len(failures) :]
         results = [*failures, *in_parallel(lambda copy: self._failure(stage, copy), remaining_copies)]
         return next((failure for failure in results if failure is not None), None)
 
     def _failure(self, stage: Callable[[_Copy], None], copy: _Copy) -> Exception | None:
-        """Run a stage of the save for one copy; return its error if it may pass, or None if the stage succeeds."""
         try:
             stage(copy)
         except Exception as error:
@@ -117,9 +106,7 @@ class Save:
         return None
 
     def _store(self, copy: _Copy) -> None:
-        """Store this rank's file and its manifest entry in one target, unless they are there. The first call that
-        succeeds writes the file: into the target if that is a local folder, otherwise into the staging folder.
-        """
+        """Write the file into a local target or else into staging, at the first call; other targets receive copies."""
         if copy.is_stored:
             return
         path_in_target = copy.target.local_path(self._key)  # None for a target on S3
@@ -135,7 +122,6 @@ class Save:
         copy.is_stored = True
 
     def _merge(self, copy: _Copy, group: int, give_up: Callable[[], bool]) -> None:
-        """Merge the entries of a group of ranks in one target."""
         if copy.is_merged or not copy.is_stored:
             return
         world_size = self._state.world_size
@@ -143,7 +129,6 @@ class Save:
         copy.is_merged = True
 
     def _commit(self, copy: _Copy, give_up: Callable[[], bool]) -> None:
-        """Commit the checkpoint on one target, if this rank's file is there."""
         if copy.is_committed or not copy.is_stored:
             return
         is_repeated = copy.was_tried
@@ -153,9 +138,7 @@ class Save:
 
 
 def _check_space(path: Path, tensors: Sequence[Tensor]) -> None:
-    """Raise StoreAway unless the disk of a file that is about to be written has room for it. Without this check a save
-    that cannot succeed would fill the disk for everybody, again at every try.
-    """
+    """Raise StoreAway if the file does not fit: the write would fill the disk for everybody, again at every try."""
     needed_bytes = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors) + _HEADER_BYTES
     try:
         free_bytes = shutil.disk_usage(nearest_folder(path.parent)).free

@@ -18,11 +18,7 @@ from electra_dist.store.interface import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Result of comparing one parameter and its optimizer moments in two checkpoints.
-
-    It has the largest absolute difference of the master weights and of each moment, and whether all are equal bit
-    for bit.
-    """
+    """Result of comparing one parameter and its optimizer moments in two checkpoints."""
 
     name: str  # of the parameter
     largest: dict[Kind, float]  # kind -> largest absolute difference; NaN if either side has a NaN
@@ -38,7 +34,9 @@ class Side:
     manifest: Manifest
 
     def read(self, name: str) -> dict[Kind, torch.Tensor]:
-        """Read a whole parameter and its optimizer moments from this checkpoint, and verify them."""
+        """Read and verify a whole parameter and its moments, as flat fp32 CPU tensors.
+        Raises TornCheckpoint if a part is damaged or missing.
+        """
         numel = prod(self.manifest.state.shapes[name])
         views = {kind: torch.empty(numel) for kind in KINDS}
         fragment = Fragment(name=name, start=0, numel=numel, views=views)
@@ -51,7 +49,9 @@ class Side:
 
 
 def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
-    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ."""
+    """Return (field, value in `a`, value in `b`) for every field in which the run states of two checkpoints differ.
+    World size, ZeRO stage and package versions are among them; they may differ although all weights are equal.
+    """
     return [
         (field, getattr(a, field), getattr(b, field))
         for field in RunState.model_fields
@@ -60,8 +60,8 @@ def state_differences(a: RunState, b: RunState) -> list[tuple[str, Any, Any]]:
 
 
 def parameter_differences(a: Side, b: Side) -> Iterator[Difference]:
-    """Compare every parameter that both checkpoints have in the same shape, and yield the results in the order of
-    `a`.
+    """Compare every parameter that both checkpoints have in the same shape, in the order of `a`, one at a time.
+    Raises TornCheckpoint if a parameter of either side is damaged.
     """
     for name, shape in a.manifest.state.shapes.items():
         if b.manifest.state.shapes.get(name) != shape:

@@ -37,9 +37,7 @@ _CHUNK_BYTES = 1 << 20  # small enough to be hashed while it is still in the pro
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
     """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
-
-    `views` are the same range of its fp32 master weight and moments. They alias the tensors that they were made
-    from, such as the training state, so writing to a view changes these.
+    The views alias the tensors that they were made from, such as the training state: writing to them changes it.
     """
 
     name: str  # of the parameter
@@ -50,10 +48,7 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments.
-
-    `kind` is master weight, first moment or second moment.
-    """
+    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments."""
 
     kind: Kind  # master weight, or first or second moment of the optimizer
     name: str  # of the parameter
@@ -61,7 +56,7 @@ class Tensor:
     values: torch.Tensor  # 1-D, fp32, contiguous, on the CPU
 
     def pieces(self) -> list[Tensor]:
-        """Cut the tensor into pieces of at most `PIECE` elements, in order. The pieces share its memory."""
+        """Cut the tensor into pieces of at most `PIECE` elements, in order, which share its memory."""
         return [
             Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
             for begin in range(0, len(self.values), PIECE)
@@ -69,7 +64,10 @@ class Tensor:
 
 
 def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_header: bool = False) -> FileEntry:
-    """Write tensors to a safetensors file, sync it to the disk, and return its entry for the checkpoint's manifest."""
+    """Write fp32 CPU tensors to a safetensors file in this order, sync it to the disk, and return its manifest entry.
+    An existing file is overwritten in place: readers must not look at it before the checkpoint's manifest exists. A
+    manifest of format 3 requires `digests_in_header`; the entry lists all tensors nevertheless.
+    """
     pieces = [piece for tensor in tensors for piece in tensor.pieces()]
     header = _header(pieces, [_NO_DIGEST] * len(pieces) if digests_in_header else [])
     entries = []
@@ -108,10 +106,8 @@ def write_tensor_file(path: Path, tensors: Sequence[Tensor], *, digests_in_heade
 
 
 def parse_header(file: FileEntry, header: bytes) -> FileEntry:
-    """Complete the manifest entry of a tensor file with the tensors, and their digests, that the file's header lists.
-
-    Args:
-        header: all bytes of the header, whose digest the caller has compared with that in the entry.
+    """Return a manifest entry of format 3 with the tensors that its file's header, verified by the caller, lists.
+    Raises TornCheckpoint if header and tensors do not cover every byte of the file exactly once.
     """
     table = json.loads(header[_LENGTH_BYTES:])
     digests = table.pop("__metadata__")["sha256"]
@@ -136,7 +132,6 @@ def parse_header(file: FileEntry, header: bytes) -> FileEntry:
 
 
 def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
-    """Write bytes to a file and return their SHA-256; each chunk is hashed while it is in the CPU cache."""
     digest = hashlib.sha256()
     for begin in range(0, len(data), _CHUNK_BYTES):
         chunk = data[begin : begin + _CHUNK_BYTES]
@@ -146,8 +141,8 @@ def _write_and_hash(file: BinaryIO, data: memoryview) -> str:
 
 
 def _header(pieces: Sequence[Tensor], digests: Sequence[str]) -> bytes:
-    """Return the header of a safetensors file: the length of its JSON in 8 bytes, then the JSON, padded with
-    spaces.
+    """Return the header of a safetensors file, with pieces named `KIND|PARAMETER|START`; no `digests` store none.
+    The JSON is padded to a multiple of 8 bytes, as the format asks, so that the data after it are aligned.
     """
     table: dict[str, object] = {"__metadata__": {"sha256": "".join(digests)}} if digests else {}
     offset = 0  # of a tensor's data, counted from the end of the header

@@ -16,10 +16,7 @@ example because a clock was set back, do they add up to more; `down` is then 0.
     useful   steps that were kept
     down     everything not listed above: a fault until it is noticed, killing processes, reports
 
-Goodput is useful / (wall - queue). The run cannot influence the time in the queue, which is therefore shown
-separately.
-
-Limits: those of `run_starts.py`, which reads the ledger.
+Goodput is useful / (wall - queue). The run cannot influence the time in the queue.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from electra_dist.run.number_formats import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds of a run's wall-clock time by activity, as the module explains them."""
+    """Account of a run's wall-clock time: the seconds that were spent on each activity of the module's table."""
 
     queue: float = 0.0
     boot: float = 0.0
@@ -61,25 +58,27 @@ class Goodput:
 
     @property
     def fraction(self) -> float | None:
-        """Return the goodput, in [0, 1]: the seconds of useful steps divided by all seconds outside the queue."""
+        """Return the goodput, in [0, 1]; None if the run has spent no time outside the queue yet."""
         outside_queue_s = self.wall - self.queue
         if outside_queue_s <= 0:
             return None
         return self.useful / outside_queue_s
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each activity by its name, from "queue" to "down", in the order of the fields."""
+        """Return the seconds of each activity by its name, in the order of the fields."""
         activities = [field.name for field in fields(self) if field.name not in ("steps_lost", "starts")]
         return {activity: getattr(self, activity) for activity in activities}
 
     def described(self) -> str:
-        """Return one line of text: activities of at least half a second, the number of starts, and the steps lost."""
+        """Return one line, such as "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost"."""
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
         return f"{', '.join(parts)}; {self.starts} starts, {self.steps_lost:,} steps lost"
 
 
 def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
-    """Split the wall-clock time of a run, up to its last event, by the activities on which it was spent."""
+    """Split the wall-clock time of a run, up to its last event, by activity.
+    Without `jobs` (slurm/jobs.jsonl), `queue` and `boot` are 0 and the time between two starts counts as `down`.
+    """
     starts = starts_of(ledger)
     if not starts:
         return Goodput()
@@ -107,7 +106,9 @@ def goodput(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> Goodput:
 
 
 def _useful_and_lost(starts: Sequence[RunStart]) -> tuple[float, float, int]:
-    """Return (seconds of kept steps, seconds of steps that were repeated later, number of repeated steps)."""
+    """Return (seconds of kept steps, seconds of repeated steps, number of repeated steps).
+    A step is kept if the next start resumed from a checkpoint that contains it, and in the last start.
+    """
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
     lost_s = 0.0
@@ -140,7 +141,7 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def start_line(ledger: Sequence[Record], jobs: Sequence[Record] = ()) -> str:
-    """Describe the newest start in one line: its step, the checkpoint's age, steps lost and the goodput."""
+    """Describe the newest start, to whose event `ledger` must reach, its checkpoint's age and the goodput."""
     start_events = [event for event in ledger if event["event"] in START_EVENTS]
     newest_start = start_events[-1]
     parts = []

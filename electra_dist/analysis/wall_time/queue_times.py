@@ -1,7 +1,4 @@
-"""Computes how long a run waited for nodes in Slurm's queue, and how long its jobs took to start the ranks.
-
-Guarantee: pure functions of the ledger and of the job records in slurm/jobs.jsonl.
-"""
+"""Compute how long a run waited for nodes in Slurm's queue, and how long its jobs took to start the ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ from electra_dist.run.jsonl import Record
 def queue_and_boot_of_starts(
     ledger: Sequence[Record], jobs: Sequence[Record], starts: Sequence[RunStart]
 ) -> list[tuple[float, float]]:
-    """Return, for each start of the ranks, the seconds that it waited for nodes and then booted: (queue, boot)."""
+    """Return for each start of the ranks the seconds that it waited for nodes and then booted: (queue, boot)."""
     begins = [job for job in jobs if job["event"] == "begin"]
     queue_and_boot_s = []
     previous_index = -1
     previous_end = -math.inf
     for start, index in zip(starts, start_indexes(ledger), strict=True):
+        # A job led to the first start event after the number of events that the ledger had when it began.
         own_begins = [job for job in begins if previous_index < job["ledger_events"] <= index]
         queue_and_boot_s.append(_queue_and_boot(own_begins, previous_end, start.began))
         previous_index = index
@@ -30,7 +28,7 @@ def queue_and_boot_of_starts(
 
 
 def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return the seconds for which one start waited for nodes, and for which it then booted."""
+    """Return (queue, boot): `queue` is summed over the jobs before a start, `boot` is that of the last one."""
     queue_s = 0.0
     boot_s = 0.0
     busy_until = previous_end  # until then the run was not waiting, even if the next job was in the queue already
@@ -44,11 +42,12 @@ def _queue_and_boot(begins: Sequence[Record], previous_end: float, process_began
 
 
 def first_submission(jobs: Sequence[Record]) -> float:
-    """Return the Unix time at which the first Slurm job of the run was submitted; infinity if no job began."""
+    """Return the Unix time at which the first job was submitted (or began, if unknown); infinity if none began."""
     return min((_submitted_and_began(job)[0] for job in jobs if job["event"] == "begin"), default=math.inf)
 
 
 def _submitted_and_began(begin: Record) -> tuple[float, float]:
+    """Return the Unix times at which a job was submitted and began. Slurm may report neither."""
     job_began = _seconds(begin.get("started"))
     if job_began is None:
         job_began = time_of(begin)
@@ -59,5 +58,4 @@ def _submitted_and_began(begin: Record) -> tuple[float, float]:
 
 
 def _seconds(time: str | None) -> float | None:
-    """Convert an ISO 8601 time to Unix seconds; return None if the time is None, which means not recorded."""
     return None if time is None else datetime.fromisoformat(time).timestamp()

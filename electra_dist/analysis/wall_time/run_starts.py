@@ -1,6 +1,4 @@
-"""Reads the starts of a run's ranks from its ledger: when each began and ended, its steps, and what took its time.
-
-Guarantee: pure functions of the events in ledger.jsonl.
+"""Read the starts of a run's ranks from its ledger: when each began and ended, its steps, and what took its time.
 
 Limits: if no event of a start has `spent_s`, the seconds by activity, as in an older ledger, they are estimated from
 the times of its checkpoints and of its end. A start that was killed before its first checkpoint has no estimate: its
@@ -22,7 +20,7 @@ _PROGRESS_EVENTS = ("checkpoint", "stop", "storage", "done", "crash", "unhealthy
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run's ranks, with the seconds of each activity; points in time are Unix seconds."""
+    """One start of a run's ranks, from the launch of their processes to their end. Points in time are Unix seconds."""
 
     began: float  # start of the process
     setup: Mapping[str, float]  # seconds by activity: import, build, restore
@@ -40,7 +38,7 @@ class RunStart:
 
     @property
     def compile_s(self) -> float:
-        """Return how many seconds the first step took longer than the mean of the others."""
+        """Return how much longer the first step was than the mean of the others; 0 with fewer than two steps."""
         num_other_steps = self.num_steps - 1
         if num_other_steps <= 0:
             return 0.0
@@ -50,7 +48,7 @@ class RunStart:
 
     @property
     def steps_s(self) -> float:
-        """Return the seconds of all steps of this start, without compilation and without waiting for rows."""
+        """Return the seconds of all steps, without compilation and without waiting for rows."""
         all_steps_s = self.spent.get("first", 0.0) + self.spent.get("step", 0.0)
         data_s = self.spent.get("data", 0.0)
         return max(0.0, all_steps_s - data_s - self.compile_s)
@@ -66,7 +64,7 @@ def starts_of(ledger: Sequence[Record]) -> list[RunStart]:
 
 
 def _run_start(start_event: Record, later_events: Sequence[Record]) -> RunStart:
-    """Summarise the ledger's events of one start of the ranks (one launch of their processes) in a `RunStart`."""
+    """Summarise the events of one start. Its processes began before the first event, by the seconds of the setup."""
     progress = [event for event in later_events if event["event"] in _PROGRESS_EVENTS]
     newest = _newest_progress(start_event, progress)
     setup = start_event.get("setup_s", {})
@@ -88,6 +86,7 @@ def start_indexes(ledger: Sequence[Record]) -> list[int]:
 
 
 def _events_of_start(ledger: Sequence[Record], index: int, next_index: int) -> list[Record]:
+    """Return the later events of one start, by its number: an earlier start that was cut off may write events late."""
     attempt = ledger[index].get("attempt")
     return [event for event in ledger[index + 1 : next_index] if event.get("attempt", attempt) == attempt]
 
@@ -98,7 +97,7 @@ def _newest_progress(start_event: Record, progress: Sequence[Record]) -> Record:
 
 
 def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, float]:
-    """Return the seconds that one start of the ranks (one launch of their processes) spent on each activity."""
+    """Return the seconds by activity: the newest `spent_s`, or an estimate for an older ledger."""
     newest = _newest_progress(start_event, progress)
     if "spent_s" in newest:
         return newest["spent_s"]
@@ -110,7 +109,7 @@ def _spent_s(start_event: Record, progress: Sequence[Record]) -> Mapping[str, fl
 
 
 def seconds_per_step(starts: Sequence[RunStart]) -> float:
-    """Return the mean seconds of a step over all steps of all starts; 0 before the first step."""
+    """Return the mean of `steps_s` over all steps of all starts; 0 before the first step."""
     num_steps = sum(start.num_steps for start in starts)
     if num_steps == 0:
         return 0.0

@@ -27,11 +27,7 @@ _LONGEST_POLL_S = 1.0
 
 
 class Entries(BaseModel):
-    """Manifest entries of the tensor files of consecutive ranks, as ranks store them for rank 0.
-
-    For a manifest of format 2 the entries list all tensors. For format 3 they list none: `parts` then describes
-    with a run-length code (parameter_runs.py) how each parameter is divided between these files.
-    """
+    """Manifest entries of the tensor files of consecutive ranks, as ranks store them for rank 0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,8 +41,8 @@ def has_runs(state: RunState) -> bool:
 
 
 def entries_of_file(state: RunState, file: FileEntry) -> Entries:
-    """Return the object that a rank stores for rank 0: the entry of its tensor file, in the form the manifest
-    needs.
+    """Return what a rank stores for rank 0; in format 3, each parameter's range replaces the list of tensors.
+    The tensors of a parameter must follow one another in `file`.
     """
     if not has_runs(state):
         return Entries(files=(file,))
@@ -62,7 +58,9 @@ def entries_of_file(state: RunState, file: FileEntry) -> Entries:
 
 
 def merge(groups: Sequence[Entries]) -> Entries:
-    """Merge the entries of several groups of ranks into the entries of all their ranks."""
+    """Merge the entries of consecutive groups of ranks, all of one manifest format.
+    Raises TornCheckpoint if a parameter's elements in one group do not begin where those of the group before end.
+    """
     files = tuple(file for group in groups for file in group.files)
     parts_of_groups = [group.parts for group in groups if group.parts is not None]
     if not parts_of_groups:
@@ -72,17 +70,17 @@ def merge(groups: Sequence[Entries]) -> Entries:
 
 
 def submit(target: Store, folder: str, rank: int, state: RunState, file: FileEntry) -> None:
-    """Store the manifest entry of a rank's tensor file as an object, from which rank 0 builds the manifest."""
+    """Store the manifest entry of a rank's tensor file for rank 0; call it when the file is complete in the target.
+    The object is deleted after the commit or, in a run with groups, after the merge.
+    """
     _write(target, entry_key(folder, rank, state.world_size), entries_of_file(state, file))
 
 
 def merge_group(
     target: Store, folder: str, group: int, world_size: int, timeout_s: float, give_up: Callable[[], bool]
 ) -> None:
-    """Wait for the entries of a group's ranks, merge them into one object, and delete the single entries.
-
-    Args:
-        timeout_s: how long to wait for the entries, in seconds.
+    """Wait for the entries of a group's ranks, merge them into one object, and delete them. The group's leader only.
+    It may be called again after a failure. Raises TimeoutError as `wait_for` does.
     """
     keys = keys_of_group(folder, group, world_size)
     if not target.exists(merged_key(folder, group)):
@@ -94,10 +92,8 @@ def merge_group(
 def wait_for(
     target: Store, folder: str, prefix: str, keys: Sequence[str], timeout_s: float, give_up: Callable[[], bool]
 ) -> None:
-    """Wait until a store holds all the objects `keys`, by listing the keys that begin with `prefix` repeatedly.
-
-    Args:
-        timeout_s: how long to wait, in seconds.
+    """Wait until a store holds all objects `keys`, by listing `prefix` with pauses that double from 0.02 to 1 second.
+    Raises TimeoutError after `timeout_s`, or if `give_up` returns True while a key is missing.
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _POLL_S
@@ -116,24 +112,19 @@ def wait_for(
 
 
 def read_entries(target: Store, keys: Sequence[str]) -> Entries:
-    """Read objects of entries, up to 16 at a time, verify the digest of each object, and merge the entries."""
+    """Read, verify and merge the objects of entries, given in the order of the ranks, up to 16 at a time."""
     return merge(in_parallel(lambda key: _read(target, key), keys))
 
 
 def _write(target: Store, key: str, entries: Entries) -> None:
-    """Write entries to an object: on the first line the SHA-256 of the rest (hexadecimal), then the entries as
-    JSON.
-    """
+    """Write entries as JSON, after a first line with its SHA-256, by which `_read` detects changed bytes."""
     data = entries.model_dump_json().encode()
     digest = hashlib.sha256(data).hexdigest().encode()
     target.write(key, digest + b"\n" + data)
 
 
 def _read(target: Store, key: str) -> Entries:
-    """Read entries that `_write` has written, and verify their digest; after a mismatch the object is read again."""
-
     def read_once() -> tuple[bytes, str]:
-        """Return the JSON of the entries, and a fault if the JSON does not match its digest; "" if it does."""
         digest, _, data = target.read(key, must_exist=True).partition(b"\n")  # first line, then the JSON
         found_digest = hashlib.sha256(data).hexdigest()
         if found_digest.encode() == digest:

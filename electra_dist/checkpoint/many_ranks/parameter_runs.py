@@ -21,10 +21,7 @@ _MOST_LISTED_TENSORS = 20_000  # 3 MB of manifest
 
 
 class Parts(NamedTuple):
-    """The parts of one parameter that consecutive ranks store, as a run-length code of their sizes.
-
-    The parts follow one another in the order of the ranks, without a gap.
-    """
+    """Parts of one parameter that consecutive ranks store, one after another without a gap."""
 
     start: int | None  # first element of the first part that is not empty; None if all parts are empty
     runs: tuple[Run, ...]  # (number of consecutive ranks, elements of each), in the order of the ranks
@@ -36,10 +33,7 @@ class Parts(NamedTuple):
 
 
 def is_too_long_a_list(zero_stage: int, num_parameters: int, world_size: int) -> bool:
-    """Return whether a manifest that lists every part of every parameter would be too long.
-
-    It then holds the sizes of the parts, run-length encoded.
-    """
+    """Return whether a list of all tensors would take more than about 3 MB, so that a run-length code replaces it."""
     return zero_stage in (0, 3) and 3 * num_parameters * world_size > _MOST_LISTED_TENSORS
 
 
@@ -49,7 +43,9 @@ def num_elements(runs: Iterable[Run]) -> int:
 
 
 def join(name: str, pieces: Sequence[Parts]) -> Parts:
-    """Join the run-length codes of one parameter for several groups of ranks into one code for all these ranks."""
+    """Join the codes of one parameter for consecutive groups of ranks; equal neighbouring parts get one run.
+    Raises TornCheckpoint if one group's elements do not begin where those of the group before end.
+    """
     start = None  # first element of all groups
     end = None  # element after the last one of the groups joined so far
     runs: list[Run] = []
@@ -69,7 +65,10 @@ def join(name: str, pieces: Sequence[Parts]) -> Parts:
 
 
 def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> None:
-    """Verify that the parts of one parameter, which the files of a checkpoint hold in turn, cover it exactly."""
+    """Raise TornCheckpoint unless the parts in all files add up to the `numel` elements of a parameter.
+    Each part begins where the part in the file before it ends, from element 0 on, so every element is then in one
+    part.
+    """
     has_impossible_run = any(count < 1 or size < 0 for count, size in runs)
     num_coded_files = sum(count for count, _ in runs)
     if has_impossible_run or num_elements(runs) != numel or num_coded_files != num_files:
@@ -77,23 +76,19 @@ def check_runs(name: str, numel: int, runs: Sequence[Run], num_files: int) -> No
 
 
 class FilesOfElements:
-    """Lookup of the checkpoint files that hold given elements of one parameter.
-
-    Files are identified by their number, which is the rank that wrote them.
-    """
+    """Lookup of the files (numbered by the rank that wrote them) that hold given elements of one parameter."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        """Compute which elements of the parameter each file holds."""
         sizes = [size for count, size in runs for _ in range(count)]
         self._ends = list(accumulate(sizes))  # for each file, the element after its last one
         self._sizes = sizes  # elements in each file
 
     def overlapping(self, start: int, end: int) -> list[int]:
-        """Return the numbers of the files that hold at least one of the elements [start, end), in ascending order."""
+        """Return the numbers of the files that hold any of the elements [start, end), ascending."""
         first = bisect_right(self._ends, start)
         last = bisect_right(self._ends, end - 1)
         return [file for file in range(first, last + 1) if self._sizes[file]]
 
     def part(self, file: int) -> tuple[int, int]:
-        """Return the range [start, end) of the parameter's elements that the file with number `file` holds."""
+        """Return the range [start, end) of the parameter's elements that a file holds."""
         return self._ends[file] - self._sizes[file], self._ends[file]

@@ -15,14 +15,14 @@ _ENTRY_NAME = re.compile(r"rank-\d+\.json|merged-\d+\.json|group-\d+/.+")
 
 
 def group_size(world_size: int) -> int:
-    """Return the number of ranks in each group of a run with `world_size` ranks; 1 means that there are no groups."""
+    """Return the number of ranks in each group (the last may have fewer); 1 means that there are no groups."""
     if world_size <= _MOST_WITHOUT_GROUPS:
         return 1
     return math.isqrt(world_size - 1) + 1  # the square root, rounded up
 
 
 def led_group(rank: int, world_size: int) -> int | None:
-    """Return the number of the group that a rank leads, because it is the last rank of the group."""
+    """Return the number of the group that a rank leads; None if it leads none."""
     size = group_size(world_size)
     if size == 1:
         return None
@@ -31,7 +31,7 @@ def led_group(rank: int, world_size: int) -> int | None:
 
 
 def entry_key(folder: str, rank: int, world_size: int) -> str:
-    """Return the key of the object in which a rank stores the manifest entry of its tensor file."""
+    """Return the key of a rank's manifest entry: FOLDER/rank-00003.json, or FOLDER/group-00000/rank-00003.json."""
     size = group_size(world_size)
     if size == 1:
         return f"{folder}/rank-{rank:05d}.json"
@@ -39,12 +39,12 @@ def entry_key(folder: str, rank: int, world_size: int) -> str:
 
 
 def group_prefix(folder: str, group: int) -> str:
-    """Return the prefix of the keys under which the ranks of a group store their entries, e.g. FOLDER/group-00003/."""
+    """Return the prefix of the keys of a group's single entries, FOLDER/group-00003/."""
     return f"{folder}/group-{group:05d}/"
 
 
 def merged_key(folder: str, group: int) -> str:
-    """Return the key of the object in which the leader of a group stores the merged entries of the group."""
+    """Return the key of the merged entries of a group, FOLDER/merged-00003.json."""
     return f"{folder}/merged-{group:05d}.json"
 
 
@@ -56,7 +56,7 @@ def keys_of_group(folder: str, group: int, world_size: int) -> list[str]:
 
 
 def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
-    """Return the keys of the objects that rank 0 reads to commit a checkpoint, in the order of the ranks."""
+    """Return the keys of the objects that rank 0 reads for a commit, one per rank or per group, in rank order."""
     size = group_size(world_size)
     if size == 1:
         return [entry_key(folder, rank, world_size) for rank in range(world_size)]
@@ -65,5 +65,5 @@ def keys_of_rank_0(folder: str, world_size: int) -> list[str]:
 
 
 def is_entry(name: str) -> bool:
-    """Return whether the name of a file shows that it holds entries for the manifest."""
+    """Return whether a file, named relative to the checkpoint's folder, holds entries for the manifest."""
     return _ENTRY_NAME.fullmatch(name) is not None
