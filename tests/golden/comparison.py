@@ -7,7 +7,6 @@ on which CPU and with which torch it was made if the bits depend on these.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,23 +32,15 @@ class Kind(NamedTuple):
 
 
 def machine() -> str:
-    """Return what the bits of a training depend on: the CPU's instructions, the kernels' C library, and torch."""
-    flags: set[str] = set()
+    """Return what the bits of a training depend on: the kind of CPU, the kernels' C library, and torch."""
+    facts: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            flags = set(line.split(":")[1].split())
-            vendor = _vendor()
-            break
-    else:
-        vendor = platform.processor()
-    found = [name for name in _INSTRUCTIONS if name in flags]
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    cpu = [facts.get(name, "?") for name in ("vendor_id", "cpu family", "model", "cache size")]
+    instructions = [name for name in _INSTRUCTIONS if name in facts.get("flags", "").split()]
     library = "C library" if has_cpu_library() else "no C library"
-    return f"{vendor} {' '.join(found)}, {library}, torch {torch.__version__.split('+')[0]}"
-
-
-def _vendor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "unknown")
+    return f"{' '.join([*cpu, *instructions])}, {library}, torch {torch.__version__.split('+')[0]}"
 
 
 def read_record(kind: Kind, folder: Path = RECORDS) -> tuple[str, Entries]:
